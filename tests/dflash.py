@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import torch
 from safetensors.torch import save_file
@@ -65,24 +66,79 @@ def write(folder, config, tensors):
     return folder
 
 
+def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed=3):
+    """A checkpoint with the heads of DSpark, as speculators and DeepSpec write them."""
+    g = torch.Generator().manual_seed(seed)
+    own = {"sample_from_anchor": True, "markov_rank": rank, "enable_confidence_head": confidence != "none"}
+    own |= {"confidence_head_with_markov": confidence == "markov", "markov_head_type": "vanilla"}
+    named = {"speculators_model_type": "dspark"} if "speculators_model_type" in config else {}
+    made = {**config, "architectures": ["DSparkDraftModel"], **named, **own}
+    shapes = {}
+    if rank:
+        shapes |= {f"markov_head.markov_{one}.weight": (n, rank) for one, n in (("w1", VOCAB), ("w2", outputs))}
+    if confidence != "none":
+        read = WIDTH + rank * (confidence == "markov")
+        shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
+    return made, {**tensors, **{name: torch.randn(shape, generator=g) for name, shape in shapes.items()}}
+
+
 @torch.no_grad()
-def log_probs(model, target, states, positions, last, head=None):
-    """The reference's log probabilities of each slot, (block - 1, tokens): one pass over whole context and block."""
-    cache = DFlashCache(config=model.config)
-    cache.set_previous_accepted_tokens(len(positions))
-    tokens = torch.tensor([[last, *[model.config.mask_token_id] * (model.config.block_size - 1)]])
-    block = positions.max() + 1 + torch.arange(model.config.block_size)
-    states = model(
+def block_states(model, target, states, positions, last, causal=False):
+    """The reference's states of a block, (block, hidden): one pass over whole context and block."""
+    cache, length, size = DFlashCache(config=model.config), len(positions), model.config.block_size
+    cache.set_previous_accepted_tokens(length)
+    tokens = torch.tensor([[last, *[model.config.mask_token_id] * (size - 1)]])
+    mask = None
+    if causal:
+        before = (length + torch.arange(size))[:, None] - torch.arange(length + size)
+        near = before.abs() <= model.config.sliding_window
+        mask = {"full_attention": before >= 0, "sliding_attention": (before >= 0) & near}
+        mask = {kind: torch.zeros(one.shape).masked_fill(~one, -math.inf)[None, None] for kind, one in mask.items()}
+    return model(
         noise_embeds=target.model.get_input_embeddings()(tokens),
         context_hidden_states=torch.cat(states, dim=-1)[None],
-        position_ids=torch.cat([positions, block])[None],
+        attention_mask=mask,
+        position_ids=torch.cat([positions, positions.max() + 1 + torch.arange(size)])[None],
         past_key_values=cache,
-    ).last_hidden_state[0, 1:]
+    ).last_hidden_state[0]
+
+
+@torch.no_grad()
+def log_probs(model, target, states, positions, last, head=None):
+    """The reference's log probabilities of each slot, (block - 1, tokens)."""
+    states = block_states(model, target, states, positions, last)[1:]
     return (target.head if head is None else head)(states).log_softmax(-1)
 
 
-def check_blocks(model, inputs, drafter, plain, *, ids=None, head=None, **asked):
-    """Decode; every node must have the probability of the reference, and every output token be right."""
+@torch.no_grad()
+def path_gain(states, scores, tensors, last, path, index):
+    """Probability of a path of tokens, slot by slot, with the heads of DSpark that ``tensors`` has.
+
+    Args:
+        states, scores: of each slot, the network's and the output layer's.
+        index: the row of the output layer of each token.
+    """
+    gain = 1.0
+    for slot, token in enumerate(path):
+        logits, read, previous = scores[slot], states[slot], path[slot - 1] if slot else last
+        if "markov_head.markov_w1.weight" in tensors:
+            embed = tensors["markov_head.markov_w1.weight"][previous]
+            logits = logits + tensors["markov_head.markov_w2.weight"] @ embed
+            if "confidence_head.proj.weight" in tensors and tensors["confidence_head.proj.weight"].shape[1] > WIDTH:
+                read = torch.cat([read, embed])
+        if "confidence_head.proj.weight" in tensors:
+            sure = tensors["confidence_head.proj.weight"][0] @ read + tensors["confidence_head.proj.bias"][0]
+            gain *= float(1 / (1 + (-sure).exp()))
+        gain *= float(logits.softmax(0)[index[token]])
+    return gain
+
+
+def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=False, ids=None, head=None, **asked):
+    """Decode; every node must have the probability of the reference, and every output token be right.
+
+    Args:
+        tensors: of a checkpoint with the heads of DSpark, whose first slot is the last token's position.
+    """
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
     layers = plain.config.target_layer_ids
     last = len(model.get_decoder().layers) - 1
@@ -93,8 +149,11 @@ def check_blocks(model, inputs, drafter, plain, *, ids=None, head=None, **asked)
         if last in states:  # the last output is normed
             with torch.no_grad():
                 states[last] = model.get_decoder().norm(states[last])
-        scores = log_probs(plain, target, [states[layer] for layer in layers], axes.amax(0), said[-1], head)
+        read = [states[layer] for layer in layers]
+        block = block_states(plain, target, read, axes.amax(0), said[-1], causal)[0 if tensors else 1 :]
+        with torch.no_grad():
+            scores = (target.head if head is None else head)(block)
         index = {token: number for number, token in enumerate(range(scores.shape[1]) if ids is None else ids)}
-        return [float(sum(scores[k, index[token]] for k, token in enumerate(path)).exp()) for path in paths]
+        return [path_gain(block, scores, tensors or {}, said[-1], path, index) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)

@@ -12,6 +12,7 @@ from tests.draft_checks import check_drafts
 from tests.targets import row_of
 
 VOCAB, DRAFT, WIDTH = 101, 40, 48
+MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # of P-EAGLE
 
 # Published fields, with sizes cut: heads of 16 features for a width of 48.
 _CUT = {
@@ -132,6 +133,19 @@ GPT_OSS = {  # of sgl-project/SpecForge
     "num_attention_heads": 64,
     "vocab_size": 201088,
 }
+PEAGLE = {  # vllm-project/speculators, sgl-project/SpecForge
+    **GEMMA4,
+    "architectures": ["PEagleDraftModel"],
+    "embed_requires_grad": True,
+    "mask_token_id": 99,
+    "speculators_model_type": "peagle",
+}
+PEAGLE_FLAT = {  # of vLLM
+    **LLAMA3,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "norm_before_residual": True,
+    "ptd_token_id": 98,
+}
 
 
 def cut(config, reads=None, **changes):
@@ -186,6 +200,8 @@ def head_tensors(config, layout="A", *, embedding=False, device="cpu", seed=0):
         shapes["input_norm.weight"] = (states * source,)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (source,) for i in range(states)}
+    if any(name in config for name in MASKS):
+        shapes["mask_hidden"] = (1, 1, states * source)
     if embedding:
         shapes["embed_tokens.weight"] = (vocab, width)
     if device == "meta":
@@ -298,12 +314,17 @@ class PlainHead:
             path: drafted tokens, ids of the target.
         """
         fed, found = self.fuse(states), []
+        masked = "mask_hidden" in self.t
         for token in [*path, None]:
             last = self.outputs(tokens, fed, positions)[-1]
             normed = self.norm(last, "norm")
             found.append(normed @ self.t["lm_head.weight"].T)
             if token is not None:
                 feedback = normed if self.config.get("norm_output") else last
+                if masked:  # P-EAGLE feeds the same whatever was drafted
+                    parts = self.t["mask_hidden"][0].chunk(len(states), dim=-1)
+                    token = next(self.config[name] for name in MASKS if name in self.config)
+                    feedback = self.fuse(list(parts))[0]
                 tokens, fed = torch.cat([tokens, torch.tensor([token])]), torch.cat([fed, feedback[None]])
                 positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
         return found

@@ -22,10 +22,10 @@ from mmspec.errors import UserError
     type=click.Choice(["speculators", "eagle", "z-lab"]),
     default="speculators",
     show_default=True,
-    help="EAGLE-3: speculators is for vLLM, eagle for SGLang. DFlash: z-lab.",
+    help="EAGLE-3: speculators is for vLLM, eagle for SGLang. DFlash: speculators or z-lab.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="Draft tokens per step in vLLM."
+    "--tokens", type=click.IntRange(1, 64), default=3, show_default=True, help="EAGLE-3: draft tokens per step in vLLM."
 )
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
     """Write an EAGLE-3 head or a DFlash drafter in a published format, for engines that read it."""
@@ -39,8 +39,8 @@ def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> No
     made = make_drafter(str(drafter.resolve()))
     if isinstance(made, Eagle3) and layout != "z-lab":
         write_head(made, load_config(model), out, layout, tokens)
-    elif isinstance(made, DFlash) and layout == "z-lab":
-        write_blocks(made, load_config(model), out)
+    elif isinstance(made, DFlash) and layout != "eagle":
+        write_blocks(made, load_config(model), out, layout)
     else:
-        kind = "DFlash drafters" if layout == "z-lab" else "EAGLE-3 heads"
-        raise UserError(f"{drafter}: format {layout} is for {kind}, the drafter is of kind {registered_name(made)}")
+        kinds = {"eagle": "EAGLE-3 heads", "z-lab": "DFlash drafters"}.get(layout, "EAGLE-3 heads and DFlash drafters")
+        raise UserError(f"{drafter}: format {layout} is for {kinds}, the drafter is of kind {registered_name(made)}")

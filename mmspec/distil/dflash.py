@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from mmspec.distil.data import Conversation
 from mmspec.distil.dflash_objective import DFlashObjective
 from mmspec.distil.options import DFlashOptions
 from mmspec.distil.run import draft_vocabulary, train_drafter
-from mmspec.distil.start import load_shared_weights
+from mmspec.distil.start import load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
@@ -44,8 +45,10 @@ def _setup(options: DFlashOptions, pipe: Pipeline, conversations: list[Conversat
                 f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
             )
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
-    config = _network_config(options, pipe, start)
+    config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
+    if config.markov_rank:
+        nn.init.zeros_(network.markov_out.weight)  # no correction at first
     if start is not None:
         load_shared_weights(start, network, options.start)
     elif options.from_target:
@@ -55,11 +58,13 @@ def _setup(options: DFlashOptions, pipe: Pipeline, conversations: list[Conversat
     return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, options.part(TREE), layers=layers)
 
 
-def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None) -> DFlashConfig:
-    given = options.part(DFlashConfig.__dataclass_fields__)
+def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
+    given, decoder = options.part(DFlashConfig.__dataclass_fields__), pipe.target.config
+    if "markov_rank" in given:
+        has = given["markov_rank"] > 0
+        given |= {"markov_inputs": has * decoder.vocab_size, "markov_outputs": has * drafts}
     if start is not None:
         return replace(start.network.config, **given)
-    decoder = pipe.target.config
     new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
     if "mask_token_id" not in new:
         new["mask_token_id"] = _mask_token(pipe)

@@ -15,7 +15,7 @@ from mmspec.distil.options import BlockLoss
 from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import plain_embedding
-from mmspec.drafters.dflash.network import DFlashNetwork, block_tokens
+from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.training.loss import LossOutput
 
@@ -25,9 +25,12 @@ class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
     An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
-    to itself, and slot k, from 1 on, predicts the k-th token after the anchor.
+    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the token before.
+    A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
+    11).
 
-    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k.
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, ``confidence_k`` is the confidence head's
+    loss.
     """
 
     def __call__(
@@ -63,18 +66,37 @@ class DFlashObjective(BlockLoss):
         scoring = network.lm_head if network.config.head else head
         alive = followed.gather(1, anchors)
         count = int(alive.sum())
-        for slot in range(1, network.config.block_size):
+        for slot in range(1, network.config.drafts + 1):
             at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
             alive = alive & followed.gather(1, at)
             if not bool(alive.any()):
                 break
-            scores, truth = scoring(states[:, :, slot][alive]).float(), goal[index.gather(1, at)[alive]]
-            loss = token_loss(self.loss, truth, scores.log_softmax(-1))
+            read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
+            scores, confidence = network.corrected(scoring(read), read, previous)
+            truth = goal[index.gather(1, at)[alive]]
+            loss, found = self._slot(scores, confidence, truth)
+            metrics |= {f"{name}_{slot}": value for name, value in found.items()}
             # Normalised by the number of blocks, so that the losses of several processes add up.
             total = total + exp(-(slot - 1) / self.gamma) * len(truth) / count * loss
-            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
-            metrics |= {f"token_{slot}": float(loss.detach()), f"right_{slot}": float(right)}
         return LossOutput(total, metrics)
+
+    def _slot(self, scores: Tensor, confidence: Tensor | None, truth: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Mean loss of the drafts of a slot, and its metrics.
+
+        Args:
+            scores, truth: (drafts, tokens), their logits and the target's probabilities.
+            confidence: (drafts,), logits of their acceptance.
+        """
+        log_probs = scores.float().log_softmax(-1)
+        loss = token_loss(self.loss, truth, log_probs)
+        right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+        metrics = {"token": float(loss.detach()), "right": float(right)}
+        if confidence is not None:
+            accepted = torch.minimum(truth, log_probs.detach().exp()).sum(-1).clamp(max=1.0)
+            own = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
+            metrics["confidence"] = float(own.detach())
+            loss = loss + own
+        return loss, metrics
 
 
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
@@ -96,7 +118,7 @@ def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Te
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         keys, values = (torch.cat(parts, dim=2) for parts in zip(known[layer], (k, v), strict=True))
-        return F.scaled_dot_product_attention(q, keys, values, masks[layer in config.sliding], enable_gqa=True)
+        return F.scaled_dot_product_attention(q, keys, values, masks[layer], enable_gqa=True)
 
     tokens = block_tokens(batch.tokens.gather(1, anchors), config).flatten(1)
     if config.embedding:
@@ -108,15 +130,14 @@ def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Te
     return outputs.unflatten(1, places.shape[1:])
 
 
-def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> tuple[Tensor, Tensor]:
-    """Attention masks of all layers and of sliding ones, (batch, 1, anchors * block, length + anchors * block) bool:
-    the tokens before an anchor, then its own block."""
+def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> list[Tensor]:
+    """Attention masks of the layers, (batch, 1, anchors * block, length + anchors * block) bool: the tokens before an
+    anchor, then its own block."""
     tokens = torch.arange(length, device=anchors.device)
     before = (tokens < anchors[:, :, None]).repeat_interleave(config.block_size, dim=1)
     number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(config.block_size)
     own = (number[:, None] == number).expand(len(anchors), -1, -1)
     flat = places.flatten(1)
     keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
-    whole = torch.cat([before, own], dim=2)
-    near = whole & ((flat[:, :, None] - keys[:, None]).abs() <= config.window)
-    return whole[:, None], near[:, None]
+    seen = torch.cat([before, own], dim=2)[:, None]
+    return [seen & mask[:, None] for mask in attended(flat[:, :, None] - keys[:, None], config)]

@@ -37,6 +37,8 @@ def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversat
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
+        if start.network.config.mask_token_id is not None:
+            raise UserError(f"{options.start}: expected an EAGLE-3 head, received a P-EAGLE head")
     config = _network_config(options, target, draft_ids, start)
     network = Eagle3Network(config).to(target.device, torch.float32)
     if start is not None:

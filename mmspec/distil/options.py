@@ -76,10 +76,11 @@ class Passes(Checked):
 
     passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the predictions before.")
     decay: float = option(0.8, POSITIVE, "Weight of a pass to the one before.")
-    loss: Literal["kl", "lk"] = option(
+    loss: Literal["kl", "lk", "tv"] = option(
         "kl",
-        choice("kl", "lk"),
-        "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881).",
+        choice("kl", "lk", "tv"),
+        "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881) or the total "
+        "variation (DSpark, arXiv 2607.05147).",
     )
 
 
@@ -158,7 +159,7 @@ class BlockLoss(Checked):
 
     anchors: int = option(24, whole(1), "Blocks per conversation.")
     gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
-    loss: Literal["kl", "lk"] = again(Passes, "loss")
+    loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,5 +180,21 @@ class DFlashOptions(BlockLoss, NetworkOptions):
     )
     mask_token_id: int | None = again(
         DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.", default=None
+    )
+    causal: list[int] | None = again(
+        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec).", default=None
+    )
+    from_anchor: bool | None = again(
+        DFlashConfig,
+        "from_anchor",
+        "The last token's position predicts, too (DSpark).",
+        default=None,
+        declared=("--from-anchor/--from-masks",),
+    )
+    markov_rank: int | None = again(
+        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none.", default=None
+    )
+    confidence: Literal["none", "state", "markov"] | None = again(
+        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None
     )
     from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")

@@ -5,8 +5,8 @@ Checkpoints are read strictly, without running their code. Layouts are recognise
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
 - ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
-- ``eagle3``: EAGLE-3 heads (arXiv 2503.01840);
-- ``dflash``: DFlash drafters (arXiv 2602.06036);
+- ``eagle3``: EAGLE-3 and P-EAGLE heads (arXiv 2503.01840, 2602.01469);
+- ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147);
 - those in ``REFUSED``, which are not supported.
 
 MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
@@ -55,13 +55,13 @@ HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _EAGLE_TENSORS = {EMBEDDING, *HARMLESS, *(name for parts in EAGLE_PARTS.values() for name in parts)}
 _USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
 REFUSED = {
-    "dspark": "a DSpark drafter, which drafts a block of tokens at once",
-    "peagle": "a P-EAGLE drafter, which drafts several tokens in parallel from mask tokens",
+    "domino": "a Domino drafter, whose tokens pass through a recurrent cell",
+    "eagle4": "an EAGLE-4 drafter, whose output layer retrieves candidates by a low-rank product",
 }
 _TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
 
-_DFLASH = ("dflash", "museglimmerassistant")
-"""How classes of DFlash drafters begin."""
+_DFLASH = ("dflash", "dspark", "museglimmerassistant")
+"""In the names of classes of DFlash drafters."""
 
 
 def recognise(folder: Path) -> str | None:
@@ -148,11 +148,14 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     """Layout of a published drafter, see ``recognise``, by its configuration and tensor names."""
     classes = [*(config.get("architectures") or []), config.get("speculators_model_type") or ""]
     for other in REFUSED:
-        if any(str(name).lower().startswith(other) for name in classes):
+        if any(other in str(name).lower() for name in classes):
             return other
-    if "dflash_config" in config or any(str(name).lower().startswith(_DFLASH) for name in classes):
+    if any(name.startswith("efficient_lm_head") for name in names):
+        return "eagle4"
+    if "dflash_config" in config or any(part in str(name).lower() for part in _DFLASH for name in classes):
         return "dflash"
-    if any(name.startswith("midlayer.") or "hidden_norm" in name for name in names) or names & {"d2t", "t2d"}:
+    own = names & {"d2t", "t2d", "mask_hidden"}
+    if own or any(name.startswith("midlayer.") or "hidden_norm" in name for name in names):
         return "eagle3"
     if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
         return "vispec"

@@ -23,31 +23,48 @@ from tests.tiny.models import (
     vispec_network,
 )
 
+
+def _dspark_network(model: Any, **changes: Any) -> Any:
+    vocab = model.config.get_text_config().vocab_size
+    heads = {"markov_rank": 6, "markov_inputs": vocab, "markov_outputs": vocab, "confidence": "markov"}
+    return dflash_network(model, **{**heads, "from_anchor": True, **changes})
+
+
 NETWORKS: dict[str, Callable[..., Any]] = {
     "dflash": dflash_network,
+    "dspark": _dspark_network,
     "eagle": eagle_network,
     "eagle3": eagle3_network,
     "flash": partial(msd_network, latents=3, span=16, slots=2),
     "mamba": lambda model, **changes: mamba_network(**changes),
     "msd": msd_network,
     "mtp": mtp_network,
+    "peagle": partial(eagle3_network, mask_token_id=99),
     "vispec": vispec_network,
 }
 """A random network of each trained drafter, for a model."""
+
+VARIANTS = {"dspark": "dflash", "peagle": "eagle3"}
+"""Settings of registered drafters with which trees are grown in another way."""
 
 TREE = {"top_k": 3, "depth": 4, "total_tokens": 12}
 
 
 def tiny_drafters() -> list[str]:
-    """Names of all registered drafters."""
-    return plugins.names("drafters")
+    """Names of all registered drafters, and the variants."""
+    return [*plugins.names("drafters"), *VARIANTS]
+
+
+def drafter_class(name: str) -> Any:
+    """Class of a drafter of ``tiny_drafters``."""
+    return drafter_spec(VARIANTS.get(name, name)).load()
 
 
 def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **settings: Any) -> Drafter | None:
     """A drafter for a tiny model.
 
     Args:
-        name: registered, or several joined by +; ``"plain"`` is None.
+        name: registered or a variant, or several joined by +; ``"plain"`` is None.
         draft_tokens: size of the draft vocabulary of drafters that may have one; None is the whole one.
         **settings: tree shape of trained drafters, ``TREE`` by default, and fields of their network's configuration.
     """
@@ -55,13 +72,15 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
         return None
     if "+" in name:
         return Union([made for part in name.split("+") if (made := tiny_drafter(part, model)) is not None])
-    spec = drafter_spec(name)
+    spec = drafter_spec(VARIANTS.get(name, name))
     if name == "small":
         return spec.load()(text_model("llama"), top_k=TREE["top_k"])
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}
+    if name == "dspark" and draft_tokens is not None:
+        settings["markov_outputs"] = draft_tokens
     network = NETWORKS[name](model, **settings)
-    rows = 40 if name == "eagle3" else draft_tokens  # rows of its own output layer
+    rows = 40 if spec.name == "eagle3" else draft_tokens  # rows of its own output layer
     ids = {} if rows is None or name == "mtp" else {"draft_ids": torch.arange(rows)}
     return spec.load()(network, **ids, **tree)

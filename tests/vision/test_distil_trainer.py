@@ -292,6 +292,29 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
         train(tmp_path / "e", *still, "--reads", "0,2", command=dflash)
 
 
+def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+    """And are what another run starts with."""
+    heads = ["--markov-rank", "16", "--confidence", "markov", "--from-anchor", "--loss", "tv", "--causal", "1"]
+    train(
+        tmp_path / "a", "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *heads, *DFLASH, command=dflash
+    )
+    first, last = (row for row in rows(tmp_path / "a") if row["event"] == "held-out")
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    assert ("confidence_5" in last, "right_6" in last) == (True, False)  # five drafts of a block of five
+    drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
+    assert isinstance(drafter, DFlash)
+    config = drafter.network.config
+    assert (config.markov_rank, config.markov_inputs, config.markov_outputs, config.causal) == (16, 320, 40, [1])
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+    again = ["--steps", "1", "--rate", "1e-12", "--prompts", "0", "--start", str(tmp_path / "a" / DRAFTER)]
+    train(tmp_path / "b", *again, command=dflash)
+    for name, value in saved(tmp_path / "a").items():
+        torch.testing.assert_close(saved(tmp_path / "b")[name], value, atol=1e-6, rtol=0)
+
+
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "9", "--prompts", "0"]
     train(tmp_path / "whole", *options)

@@ -347,9 +347,9 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("config", "tensors", "name"),
     [
-        ({**VICUNA, "architectures": ["DSparkDraftModel"], "dflash_config": {}}, eagle3_tensors, "a DSpark drafter"),
-        ({**VICUNA, "architectures": ["PEagleDraftModel"]}, eagle3_tensors, "a P-EAGLE drafter"),
-        ({"speculators_model_type": "dspark", "transformer_layer_config": VICUNA}, eagle3_tensors, "a DSpark drafter"),
+        ({**VICUNA, "architectures": ["DominoDraftModel"], "dflash_config": {}}, eagle3_tensors, "a Domino drafter"),
+        ({**VICUNA, "architectures": ["Eagle4ForCausalLM"]}, eagle3_tensors, "an EAGLE-4 drafter"),
+        ({"speculators_model_type": "domino", "transformer_layer_config": VICUNA}, eagle3_tensors, "a Domino drafter"),
     ],
 )
 def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmspec.checks import NUMBERS, option, required, whole
+from mmspec.checks import FLAG, NUMBERS, choice, option, required, whole
 from mmspec.drafters.shape import HeadShape
 from mmspec.errors import UserError
 
@@ -23,6 +23,11 @@ class DFlashConfig(HeadShape):
         target_layer_ids: layers of the target whose outputs the context consists of.
         sliding: the layers that attend to the last ``window`` tokens only.
         window: largest distance of positions that such a layer attends to; 0 without any.
+        causal: the layers whose positions do not attend to later ones of their block (JetSpec, arXiv 2606.18394).
+        from_anchor: the last token's position predicts, too: position k gives the (k+1)-th token after the last.
+        markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 is none.
+        markov_inputs, markov_outputs: tokens that the Markov head corrects after, and those that it corrects.
+        confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
     """
 
     block_size: int = required(whole(2, 64))
@@ -30,6 +35,12 @@ class DFlashConfig(HeadShape):
     target_layer_ids: list[int] = required(NUMBERS)
     sliding: list[int] = option(list, NUMBERS)
     window: int = option(0, whole(0, 2**24))
+    causal: list[int] = option(list, NUMBERS)
+    from_anchor: bool = option(False, FLAG)
+    markov_rank: int = option(0, whole(0, 2**16))
+    markov_inputs: int = option(0, whole(0, 2**24))
+    markov_outputs: int = option(0, whole(0, 2**24))
+    confidence: str = option("none", choice("none", "state", "markov"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,10 +48,33 @@ class DFlashConfig(HeadShape):
             raise UserError(
                 f"target_layer_ids must name 1 to 64 layers of the target, from 0 on: got {self.target_layer_ids}"
             )
-        if any(not 0 <= layer < self.layers for layer in self.sliding):
-            raise UserError(f"sliding must name layers below {self.layers}: got {self.sliding}")
+        for name, named in (("sliding", self.sliding), ("causal", self.causal)):
+            if any(not 0 <= layer < self.layers for layer in named):
+                raise UserError(f"{name} must name layers below {self.layers}: got {named}")
         if bool(self.sliding) != bool(self.window):
             raise UserError(f"window must be given with sliding layers only: got {self.window} for {self.sliding}")
+        for tokens in (self.markov_inputs, self.markov_outputs):
+            if bool(tokens) != bool(self.markov_rank):
+                raise UserError(f"markov_inputs and markov_outputs must be given with markov_rank only: got {tokens}")
+        if self.head and self.markov_rank and self.markov_outputs != self.head:
+            raise UserError(f"markov_outputs must be the {self.head} rows of the head: got {self.markov_outputs}")
+        if self.confidence == "markov" and not self.markov_rank:
+            raise UserError("markov_rank must be positive for a confidence head that reads the Markov head: got 0")
+
+    @property
+    def first(self) -> int:
+        """The first position of a block that predicts a token."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def dspark(self) -> bool:
+        """Whether the network has a head of DSpark."""
+        return bool(self.markov_rank) or self.confidence != "none"
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - self.first
 
     def features(self, layers: int) -> tuple[Feature, ...]:
         """The hidden states that the network reads of a target with ``layers`` layers, whose last output is normed.

@@ -1,6 +1,8 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
-One pass of the network drafts all levels of a tree, see ``slots``.
+One pass of the network drafts all levels of a tree, see ``slots``. With a Markov head (DSpark, arXiv 2607.05147) the
+children of a node depend on its token: the exact distributions of all nodes that a level extends are one product. The
+probability of a path is the product of its tokens' probabilities and of the confidences at their parents (section 3.2).
 
 Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
 are the target's, of a target with several axes the largest of them.
@@ -23,12 +25,12 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
-from mmspec.drafters.dflash.network import DFlashNetwork, block_tokens
+from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import read_published
-from mmspec.drafters.dflash.slots import grow_on_device, grow_on_host
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
 
 
@@ -85,8 +87,12 @@ class DFlash(PositionedDrafter):
             self.draft_ids = torch.arange(rows, device=probe.device)
         if network.config.head:
             head: Callable[[Tensor], Tensor] = network.lm_head
-            return head
-        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        else:
+            head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        drafted = head(probe).shape[-1]
+        if network.config.markov_outputs not in (0, drafted):
+            raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
+        return head
 
     def states(self, output: TargetOutput) -> Tensor:
         return torch.cat([output.features[name] for name in self.features], dim=-1)
@@ -126,14 +132,27 @@ class DFlash(PositionedDrafter):
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
-        deepest = max(1, min(self.depth, self.network.config.block_size - 1, budget.max_depth))
-        states = self._denoise(token)[:, 1 : 1 + deepest]
+        config = self.network.config
+        deepest = max(1, min(self.depth, config.drafts, budget.max_depth))
+        states = self._denoise(token)[:, config.first : config.first + deepest]
         assert self._scores is not None, "attach comes first"
-        tokens, log_probs = ops.top_log_probs(self._scores(states), self.top_k)
-        if self.draft_ids is not None:
-            tokens = self.draft_ids[tokens]
-        grow = grow_on_device if self.static_shapes else grow_on_host
-        return grow(token, tokens, log_probs, budget, self.total_tokens)
+        scores = self._scores(states)
+        if not config.markov_rank:
+            return grow_slots(token, *self._ranked(scores, states, token[:, None]), budget, self.total_tokens)
+
+        def children(level: int, parents: Tensor) -> tuple[Tensor, Tensor]:
+            return self._ranked(scores[:, level, None], states[:, level, None], parents)
+
+        return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+
+    def _ranked(self, scores: Tensor, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's tokens that are most probable and their log probabilities, (batch, nodes, top_k); arguments as
+        for ``DFlashNetwork.corrected``."""
+        scores, confidence = self.network.corrected(scores, states, previous)
+        tokens, log_probs = ops.top_log_probs(scores, self.top_k)
+        if confidence is not None:
+            log_probs = log_probs + F.logsigmoid(confidence.float())[..., None]
+        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
 
     def _denoise(self, token: Tensor) -> Tensor:
         """The network's outputs over a block per row, (batch, block, hidden)."""
@@ -141,21 +160,21 @@ class DFlash(PositionedDrafter):
         if cache.static_shapes:
             cache.set_write_slots(config.block_size)
         place = torch.arange(config.block_size, device=token.device)
-        whole = place.new_ones(batch, config.block_size, config.block_size, dtype=torch.bool)
-        near = whole & ((place[:, None] - place).abs() <= config.window)
-        masks = (whole, near) if cache.static_shapes else _slot_masks(cache, place, whole, near, config)
+        masks = [mask.expand(batch, -1, -1) for mask in attended(place[:, None] - place, config)]
+        if not cache.static_shapes:
+            masks = _slot_masks(cache, place, config)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             entry: Any = cache.layers[layer]
             keys, values = entry.update(k, v)
-            slides = layer in config.sliding
             if not cache.static_shapes:
-                return F.scaled_dot_product_attention(q, keys, values, masks[slides], enable_gqa=True)
+                return F.scaled_dot_product_attention(q, keys, values, masks[layer], enable_gqa=True)
             assert cache.bounds is not None
             bounds = cache.bounds.first(batch)
-            # A window of the operation excludes its last distance.
-            window: dict[str, Any] = {"depth": place.expand(batch, -1), "window": config.window + 1} if slides else {}
-            read = ops.tree_attention(q, keys, values, bounds.lengths, masks[slides], start=bounds.start, **window)
+            window: dict[str, Any] = {}
+            if layer in config.sliding:  # a window of the operation excludes its last distance
+                window = {"depth": place.expand(batch, -1), "window": config.window + 1}
+            read = ops.tree_attention(q, keys, values, bounds.lengths, masks[layer], start=bounds.start, **window)
             return read.transpose(1, 2)
 
         x = self.embed(block_tokens(token, config))
@@ -169,11 +188,10 @@ def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
     return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
 
 
-def _slot_masks(cache: TreeCache, place: Tensor, whole: Tensor, near: Tensor, config: DFlashConfig) -> list[Tensor]:
-    """Masks of all layers and of sliding ones over context and block, (batch, 1, block, slots) bool."""
-    masks = [allowed_slots(cache, whole)]
-    if config.sliding:
-        lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
-        prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device) <= config.window
-        masks.append(masks[0] & torch.cat([prefix, near], dim=2)[:, None])
-    return masks
+def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:
+    """Masks of all layers over context and block, (batch, 1, block, slots) bool."""
+    lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
+    prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device)
+    block = (place[:, None] - place).expand(len(prefix), -1, -1)
+    slots = allowed_slots(cache, torch.ones_like(block, dtype=torch.bool))
+    return [slots & mask[:, None] for mask in attended(torch.cat([prefix, block], dim=2), config)]

@@ -1,51 +1,48 @@
-"""DFlash drafters written in the layout that z-lab publishes; the inverse of ``published``. No other engine has read
-them yet."""
+"""DFlash drafters written in published layouts; the inverse of ``published``. No other engine has read them yet.
+
+- ``z-lab``: DFlash and JetSpec, with the target's embedding and output layer;
+- ``speculators``: DFlash and DSpark (vllm-project/speculators), for vLLM.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.published import published_parts
+from mmspec.drafters.exported import check_exported, layer_fields, speculators_fields, vocabularies, write_exported
 from mmspec.errors import UserError
-from mmspec.files import atomic, write_text
 
 
-def export(drafter: DFlash, target: Any, folder: Path) -> None:
-    """Write a DFlash drafter for other engines, which draft all tokens of the target.
+def export(drafter: DFlash, target: Any, folder: Path, layout: str) -> None:
+    """Write a DFlash drafter for other engines. Without an output layer of its own, it drafts all tokens there.
 
     Args:
         drafter: loaded from a checkpoint.
         target: configuration of transformers of the target, with ``name_or_path``.
         folder: to write.
+        layout: ``"z-lab"`` or ``"speculators"``.
 
     Raises:
-        UserError: the drafter was trained for another target, or has an output layer or embedding of its own.
+        UserError: the drafter was trained for another target, or the layout cannot describe it.
     """
-    network, made, decoder = drafter.network.config, drafter.verifier or {}, target.get_text_config()
-    expected = {"hidden_size": network.hidden_size, "vocab_size": made.get("vocab_size")}
-    for name, value in expected.items():
-        if value is not None and value != getattr(decoder, name):
-            raise UserError(
-                f"the drafter was trained for {made.get('name_or_path') or 'a target'} with {name} {value}: got "
-                f"{target.name_or_path} with {getattr(decoder, name)}"
-            )
-    if network.head or network.embedding:
-        raise UserError("format z-lab requires the target's output layer and embedding: the drafter has its own")
+    network, decoder = drafter.network.config, target.get_text_config()
+    source = drafter.verifier or drafter.published or {}
+    check_exported({"hidden_size": network.hidden_size, **source}, target)
     network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
     tensors = published_tensors(drafter.network.state_dict(), network)
-    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "model.safetensors") as part:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, part, {"format": "pt"})
-    write_text(folder / "config.json", json.dumps({**_config(network, decoder), "dtype": dtype}, indent=2) + "\n")
+    if layout == "z-lab":
+        config = _z_lab(network, decoder)
+    else:
+        config = _speculators(network, target)
+        if drafter.draft_ids is not None and network.head:
+            tensors |= vocabularies(drafter.draft_ids, decoder.vocab_size)
+    write_exported(folder, config, tensors)
 
 
 def published_tensors(state: Mapping[str, Tensor], network: DFlashConfig, renamed: bool = False) -> dict[str, Tensor]:
@@ -61,30 +58,59 @@ def published_tensors(state: Mapping[str, Tensor], network: DFlashConfig, rename
     return found
 
 
-def _config(network: DFlashConfig, decoder: Any) -> dict[str, Any]:
-    limit = getattr(decoder, "max_position_embeddings", None)
+def _layers(network: DFlashConfig, decoder: Any) -> dict[str, Any]:
     kinds = ["sliding_attention" if n in network.sliding else "full_attention" for n in range(network.layers)]
     return {
-        "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
-        "block_size": network.block_size,
-        "dflash_config": {"mask_token_id": network.mask_token_id, "target_layer_ids": network.target_layer_ids},
-        "head_dim": network.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": network.hidden_size,
-        "intermediate_size": network.mlp,
+        **layer_fields(network, decoder, "qwen3"),
         "layer_types": kinds,
-        **({"max_position_embeddings": limit} if limit else {}),
-        "model_type": "qwen3",
-        "num_attention_heads": network.heads,
-        "num_hidden_layers": network.layers,
-        "num_key_value_heads": network.kv_heads,
-        "num_target_layers": decoder.num_hidden_layers,
-        "rms_norm_eps": network.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": network.rope_theta, **network.rope},
-        "rope_theta": network.rope.get("rope_theta", network.rope_theta),
         "sliding_window": network.window or None,
-        "tie_word_embeddings": False,
         "use_sliding_window": bool(network.sliding),
-        "vocab_size": decoder.vocab_size,
+    }
+
+
+def _z_lab(network: DFlashConfig, decoder: Any) -> dict[str, Any]:
+    if network.head or network.embedding:
+        raise UserError("format z-lab requires the target's output layer and embedding: the drafter has its own")
+    if network.dspark or network.from_anchor:
+        raise UserError("format z-lab requires a drafter without the heads and positions of DSpark: use speculators")
+    if network.causal not in ([], list(range(network.layers))):
+        raise UserError(f"format z-lab requires all layers to be causal, or none: got {network.causal}")
+    own = {"mask_token_id": network.mask_token_id, "target_layer_ids": network.target_layer_ids}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **_layers(network, decoder),
+        "block_size": network.block_size,
+        "dflash_config": {**own, **({"causal_head": True} if network.causal else {})},
+        "num_target_layers": decoder.num_hidden_layers,
+        "rope_theta": network.rope.get("rope_theta", network.rope_theta),
+    }
+
+
+def _speculators(network: DFlashConfig, target: Any) -> dict[str, Any]:
+    decoder = target.get_text_config()
+    drafts, corrected = network.head or decoder.vocab_size, network.markov_outputs
+    if network.causal not in ([], network.sliding):
+        raise UserError(f"format speculators requires layers with a window to be causal, or none: got {network.causal}")
+    if corrected not in (0, drafts):
+        raise UserError(
+            f"format speculators requires an output layer of its own for the {corrected} tokens of a Markov head: the "
+            "drafter uses the target's"
+        )
+    heads = {
+        "confidence_head_with_markov": network.confidence == "markov",
+        "enable_confidence_head": network.confidence != "none",
+        "markov_head_type": "vanilla",
+        "markov_rank": network.markov_rank,
+    }
+    return {
+        "architectures": ["DSparkDraftModel" if network.dspark else "DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in network.target_layer_ids],
+        "block_size": network.block_size,
+        "draft_vocab_size": drafts,
+        **(heads if network.dspark else {}),
+        "mask_token_id": network.mask_token_id,
+        "sample_from_anchor": network.from_anchor,
+        "sliding_window_non_causal": not network.causal,
+        **speculators_fields("dspark" if network.dspark else "dflash", target, network.drafts),
+        "transformer_layer_config": _layers(network, decoder),
     }

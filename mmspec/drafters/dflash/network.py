@@ -3,6 +3,9 @@
 Queries come from the block; keys and values from the context, then the block, without a mask inside it. The context is
 one state per token that the target has processed: the outputs of several target layers, projected together and normed,
 the same for every layer. Position k of the block, normed, gives the logits of the k-th token after the last.
+
+DSpark (arXiv 2607.05147) adds a Markov head, a correction of these logits by the token before, and a confidence head,
+the probability that a token drafted from them is accepted.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -69,6 +73,11 @@ class DFlashNetwork(nn.Module):
             self.lm_head = nn.Linear(width, config.head, bias=False)
         if config.embedding:
             self.embed_tokens = nn.Embedding(config.embedding, width)
+        if config.markov_rank:
+            self.markov_embed = nn.Embedding(config.markov_inputs, config.markov_rank)
+            self.markov_out = nn.Linear(config.markov_rank, config.markov_outputs, bias=False)
+        if config.confidence != "none":
+            self.confidence = nn.Linear(width + config.markov_rank * (config.confidence == "markov"), 1)
 
     def project(self, states: Tensor) -> Tensor:
         """Context from the target's states: (..., reads * hidden) -> (..., hidden)."""
@@ -91,7 +100,41 @@ class DFlashNetwork(nn.Module):
             x = layer(x, rotation, partial(attend, layer=number))
         return self.norm(x)
 
+    def corrected(self, scores: Tensor, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits after given tokens, by the Markov head, and the confidence head's logits of acceptance.
+
+        Args:
+            scores: (..., drafts), logits of the output layer.
+            states: (..., hidden), that it read.
+            previous: (...) int64, the target's tokens before; each dimension of the others may be 1.
+
+        Returns:
+            (..., drafts), the given ones without a Markov head; (...), None without a confidence head.
+        """
+        config, read = self.config, states
+        if config.markov_rank:
+            # A target may have more tokens than the drafter was trained for.
+            embeds = self.markov_embed(previous.masked_fill(previous >= config.markov_inputs, 0))
+            scores = scores + self.markov_out(embeds)
+            if config.confidence == "markov":
+                read = torch.cat([states.expand(*embeds.shape[:-1], -1), embeds], dim=-1)
+        return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1)
+
 
 def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:
     """Tokens of blocks: the last ones, (...) int64, and mask tokens -> (..., block)."""
     return F.pad(last[..., None], (0, config.block_size - 1), value=config.mask_token_id)
+
+
+def attended(distance: Tensor, config: DFlashConfig) -> list[Tensor]:
+    """What a position attends to in each layer, bool, by the distance to it, positive to earlier positions.
+
+    Layers of a kind share a tensor.
+    """
+    kinds: dict[tuple[bool, bool], Tensor] = {}
+    for layer in range(config.layers):
+        slides, causal = kind = layer in config.sliding, layer in config.causal
+        if kind not in kinds:
+            mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+            kinds[kind] = mask & (distance.abs() <= config.window) if slides else mask
+    return [kinds[layer in config.sliding, layer in config.causal] for layer in range(config.layers)]

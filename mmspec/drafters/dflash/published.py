@@ -1,14 +1,16 @@
-"""Published DFlash checkpoints (arXiv 2602.06036): strict reading, without running their code.
+"""Published DFlash, JetSpec and DSpark checkpoints (arXiv 2602.06036, 2606.18394, 2607.05147): strict reading, without
+running their code.
 
-Three layouts of one network:
+Three layouts of one network, also with ``markov_head`` and ``confidence_head``:
 
-- ``z-lab``: ``fc``, ``hidden_norm``, ``layers.*`` and ``norm``, with ``dflash_config`` in a flat configuration;
+- ``z-lab``: ``fc``, ``hidden_norm``, ``layers.*`` and ``norm``, in a flat configuration, with ``dflash_config`` or
+  without (deepseek-ai/DeepSpec);
 - ``transformers``: ``encoder.fc`` and ``encoder.output_norm_enc`` in their place (``MuseGlimmerAssistantModel``);
 - ``speculators``: a nested ``transformer_layer_config``, output layer and embedding of its own if it has them, and
   ``d2t``, the offsets of its draft vocabulary.
 
 ``target_layer_ids`` are layers whose outputs are read, ``aux_hidden_state_layer_ids`` of speculators those whose inputs
-are.
+are. ``causal_head`` of JetSpec is ``causal`` or ``is_causal`` in vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.checks import whole
+from mmspec.checks import FLAG, choice, whole
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.published import (
@@ -38,13 +40,12 @@ from mmspec.errors import UserError
 _UNSUPPORTED = (
     "attention_bias",
     "mlp_bias",
-    "causal_head",
     "fc_layernorm",
-    "markov_rank",
-    "enable_confidence_head",
-    "sample_from_anchor",
+    "use_swa",
+    "shift_label",
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_CAUSAL = ("causal_head", "causal", "is_causal")
 _ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
 Published = tuple[DFlashConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -102,6 +103,11 @@ def published_parts(network: DFlashConfig, renamed: bool = False) -> Parts:
         parts["lm_head.weight"] = [("lm_head.weight", network.head)]
     if network.embedding:
         parts["embed_tokens.weight"] = [("embed_tokens.weight", network.embedding)]
+    if network.markov_rank:
+        parts["markov_embed.weight"] = [("markov_head.markov_w1.weight", network.markov_inputs)]
+        parts["markov_out.weight"] = [("markov_head.markov_w2.weight", network.markov_outputs)]
+    if network.confidence != "none":
+        parts |= {f"confidence.{one}": [(f"confidence_head.proj.{one}", 1)] for one in ("weight", "bias")}
     for number in range(network.layers):
         at = f"layers.{number}"
         layer: Parts = {
@@ -139,8 +145,10 @@ def _network(
             raise UserError(f"{source}/config.json: expected a DFlash drafter without {name}, received {name}")
     layers = _number(layer, "num_hidden_layers", source)
     sliding = _sliding(layer, layers, source)
-    head = rows_of(tensors, "lm_head.weight") or 0
-    if head and vocab is None:
+    own_head = "lm_head.weight" in tensors
+    head = (common.draft_vocab_size or rows_of(tensors, "lm_head.weight") or 0) if own_head else 0
+    heads = _heads(config, settings, vocab, head, source)
+    if (head or heads.get("markov_rank")) and vocab is None:
         raise UserError(f"{source}/config.json: vocab_size must be a positive integer: got None")
     ours = {
         **common.shape(),
@@ -151,8 +159,10 @@ def _network(
         "layers": layers,
         "sliding": sliding,
         "window": _number(layer, "sliding_window", source) if sliding else 0,
-        "head": (common.draft_vocab_size or head) if head else 0,
+        "causal": _causal(settings, layers, sliding, source),
+        "head": head,
         "embedding": rows_of(tensors, "embed_tokens.weight") or 0,
+        **heads,
     }
     return DFlashConfig.read(ours, f"{source}/config.json")
 
@@ -181,6 +191,37 @@ def _sliding(layer: Mapping[str, Any], layers: int, source: str) -> list[int]:
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {_SLIDING, _FULL}:
         raise UserError(f"{source}/config.json: layer_types must be {layers} of {_SLIDING} and {_FULL}: got {kinds!r}")
     sliding = [number for number, kind in enumerate(kinds) if kind == _SLIDING]
-    if sliding and not layer.get("sliding_window_non_causal", True):
-        raise UserError(f"{source}/config.json: sliding_window_non_causal must be true with sliding layers: got False")
     return sliding
+
+
+def _causal(settings: Mapping[str, Any], layers: int, sliding: list[int], source: str) -> list[int]:
+    """Layers that are causal inside a block: all, none, or in speculators those with a window."""
+    if (name := next((name for name in _CAUSAL if settings.get(name) is not None), None)) is not None:
+        return list(range(layers)) if _flag(settings, name, False, source) else []
+    return [] if _flag(settings, "sliding_window_non_causal", True, source) else sliding
+
+
+def _heads(
+    config: Mapping[str, Any], settings: Mapping[str, Any], vocab: int | None, head: int, source: str
+) -> dict[str, Any]:
+    """Fields of DSpark's heads; speculators has other defaults than the flat configurations."""
+    named = [*(config.get("architectures") or []), config.get("speculators_model_type"), settings.get("projector_type")]
+    dspark = any("dspark" in str(name).lower() for name in named)
+    nested = dspark and "speculators_model_type" in config
+    fields: dict[str, Any] = {"from_anchor": _flag(settings, "sample_from_anchor", dspark, source)}
+    rank = _number({"markov_rank": 256 if nested else 0, **settings}, "markov_rank", source, 0)
+    if rank:
+        vanilla = choice("vanilla")
+        vanilla.check(f"{source}/config.json: markov_head_type", settings.get("markov_head_type") or "vanilla")
+        fields |= {"markov_rank": rank, "markov_inputs": vocab or 0, "markov_outputs": head or vocab or 0}
+    alpha = settings.get("confidence_head_alpha")
+    if _flag(settings, "enable_confidence_head", nested or bool(alpha), source):
+        both = _flag(settings, "confidence_head_with_markov", nested, source)
+        fields["confidence"] = "markov" if both else "state"
+    return fields
+
+
+def _flag(settings: Mapping[str, Any], name: str, default: bool, source: str) -> bool:
+    value = default if settings.get(name) is None else settings[name]
+    checked: bool = FLAG.check(f"{source}/config.json: {name}", value)
+    return checked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmspec.checks import FLAG, NUMBERS, option, whole
+from mmspec.checks import FLAG, NUMBERS, option, optional, whole
 from mmspec.drafters.shape import HeadShape
 from mmspec.errors import UserError
 
@@ -27,6 +27,8 @@ class Eagle3Config(HeadShape):
         norm_before_fc: RMSNorm over all states together before their projection.
         fc_norm: RMSNorm of each of them (3.1).
         norm_output: the state of the next level is normed (3.1).
+        mask_token_id: the token of all levels after the first, which are one pass (P-EAGLE, arXiv 2602.01469); None
+            passes through the layers once per level.
     """
 
     target_size: int = option(0, whole(0, 2**16))
@@ -37,6 +39,7 @@ class Eagle3Config(HeadShape):
     norm_before_fc: bool = option(False, FLAG)
     fc_norm: bool = option(False, FLAG)
     norm_output: bool = option(False, FLAG)
+    mask_token_id: int | None = option(None, optional(whole(0, 2**24)))
 
     def __post_init__(self) -> None:
         super().__post_init__()

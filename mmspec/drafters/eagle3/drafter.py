@@ -1,4 +1,5 @@
-"""EAGLE-3 and EAGLE-3.1 drafter (arXiv 2503.01840) for any target: text, vision-language and hybrid models.
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE drafter (arXiv 2503.01840, 2602.01469) for any target: text, vision-language and
+hybrid models.
 
 At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
 hidden states carry the image. A sliding window of the drafter's configuration is not applied.
@@ -16,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
@@ -23,7 +25,9 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
+from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
 _WATCHED = 128
@@ -101,6 +105,8 @@ class Eagle3(PositionedDrafter):
             self.draft_ids = torch.arange(rows, device=probe.device)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size
+        if (network.config.mask_token_id or 0) >= self._embedded:
+            raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
         self.fuse = self._fuse
         head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         return partial(network.scores, network.lm_head if network.config.head else head)
@@ -116,6 +122,28 @@ class Eagle3(PositionedDrafter):
     def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
         ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
         return self.network.combine(self._embed(ids), predicted)
+
+    # ------------------------------------------------------------------ steps
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        if self.network.config.mask_token_id is None:
+            return super().grow(token, budget)
+        self.cache.offset = 0
+        outputs, later = self._output.data[: len(token), None], min(self.depth, budget.max_depth) - 1
+        if later > 0:
+            outputs = torch.cat([outputs, self._later(len(token), later)], dim=1)
+        tokens, log_probs = self.children(*self.network.begin(outputs))
+        if self.draft_ids is not None:
+            tokens = self.draft_ids[tokens]
+        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+
+    def _later(self, batch: int, count: int) -> Tensor:
+        """Outputs of the levels after the first, (batch, count, hidden), which attend to those before."""
+        network, device = self.network, self._position.data.device
+        mask = torch.full((1, 1), network.config.mask_token_id, device=device)
+        x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
+        chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+        return run(network, x, self.rotation(batch, count), allowed_slots(self.cache, chain), self.cache)
 
     # ------------------------------------------------------------------ rows
 

@@ -5,6 +5,9 @@ The first layer reads the normed embedding beside the normed state, later ones t
 output, normed, gives the next token's logits over a draft vocabulary; as it is, or normed, it is the state of the next
 level, in place of the target's. Switches differ between projects that train these networks, under the names used here:
 SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
+
+P-EAGLE (arXiv 2602.01469) feeds all levels after the first at once, with a mask token and a learnt ``mask_hidden`` in
+place of the target's states.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class Eagle3Network(nn.Module):
         later = [LaterLayer(config) for _ in range(1, config.layers)]
         self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.norm = Norm(width, eps)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.states * source))
         if config.head:
             self.lm_head = nn.Linear(width, config.head, bias=False)
         if config.embedding:

@@ -1,6 +1,7 @@
-"""Published EAGLE-3 checkpoints (arXiv 2503.01840, and 3.1): strict reading, without running their code.
+"""Published EAGLE-3 and P-EAGLE checkpoints (arXiv 2503.01840, 3.1, 2602.01469): strict reading, without running their
+code.
 
-Three layouts of one network:
+Three layouts of one network, also with ``mask_hidden`` (P-EAGLE):
 
 - ``midlayer.*`` (SafeAILab/EAGLE, sgl-project/SpecForge, Tencent/AngelSlim);
 - ``layers.0.*`` and further layers, with a nested ``transformer_layer_config`` (vllm-project/speculators);
@@ -38,6 +39,7 @@ from mmspec.errors import UserError
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _UNSUPPORTED = ("attention_bias", "mlp_bias", "qkv_bias")
+_MASKS = ("mask_token_id", "ptd_token_id", "pard_token")
 _VOCABULARIES = {"d2t", "t2d"}
 
 Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -102,6 +104,7 @@ def _network(
         "embedding": common.vocab_size if "embed_tokens.weight" in tensors else 0,
         "rope": rope_parameters(layer, source),
         **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
+        "mask_token_id": _mask_token(config, tensors, source),
     }
     return Eagle3Config.read(ours, f"{source}/config.json")
 
@@ -116,6 +119,16 @@ def _reads(config: Mapping[str, Any], eagle: Mapping[str, Any], source: str) -> 
     return layers if inputs is not None else [layer + 1 for layer in layers]
 
 
+def _mask_token(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> int | None:
+    """Token of the levels after the first of P-EAGLE; None of other heads."""
+    named = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+    if "mask_hidden" not in tensors and not any("peagle" in str(name).lower() for name in named):
+        return None
+    token = next((config[name] for name in _MASKS if config.get(name) is not None), None)
+    checked: int = whole(0).check(f"{source}/config.json: {_MASKS[0]}", token)
+    return checked
+
+
 def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     """Our parameters, and the published ones that each of them stacks."""
     parts = {"fc.weight": ["fc.weight"], "norm.weight": ["norm.weight"]}
@@ -123,6 +136,8 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
         parts["input_norm.weight"] = ["input_norm.weight"]
     if network.fc_norm:
         parts |= {f"fc_norm.{i}.weight": [f"fc_norm.{i}.weight"] for i in range(network.states)}
+    if network.mask_token_id is not None:
+        parts["mask_hidden"] = ["mask_hidden"]
     if network.head:
         parts["lm_head.weight"] = ["lm_head.weight"]
     if network.embedding:
@@ -150,6 +165,8 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes["input_norm.weight"] = (read,)
     if network.fc_norm:
         shapes |= {f"fc_norm.{i}.weight": (network.source,) for i in range(network.states)}
+    if network.mask_token_id is not None:
+        shapes["mask_hidden"] = (1, 1, read)
     if network.head:
         shapes["lm_head.weight"] = (network.head, width)
     if network.embedding:

@@ -14,7 +14,7 @@ from mmspec.cli import main
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from tests import dflash
-from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, QWEN3_VL, cut, head_tensors, write_head
+from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, PEAGLE, PEAGLE_FLAT, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs
@@ -28,6 +28,7 @@ CASES = {
     "two-layers": (cut(GEMMA4, [0, 1], norm_before_fc=True, num_hidden_layers=2), {"layout": "B"}),
     "whole-vocabulary": (cut(LLAMA3, draft_vocab_size=101), {"layout": "C"}),
     "embedding": (cut(LLAMA3), {"embedding": True}),
+    "parallel": (cut(PEAGLE, [0, 1, 2]), {"layout": "B", "embedding": True}),
     "axes": (cut(QWEN3_VL, [0, 1, 2], target_model_type="llama"), {}),
 }
 
@@ -137,6 +138,7 @@ def test_a_head_in_eagles_format_is_the_same_head(name, tmp_path):
             "format eagle requires one layer without further norms: the head has fc_norm, norm_output",
         ),
         (cut(LLAMA3, num_hidden_layers=2), {"layout": "C"}, ["--format", "eagle"], "the head has 2 layers"),
+        (cut(PEAGLE_FLAT, norm_before_residual=False), {}, ["--format", "eagle"], "the head has mask_hidden"),
         (cut(LLAMA3), {}, ["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
         (
             cut(LLAMA3),
@@ -175,7 +177,7 @@ def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
     assert "for a target of class Qwen3ForCausalLM: got" in capfd.readouterr().err
     embedded = str(plugins.find("models", "tiny-llava")()) + "/drafter"
     assert main([*args, "--drafter", embedded]) == 2
-    assert "is for EAGLE-3 heads, the drafter is of kind flash" in capfd.readouterr().err
+    assert "is for EAGLE-3 heads and DFlash drafters, the drafter is of kind flash" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- DFlash
@@ -212,7 +214,7 @@ def test_blocks_in_z_labs_format_are_the_same(layout, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--format", "speculators"], "format speculators is for EAGLE-3 heads, the drafter is of kind dflash"),
+        (["--format", "eagle"], "format eagle is for EAGLE-3 heads, the drafter is of kind dflash"),
         (["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
     ],
 )
@@ -220,6 +222,58 @@ def test_blocks_that_cannot_be_written_are_refused(more, message, tmp_path, caps
     assert main([*saved_blocks(tmp_path), *more]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+def exported(folder, config, tensors, *more):
+    """Write a published DFlash drafter, save it, and export it; the exit code."""
+    drafter, model = make_drafter(str(dflash.write(folder / "given", config, tensors))), shared_model("llama")
+    drafter.save(folder / "saved", plugins.target_class(model.config)(model))
+    model.config.save_pretrained(folder / "target")
+    named = {"--model": "target", "--drafter": "saved", "--out": "out"}
+    return main(["export", *(part for name, at in named.items() for part in (name, str(folder / at))), *more])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "causal", "vocabulary"])
+def test_blocks_in_speculators_format_are_the_same(kind, tmp_path):
+    """With an output layer and embedding of their own, too."""
+    config, tensors = dflash.published(dflash.reference(), "speculators")
+    if kind == "vocabulary":
+        ids = torch.arange(4, 80, 2)
+        config["draft_vocab_size"], tensors["d2t"] = len(ids), ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(101, dtype=torch.bool).index_fill(0, ids, True)
+        tensors["lm_head.weight"] = torch.randn(len(ids), dflash.WIDTH)
+        tensors["embed_tokens.weight"] = torch.randn(101, dflash.WIDTH)
+    if kind in ("dspark", "vocabulary"):
+        config, tensors = dflash.with_heads(config, tensors, outputs=config.get("draft_vocab_size", 101))
+    config["sliding_window_non_causal"] = kind != "causal"
+    assert exported(tmp_path, config, tensors) == 0
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert out.keys() == tensors.keys()
+    assert all(torch.equal(out[name], tensor) for name, tensor in tensors.items())
+    layer = config.pop("transformer_layer_config")
+    assert {name: written[name] for name in config} == config
+    assert {name: written["transformer_layer_config"][name] for name in layer} == layer
+    before, after = (make_drafter(str(tmp_path / at)) for at in ("saved", "out"))
+    assert after.network.config == before.network.config
+    before, after = tree_of(tmp_path / "saved"), tree_of(tmp_path / "out")
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.log_probs, after.log_probs)
+
+
+def test_a_causal_head_in_z_labs_format_is_the_same(tmp_path):
+    config, tensors = dflash.published(dflash.reference(), "z-lab")
+    config["dflash_config"]["causal_head"] = True
+    assert exported(tmp_path, config, tensors, "--format", "z-lab") == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dflash_config"]["causal_head"] is True
+    assert exported(tmp_path, config, tensors) == 2
+
+
+@pytest.mark.parametrize("confidence", ["markov", "none"])
+def test_heads_that_z_labs_format_does_not_have_are_refused(confidence, tmp_path, capsys):
+    config, tensors = dflash.with_heads(*dflash.published(dflash.reference(), "z-lab"), confidence=confidence)
+    assert exported(tmp_path, config, tensors, "--format", "z-lab") == 2
+    assert "format z-lab requires a drafter without the heads and positions of DSpark" in capsys.readouterr().err
 
 
 def test_blocks_with_an_output_layer_of_their_own_are_refused(tmp_path, capsys):

@@ -13,7 +13,7 @@ from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import convert
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.dflash import BLOCK, log_probs, published, reference
+from tests.dflash import BLOCK, WIDTH, block_states, published, reference, with_heads
 from tests.tiny import shared_model
 
 
@@ -31,40 +31,75 @@ def random_batch():
     return Features(tokens, hidden, torch.full((2, 13, 48), torch.nan), visual, answer, keep, layers)
 
 
-def plain_losses(plain, target, batch, loss, ids):
-    """Losses of each slot, of one block after another."""
-    found = [[] for _ in range(1, BLOCK)]
+def plain_losses(plain, target, batch, loss, ids, heads, causal):
+    """Losses of each slot, of one block after another; ``heads`` are published tensors of DSpark, or none."""
+    found = [[] for _ in range(0 if heads else 1, BLOCK)]
     for row in range(len(batch.tokens)):
         said = batch.answer[row].nonzero().flatten().tolist()
         for anchor in said:
             states = batch.layers[row, :anchor].split(48, dim=-1)
-            scores = log_probs(plain, target, states, torch.arange(anchor), int(batch.tokens[row, anchor]), head=None)
-            scores = scores[:, ids].log_softmax(-1)
-            for slot in range(1, BLOCK):
+            last = int(batch.tokens[row, anchor])
+            block = block_states(plain, target, states, torch.arange(anchor), last, causal)[0 if heads else 1 :]
+            for slot in range(1, len(found) + 1):
                 if anchor + slot not in said:
                     break
                 goal = target.head(batch.hidden[row, anchor + slot - 1])[ids].softmax(-1)
-                kl = -(goal * scores[slot - 1]).sum()
-                accepted = torch.minimum(goal, scores[slot - 1].exp()).sum()
+                logits, embed = target.head(block[slot - 1])[ids], None
+                if "markov_head.markov_w1.weight" in heads:
+                    embed = heads["markov_head.markov_w1.weight"][batch.tokens[row, anchor + slot - 1]]
+                    logits = logits + heads["markov_head.markov_w2.weight"] @ embed
+                scores = logits.log_softmax(-1)
+                kl, accepted = -(goal * scores).sum(), torch.minimum(goal, scores.exp()).sum()
                 share = math.exp(-3 * accepted.item())
-                found[slot - 1].append(kl if loss == "kl" else share * kl + (1 - share) * (1 - accepted))
-    return [torch.stack(losses) for losses in found]
+                total = kl if loss == "kl" else share * kl + (1 - share) * (1 - accepted)
+                if loss == "tv":
+                    total = 0.1 * kl + 0.9 * (goal - scores.exp()).abs().sum()
+                found[slot - 1].append((total, confidence_loss(heads, block[slot - 1], embed, accepted)))
+    return [torch.tensor(losses) for losses in found]
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk"])
-@pytest.mark.parametrize("narrow", [False, True])
-def test_blocks_equal_those_run_alone(loss, narrow, tmp_path):
+def confidence_loss(heads, state, embed, accepted):
+    """Cross-entropy of the confidence head with the expected acceptance of a draft; 0 without one."""
+    if "confidence_head.proj.weight" not in heads:
+        return 0.0
+    weight = heads["confidence_head.proj.weight"][0]
+    read = state if len(weight) == WIDTH else torch.cat([state, embed])
+    sure = (weight @ read + heads["confidence_head.proj.bias"][0]).sigmoid().double()
+    return float(-(accepted * sure.log() + (1 - accepted) * (1 - sure).log()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "narrow", "heads", "causal"),
+    [
+        ("kl", False, None, False),
+        ("lk", True, None, False),
+        ("lk", False, None, True),
+        ("tv", True, None, True),
+        ("tv", False, "markov", False),
+        ("kl", False, "state", False),
+        ("kl", False, "none", True),
+    ],
+)
+def test_blocks_equal_those_run_alone(loss, narrow, heads, causal, tmp_path):
     target, plain, batch = TransformersTarget(shared_model("llama")), reference(), random_batch()
     config, tensors = published(plain, "z-lab")
+    if heads is not None:
+        config, tensors = with_heads(config, tensors, confidence=heads)
+    config["dflash_config"]["causal_head"] = causal
+    own = {name: tensor for name, tensor in tensors.items() if "_head." in name}
     shape, ours, _, _ = convert(config, tensors, "here")
     network = load_network(DFlashNetwork, shape, ours, tmp_path)
     ids = torch.arange(0, 101, 2 if narrow else 1)
     output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, ids if narrow else None)
-    expected = plain_losses(plain, target, batch, loss, ids)
+    with torch.no_grad():
+        expected = plain_losses(plain, target, batch, loss, ids, own, causal)
     total = sum(math.exp(-k / 2.0) * losses.sum() / len(expected[0]) for k, losses in enumerate(expected))
-    torch.testing.assert_close(output.total.detach(), total.detach(), rtol=1e-4, atol=1e-5)
+    assert float(output.total.detach()) == pytest.approx(float(total), rel=1e-4)
+    assert len(expected) == shape.drafts
     for slot, losses in enumerate(expected, start=1):
-        assert output.metrics[f"token_{slot}"] == pytest.approx(losses.mean().item(), rel=1e-4)
+        tokens, confidences = losses.mean(0).tolist()
+        assert output.metrics[f"token_{slot}"] == pytest.approx(tokens, rel=1e-4)
+        assert output.metrics.get(f"confidence_{slot}", 0.0) == pytest.approx(confidences, rel=1e-3)
     gradients = torch.autograd.grad(output.total, list(network.parameters()))
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 

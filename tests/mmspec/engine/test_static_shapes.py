@@ -8,7 +8,6 @@ from mmspec.cache.rows import batch_bucket
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
-from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
@@ -17,7 +16,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import decode
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import random_tree, shared_model
-from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.drafters import drafter_class, tiny_drafter, tiny_drafters
 from tests.tiny.models import text_inputs, vision_inputs
 
 
@@ -101,7 +100,7 @@ def test_further_prompts_find_everything_where_it_was():
 # ---------------------------------------------------------------------- drafters
 
 DRAFTERS = tiny_drafters()
-CAPTURED = [name for name in DRAFTERS if issubclass(drafter_spec(name).load(), CapturedDrafter)]
+CAPTURED = [name for name in DRAFTERS if issubclass(drafter_class(name), CapturedDrafter)]
 
 
 @pytest.mark.parametrize("kind", ["msd", "small", "mamba", "recycle"])

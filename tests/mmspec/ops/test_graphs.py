@@ -9,7 +9,6 @@ from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.drafters.captured import CapturedDrafter
-from mmspec.drafters.registry import drafter_spec
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs, kernels
 from mmspec.ops.graphs import Graphed
@@ -21,7 +20,7 @@ from tests.device import Replayed, as_launches, on_a_gpu
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
-from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.drafters import drafter_class, tiny_drafter, tiny_drafters
 from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
@@ -138,7 +137,7 @@ def test_readers_of_what_passes_are_found_out():
 # ---------------------------------------------------------------------- whole answers
 
 DRAFTERS = ["plain", *tiny_drafters()]
-CAPTURED = ["recycle", *(name for name in DRAFTERS[1:] if issubclass(drafter_spec(name).load(), CapturedDrafter))]
+CAPTURED = ["recycle", *(name for name in DRAFTERS[1:] if issubclass(drafter_class(name), CapturedDrafter))]
 
 
 def drafter_for(kind, model):
