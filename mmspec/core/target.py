@@ -160,6 +160,32 @@ class KeepsPrefixes(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values that a layer has of the committed tokens.
+
+    Attributes:
+        keys, values: (batch, kv_heads, slots, head_dim), of each row's tokens in its first slots.
+        lengths: (batch,) int64, tokens of each row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+
+
+@runtime_checkable
+class SharesKeysValues(Protocol):
+    """Interface of a target whose keys and values drafters may read between two passes."""
+
+    @property
+    def version(self) -> Hashable:
+        """Changes when a buffer that captured graphs read has been reallocated."""
+
+    def keys_values(self, layer: int, rows: int) -> KeysValues:
+        """Keys and values of a layer, of the first ``rows`` rows."""
+
+
 @runtime_checkable
 class HasDefaults(Protocol):
     """Interface of a target whose model has sampling defaults of its own."""
