@@ -94,9 +94,9 @@ class TreeCache(Cache):
         """Keys and values of a layer, see ``SharesKeysValues``; with static shapes, of all slots."""
         keys, values = (states[:rows] for states in self.kv.states(layer))
         if self.bounds is not None:
-            return KeysValues(keys, values, self.bounds.lengths[:rows])
+            return KeysValues(keys, values, self.bounds.lengths[:rows], self.version)
         lengths = on_device(self.lengths[:rows], keys.device)
-        return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths)
+        return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths, self.version)
 
     # ------------------------------------------------------------------ passes
 

@@ -167,20 +167,18 @@ class KeysValues:
     Attributes:
         keys, values: (batch, kv_heads, slots, head_dim), of each row's tokens in its first slots.
         lengths: (batch,) int64, tokens of each row.
+        version: changes when a tensor that captured graphs read has been reallocated.
     """
 
     keys: Tensor
     values: Tensor
     lengths: Tensor
+    version: Hashable
 
 
 @runtime_checkable
 class SharesKeysValues(Protocol):
     """Interface of a target whose keys and values drafters may read between two passes."""
-
-    @property
-    def version(self) -> Hashable:
-        """Changes when a buffer that captured graphs read has been reallocated."""
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
         """Keys and values of a layer, of the first ``rows`` rows."""

@@ -26,6 +26,7 @@ from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.gemma4.drafter import sharing_allowed
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
 from mmspec.drafters.shape import LayerShape
 from mmspec.ssm.drafters.mamba.config import MambaConfig
@@ -156,7 +157,7 @@ def gemma4_assistant(model: PreTrainedModel, seed: int = 0, **changes: Any) -> P
         changes: fields of ``Gemma4AssistantConfig`` and its text configuration to set.
     """
     decoder = model.config.get_text_config()
-    last = decoder.per_layer_config[-1] if decoder.is_heterogeneous else decoder
+    last = decoder.per_layer_config[decoder.num_hidden_layers - 1] if decoder.is_heterogeneous else decoder
     shape = LayerShape.like(last)
     text = {
         "vocab_size": decoder.vocab_size,
@@ -178,7 +179,8 @@ def gemma4_assistant(model: PreTrainedModel, seed: int = 0, **changes: Any) -> P
     config = Gemma4AssistantConfig(
         text_config=Gemma4TextConfig(**text | changes), backbone_hidden_size=shape.hidden_size, **own
     )
-    made: PreTrainedModel = _random(Gemma4AssistantForCausalLM, config, seed).eval()
+    with sharing_allowed():
+        made: PreTrainedModel = _random(Gemma4AssistantForCausalLM, config, seed).eval()
     return made
 
 

@@ -9,10 +9,12 @@ not attend to each other: a node depends on its ancestors by the state alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -31,6 +33,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import NAME, set_attention
 from mmspec.targets.packing import pack_drafter
+from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
 
 
@@ -60,7 +63,8 @@ class Gemma4(TreeDrafter):
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load an assistant's folder; raises ``UserError`` if it is invalid."""
-        return cls(read_whole(AutoModelForCausalLM, str(folder)))
+        with sharing_allowed():
+            return cls(read_whole(AutoModelForCausalLM, str(folder)))
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -101,7 +105,7 @@ class Gemma4(TreeDrafter):
             if wanted != found and fits:
                 fits = False
                 expected.append(f"{kind} with (kv_heads, head_dim) {wanted}")
-                received.append(str(found or "none"))
+                received.append(f"{kind} with {found}" if found else f"no {kind}")
         if not fits:
             raise UserError(
                 f"the assistant was trained for a target of {', '.join(expected)}: got {config.model_type} with "
@@ -128,7 +132,8 @@ class Gemma4(TreeDrafter):
 
     @property
     def _version(self) -> tuple[Any, ...]:
-        return *super()._version, self._shared.version
+        source = next(iter(self._sources.values()))
+        return *super()._version, self._shared.keys_values(source, 1).version
 
     @property
     def _shared(self) -> SharesKeysValues:
@@ -157,6 +162,7 @@ class Gemma4(TreeDrafter):
                 position_ids=any_of.lengths[:, None].expand(tokens.shape),
                 shared_kv_states={kind: (one.keys, one.values) for kind, one in shared.items()},
                 use_cache=False,
+                logits_to_keep=slice(None),  # a number drops nodes, and fails without embeddings per layer
             ).last_hidden_state
             return hidden, self.network.post_projection(hidden)
 
@@ -192,6 +198,25 @@ class Gemma4(TreeDrafter):
         logits = (self.network.lm_head.weight[ids] @ hidden[..., None])[..., 0]
         at, log_probs = ops.top_log_probs(logits, self.top_k)
         return ids.gather(-1, at), log_probs
+
+
+class _AllShared(property):
+    """``kv_sharing_modes`` of a text configuration all of whose layers may share keys and values."""
+
+    def __init__(self, original: Any) -> None:
+        self.__wrapped__ = original
+        super().__init__(self._modes)
+
+    def _modes(self, config: Any) -> list[str | None]:
+        layers = config.num_hidden_layers
+        modes: list[str | None] = self.__wrapped__.fget(config) if config.num_kv_shared_layers < layers else []
+        return modes or ["reuse"] * layers
+
+
+def sharing_allowed() -> AbstractContextManager[None]:
+    """Lets transformers build assistants: 5.23 refuses text models all of whose layers share keys and values."""
+    kinds = [getattr(transformers, name, None) for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig")]
+    return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
 
 
 def _last_layers(config: Any) -> dict[str, int]:

@@ -13,10 +13,11 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.gemma4.drafter import Gemma4
+from mmspec.drafters.gemma4.drafter import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model
+from tests.mtp import dense
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
@@ -119,7 +120,8 @@ def test_a_folder(unified, tmp_path):
             text_config={**assistant.config.text_config.to_dict(), "model_type": "gemma4_unified_text"},
             backbone_hidden_size=assistant.config.backbone_hidden_size,
         )
-        same = transformers.Gemma4UnifiedAssistantForCausalLM(config)
+        with sharing_allowed():
+            same = transformers.Gemma4UnifiedAssistantForCausalLM(config)
         same.load_state_dict(assistant.state_dict())
         assistant = same
     assistant.save_pretrained(tmp_path)
@@ -135,10 +137,10 @@ def test_a_folder(unified, tmp_path):
 def test_other_targets_and_other_models_are_one_line(tmp_path):
     assistant = assistant_of(target_model())
     for name, message in [
-        ("llama", "sliding_attention with .kv_heads, head_dim. .2, 12.: got llama with .* none"),
-        ("gemma3", r"full_attention with .kv_heads, head_dim. .2, 24.: got gemma3_text with .*\(2, 12\)"),
+        ("llama", r"sliding_attention with .kv_heads, head_dim. .2, 12.: got llama with .* no sliding_attention$"),
+        ("mellum", r"full_attention with .kv_heads, head_dim. .2, 24.: got .* full_attention with .2, 12.$"),
     ]:
-        other = shared_model(name)
+        other = dense("mellum", 1)[0] if name == "mellum" else shared_model(name)
         with pytest.raises(UserError, match=message) as caught:
             Gemma4(assistant).attach(plugins.target_class(other.config)(other))
         assert "\n" not in str(caught.value)
