@@ -73,6 +73,7 @@ def test_a_dflash_drafter():
 def test_a_gemma_4_assistant():
     model = gemma4.target_model()
     assistant = gemma4.assistant_of(model)
+    assistant.generation_config.num_assistant_tokens = 4
     assert drafted(model, text_inputs(1, 9), assistant_model=assistant) == "gemma4"
     expected = model.generate(**text_inputs(1, 9), **OPTIONS)
     assert torch.equal(model.generate(**text_inputs(1, 9), **OPTIONS, assistant_model=assistant), expected)

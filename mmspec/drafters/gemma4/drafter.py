@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
@@ -31,10 +31,40 @@ from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.targets.attention import NAME, set_attention
+from mmspec.targets.attention import set_attention
 from mmspec.targets.packing import pack_drafter
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
+
+_ATTENTION = "mmspec_shared"
+
+
+def shared_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function with the signature that transformers calls, without the random numbers of a dropout.
+
+    Args:
+        query: (batch, heads, nodes, head_dim).
+        key, value: (batch, kv_heads, slots, head_dim), not repeated.
+        attention_mask: (batch, 1, nodes, slots) bool.
+
+    Returns:
+        (batch, nodes, heads, head_dim), and None instead of weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query.unflatten(1, (key.shape[1], -1)) @ key[:, :, None].transpose(-1, -2) * scale
+    weights = scores.float().masked_fill(~attention_mask[:, None], -torch.inf).softmax(-1).to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, shared_attention)
 
 
 class Gemma4(TreeDrafter):
@@ -55,7 +85,7 @@ class Gemma4(TreeDrafter):
         if model.config.model_type not in MODEL_TYPES:
             raise UserError(f"gemma4 takes a model of type {', '.join(MODEL_TYPES)}: got {model.config.model_type}")
         network: Any = without_output_capture(model).eval()
-        set_attention(network, NAME)
+        set_attention(network, _ATTENTION)
         self._text = network.config.get_text_config()
         self._sources: dict[str, int] = {}  # the target's layer that each kind of layer reads
         super().__init__(network, top_k=top_k, depth=depth, total_tokens=total_tokens)

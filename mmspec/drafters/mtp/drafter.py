@@ -182,7 +182,8 @@ class MTP(TreeDrafter):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self._drop_nodes()
         states = dict(enumerate(self._last_outputs(len(token))))
-        reach, depths, last = Reach(), [], self.network.count - 1
+        reach, last = Reach(), self.network.count - 1
+        depths: list[Tensor] = []
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             """One level: the layers from the level's own on, as those above it serve the levels below."""

@@ -95,7 +95,10 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 means nothing without its scales
             raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
-    conversions = [*get_model_conversion_mapping(built, add_legacy=False), *get_model_conversion_mapping(model)]
+    conversions: list[Any] = [
+        *get_model_conversion_mapping(built, add_legacy=False),
+        *get_model_conversion_mapping(model),
+    ]
     report, _ = convert_and_load_state_dict_in_model(
         model=built, state_dict=dict(tensors), load_config=LoadStateDictConfig(weight_mapping=conversions)
     )
