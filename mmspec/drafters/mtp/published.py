@@ -46,7 +46,8 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
         decoder = from_pretrained(AutoConfig, folder).get_text_config()
     config = layer_config(decoder, str(folder))
-    with torch.device("meta"):
+    errors = ValueError, TypeError, AttributeError, KeyError, IndexError
+    with explained(f"{folder}: expected MTP layers that transformers builds", *errors), torch.device("meta"):
         built, model = build(config)
     _load(built, model, _tensors(folder, decoder.num_hidden_layers), str(folder))
     verifier = {

@@ -146,6 +146,7 @@ def test_prompts_shorter_than_the_layers_are_many(length, tmp_path):
     assert torch.equal(tokens, model.generate(**inputs, **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_layers_that_transformers_has_no_configuration_of(name, tmp_path):
     """As Mellum's: full attention, with experts where the target has them."""
@@ -221,6 +222,7 @@ def text_folder(folder):
     return folder
 
 
+@pytest.mark.long
 def test_the_command_line(tmp_path, capfd):
     folder = str(text_folder(tmp_path / "target"))
     asked = ["generate", "A red", "--model", folder, "--max-new-tokens", "12", "--nodes", "6", "--json"]
