@@ -24,6 +24,7 @@ from transformers.generation import (
 from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.core.target import Prompt
+from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.request_state import RequestState, Wakeup
@@ -54,17 +55,21 @@ def decode(
     streamer: Any = None,
     tokenizer: Any = None,
     assistant_model: Any = None,
+    assistant_tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """The decoding method for ``generate(custom_generate=...)``.
 
     Args:
         drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
-            the model also keeps tree sizes and captured graphs.
+            the model also keeps tree sizes and captured graphs. ``"auto"`` is the drafter that arguments of assisted
+            generation ask for (``assistant_model``, ``use_mtp``, ``prompt_lookup_num_tokens``), if there are any.
         num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
             alias.
         streamer: receives token by token (batch 1), without the prompt.
-        tokenizer: of ``generate``'s stop strings, which are criteria here.
+        tokenizer: the model's, for an assistant with another one; stop strings are criteria here.
+        assistant_model: a model that drafts: any causal language model, a DFlash drafter or a Gemma-4 assistant.
+        assistant_tokenizer: its tokenizer, if it is another one.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
@@ -76,6 +81,8 @@ def decode(
     try:
         _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
+        home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
+        drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs)
@@ -162,7 +169,7 @@ def generate(
         num_draft_tokens, nodes: as for ``decode``.
         tokenizer: of ``stop_strings``.
         streamer: of transformers; receives token by token (batch 1).
-        **arguments: further arguments of ``model.generate``.
+        **arguments: further arguments of ``model.generate``, those of assisted generation included.
 
     Raises:
         UserError: as for ``decode``; stop strings without a tokenizer.
@@ -176,7 +183,7 @@ def generate(
         criteria.append(
             StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
         )
-    assistant = arguments.pop("assistant_model", None)
+    assistant = {name: arguments.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
 
     def method(model: PreTrainedModel, input_ids: Tensor, **keywords: Any) -> SpeculativeOutput | Tensor:
         if streamer is not None:
@@ -187,7 +194,8 @@ def generate(
             drafter=drafter,
             num_draft_tokens=num_draft_tokens_of(num_draft_tokens, nodes),
             streamer=streamer,
-            assistant_model=assistant,
+            tokenizer=tokenizer,
+            **assistant,
             **keywords,
         )
 
@@ -207,7 +215,8 @@ def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
     def wrapper(
         self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
-        kept = {"streamer": streamer, "tokenizer": kwargs.get("tokenizer"), "assistant_model": assistant_model}
+        kept = {name: kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")}
+        kept |= {"streamer": streamer, "assistant_model": assistant_model}
         passed = extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
         function = custom_generate
         while isinstance(function, functools.partial):
@@ -273,7 +282,7 @@ def _stopping(criteria: Sequence[Any], input_ids: Tensor, padding: int) -> tuple
 def _refuse_unsupported(
     config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], assistant_model: Any
 ) -> None:
-    refuse_other_modes(config, assistant_model, assisted=False)
+    refuse_other_modes(config, assistant_model)
     wanted = [
         name
         for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

@@ -1,18 +1,24 @@
-"""Checkpoints of targets with a native MTP layer, and this layer as plain loops over the tensors, without a cache."""
+"""Checkpoints of targets with native MTP layers; Qwen3.5's layer as plain loops over the tensors, without a cache, and
+transformers' own ``MtpModel``."""
 
 from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
+from tests.tiny.configs import _shrink
 
 
 def mtp_tensors(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
@@ -167,3 +173,105 @@ def check_mtp(model: PreTrainedModel, inputs: Any, drafter: Any, tensors: dict[s
         return [plain.gain(*entries, path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
+
+
+# ---------------------------------------------------------------------- transformers' own layers
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LATENT = dict(head_dim=8, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+_EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1)
+_WINDOWS = {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 5e3}}
+CONFIGS = {
+    "deepseek_v3": lambda layers: _shrink(
+        transformers.DeepseekV3Config, **_LATENT, **_EXPERTS, num_key_value_heads=4, num_mtp_layers=layers
+    ),
+    "glm4_moe": lambda layers: _shrink(transformers.Glm4MoeConfig, **_EXPERTS, num_mtp_layers=layers),
+    "mellum": lambda layers: _shrink(
+        transformers.MellumConfig,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_mtp_layers=layers,
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=_WINDOWS,
+    ),
+}
+LAYERS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)]
+if not hasattr(transformers, "MellumConfig") or "num_mtp_layers" not in transformers.MellumConfig.attribute_map:
+    LAYERS.remove(("mellum", 1))  # added after transformers 5.17
+
+
+@cache
+def dense(name, layers):
+    """A target with MTP layers, and these as transformers builds them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](layers)).eval()
+    model.lm_head.weight.data.normal_(std=0.5)
+    return model, mtp_model(model)
+
+
+def published(folder, name, layers):
+    model, built = dense(name, layers)
+    return write_target(folder, model, published_tensors(built, None if name == "mellum" else 2))
+
+
+def mtp_model(model: PreTrainedModel, seed: int = 0) -> Any:
+    """Random MTP layers for a model, of transformers."""
+    torch.manual_seed(seed)
+    built = MtpModel(model, model.config.num_mtp_layers).eval()
+    for name, parameter in built.layers.named_parameters():
+        parameter.data.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    return built
+
+
+def published_tensors(built: Any, first: int | None) -> dict[str, Tensor]:
+    """The tensors of MTP layers under published names: those of layers after the model's ``first`` ones, or ``mtp.*``
+    for None."""
+    found: dict[str, Tensor] = {}
+    for name, value in built.layers.state_dict().items():
+        number, _, rest = name.partition(".")
+        rest = rest.removeprefix("mtp_block.")
+        if first is not None:
+            rest = "shared_head.norm.weight" if rest == "post_norm.weight" else rest
+            at = f"model.layers.{first + int(number)}.{rest}"
+        else:
+            renamed = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+            part = rest.removesuffix(".weight")
+            at = f"mtp.{(renamed | {'post_norm': 'norm'}).get(part, f'layers.{number}.{part}')}.weight"
+            at = at if rest.endswith(".weight") else f"mtp.layers.{number}.{rest}"
+        if at.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(value):
+                for one, part_of in zip(("gate", "up"), both.chunk(2), strict=True):
+                    found[at.replace("gate_up_proj", f"{expert}.{one}_proj.weight")] = part_of
+        elif at.endswith("experts.down_proj"):
+            for expert, down in enumerate(value):
+                found[at.replace("down_proj", f"{expert}.down_proj.weight")] = down
+        else:
+            found[at] = value
+    return {name: value.clone() for name, value in found.items()}
+
+
+@torch.no_grad()
+def gain_of(built: Any, model: PreTrainedModel, tokens: list[int], path: list[int]) -> float:
+    """Probability of drafted tokens after a sequence, at most one per layer, by transformers' layers without a past."""
+    states = model.model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).last_hidden_state
+    ids, positions, gain = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None], 1.0
+    cache = MtpCache(config=built.config)
+    by_kind = any(isinstance(value, dict) for value in built.config.rope_parameters.values())
+    for number, token in enumerate(path):
+        embeds = model.get_input_embeddings()(ids)
+        kind = {"layer_type": built.config.layer_types[number]} if by_kind else {}
+        states = built.layers[number](
+            embeds,
+            states,
+            position_embeddings=model.model.rotary_emb(embeds, position_ids=positions, **kind),
+            position_ids=positions,
+            past_key_values=cache,
+            **built.create_masks_for_mtp_layer(number, embeds, cache, positions),
+        )
+        gain *= float(model.lm_head(states[0, -1]).softmax(-1)[token])
+        ids = torch.cat([ids[:, 1:], torch.tensor([[token]])], dim=1)
+        positions = positions + 1
+    return gain

@@ -84,6 +84,10 @@ class KVBuffers:
             self._places[place] = [self._next_tensor(state, alike, start) for state in states]
         return [self.tensors[buffer][tensor, :rows] for buffer, tensor in self._places[place]]
 
+    def states(self, layer: int) -> list[Tensor]:
+        """Keys and values of a layer in all slots, (rows, kv_heads, slots, head_dim) each."""
+        return [self.tensors[buffer][tensor] for buffer, tensor in self._places[layer, 2]]
+
     def write(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
         """Write a layer's states of a pass to its slots; arguments as for ``layer``.
 

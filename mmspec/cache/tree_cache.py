@@ -15,7 +15,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.cache.buffers import KVBuffers
 from mmspec.cache.static_buffers import SlotBounds, StaticKVBuffers
+from mmspec.core.target import KeysValues
 from mmspec.errors import UserError
+from mmspec.ops.transfer import on_device
 
 
 class TreeCache(Cache):
@@ -87,6 +89,14 @@ class TreeCache(Cache):
     def tensors(self) -> list[Tensor]:
         """The buffers, for their memory."""
         return self.kv.tensors
+
+    def keys_values(self, layer: int, rows: int) -> KeysValues:
+        """Keys and values of a layer, see ``SharesKeysValues``; with static shapes, of all slots."""
+        keys, values = (states[:rows] for states in self.kv.states(layer))
+        if self.bounds is not None:
+            return KeysValues(keys, values, self.bounds.lengths[:rows], self.version)
+        lengths = on_device(self.lengths[:rows], keys.device)
+        return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths, self.version)
 
     # ------------------------------------------------------------------ passes
 

@@ -160,6 +160,30 @@ class KeepsPrefixes(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class KeysValues:
+    """Keys and values that a layer has of the committed tokens.
+
+    Attributes:
+        keys, values: (batch, kv_heads, slots, head_dim), of each row's tokens in its first slots.
+        lengths: (batch,) int64, tokens of each row.
+        version: changes when a tensor that captured graphs read has been reallocated.
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    version: Hashable
+
+
+@runtime_checkable
+class SharesKeysValues(Protocol):
+    """Interface of a target whose keys and values drafters may read between two passes."""
+
+    def keys_values(self, layer: int, rows: int) -> KeysValues:
+        """Keys and values of a layer, of the first ``rows`` rows."""
+
+
 @runtime_checkable
 class HasDefaults(Protocol):
     """Interface of a target whose model has sampling defaults of its own."""

@@ -76,42 +76,24 @@ class LayerShape(Checked):
 
 
 @dataclass(frozen=True)
-class RopeShape(LayerShape):
-    """Shape of layers with the target's kind of rotary positions: a ``LayerShape``, and
+class HeadShape(LayerShape):
+    """Shape of a network at the target's kind of rotary positions, which may have an output layer and an embedding of
+    its own: a ``LayerShape``, and
 
     Attributes:
         rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
-    """
-
-    rope: dict = option(dict, OBJECT)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        from mmspec.drafters.hidden_state.rope import rotary_of
-
-        rotary_of(self)  # raises
-
-    @property
-    def turned(self) -> int:
-        """Features of a head that turn with the position."""
-        return int(self.head_dim * float(self.rope.get("partial_rotary_factor", 1.0)))
-
-
-@dataclass(frozen=True)
-class HeadShape(RopeShape):
-    """Shape of a network that may have an output layer and an embedding of its own: a ``RopeShape``, and
-
-    Attributes:
         layers: decoder layers.
         head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
         embedding: rows of an embedding of its own; 0 is the target's.
     """
 
+    rope: dict = option(dict, OBJECT)
     layers: int = option(1, whole(1, 64))
     head: int = option(0, whole(0, 2**24))
     embedding: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (factor := self.rope.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UserError(f"rotary positions must turn whole heads: got a partial_rotary_factor of {factor}")
+        from mmspec.drafters.hidden_state.rope import rotary_of
+
+        rotary_of(self)  # raises

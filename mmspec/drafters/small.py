@@ -1,17 +1,19 @@
-"""Draft-model drafter: a small causal language model of the target's vocabulary, with its own KV cache.
+"""Draft-model drafter: a small causal language model with its own KV cache and recurrent states.
 
-Text only: visual positions of the prompt are dropped.
+Text only: visual positions of the prompt are dropped. A model with another tokenizer drafts the tokens that both
+vocabularies have (arXiv 2502.05202).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
@@ -22,6 +24,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
@@ -37,28 +40,32 @@ class Small(CapturedDrafter):
     """Draft-model drafter.
 
     Args:
-        model: a causal language model of the target's vocabulary, or its name or folder.
+        model: a causal language model, or its name or folder.
         top_k: nodes extended per level, and children per node.
         trust_remote_code: allow Python code in the model's folder.
+        tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
+            models' folders.
 
     Raises:
-        UserError: no model, a model with layers other than attention, or (at ``attach``) a larger vocabulary than the
-            target's.
+        UserError: no model, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one without
+            tokenizers.
     """
 
     learns: ClassVar[bool] = False
 
-    def __init__(self, model: PreTrainedModel | str, top_k: int = 8, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        top_k: int = 8,
+        trust_remote_code: bool = False,
+        tokenizers: tuple[Any, Any] | None = None,
+    ) -> None:
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
-        self.top_k = top_k
+        self.top_k, self._tokenizers = top_k, tokenizers
+        self._shared: SharedTokens | None = None
         super().__init__()
-        if self.lm.decoder.layers is not None:
-            # A recurrent state cannot be extended by uncommitted tokens.
-            raise UserError(
-                f"the small drafter must have attention layers only: {type(self.model).__name__} has others"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "model"}
@@ -75,15 +82,35 @@ class Small(CapturedDrafter):
     def attach(self, target: Target) -> None:
         if target is self._target:
             return
-        config: Any = getattr(target, "config", None)
-        size, target_size = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
-        if target_size is not None and size > target_size:
-            raise UserError(
-                f"drafter and target must share a vocabulary: the drafter has {size} tokens, the target {target_size}"
-            )
+        self._shared = self._shared_with(target)
         self.model.to(target.device)  # type: ignore[arg-type]
         self._target = target
         self.reset()
+        if self._shared is not None:
+            self._own, self._theirs = (x.to(target.device) for x in (self._shared.draft_ids, self._shared.target_ids))
+            self._narrow = self.lm.narrow_head(self._own)
+
+    def _shared_with(self, target: Target) -> SharedTokens | None:
+        """What the vocabularies of target and model share; None if tokens have the same numbers."""
+        config: Any = getattr(target, "config", None)
+        size, target_size = self.lm.config.vocab_size, getattr(config, "vocab_size", None)
+        tokenizers = self._tokenizers
+        if tokenizers is None and target_size not in (None, size):
+            model: Any = getattr(target, "model", None)
+            found = [_tokenizer(one) for one in (model, self.model)]
+            if None not in found and found[0].get_vocab() != found[1].get_vocab():
+                tokenizers = found[0], found[1]
+        if tokenizers is not None:
+            shared = SharedTokens(*tokenizers, (target_size or size, size))
+            if not len(shared.draft_ids):
+                raise UserError("drafter and target must share tokens: their vocabularies have none in common")
+            return shared
+        if target_size is not None and size > target_size:
+            raise UserError(
+                f"drafter and target must share a vocabulary, or have tokenizers in their folders: the drafter has "
+                f"{size} tokens, the target {target_size}"
+            )
+        return None
 
     @property
     def parts(self) -> tuple[RowState, ...]:
@@ -102,6 +129,10 @@ class Small(CapturedDrafter):
             keep = keep * ~output.visual
         first = on_device([[row[-1]] for row in history], keep.device)
         ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
+        if self._shared is not None:
+            texts = [row[kept.bool()].tolist() for row, kept in zip(ids, keep, strict=True)]
+            ids, lengths = self._translated(texts, keep.device)
+            keep = (torch.arange(ids.shape[1], device=keep.device) < lengths[:, None]).long()
         # Move the text tokens to the right, in order: left padding.
         order = keep.sort(dim=1, stable=True).indices
         width = int(keep.sum(1).max())
@@ -112,7 +143,19 @@ class Small(CapturedDrafter):
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
-        self.queue((verdict.tokens,), verdict)
+        if self._shared is None:
+            self.queue((verdict.tokens,), verdict)
+            return
+        ids, lengths = self._translated([tokens for _, tokens in verdict.host], verdict.tokens.device)
+        self._pending.append(((ids, lengths), lengths.tolist()))
+
+    def _translated(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Own tokens of the target's, padded on the right, and their numbers, (batch,) int64."""
+        assert self._shared is not None
+        own = [self._shared.translate(row) for row in rows]
+        width = max(1, *map(len, own))
+        padded = on_device([row + [0] * (width - len(row)) for row in own], device)
+        return padded, on_device([len(row) for row in own], device)
 
     def reserve(self, width: int) -> None:
         self.lm.runner.cache.reserve_nodes(width + _DEPTH * self.top_k)
@@ -136,17 +179,25 @@ class Small(CapturedDrafter):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         lm, reach, levels = self.lm, Reach(), 0
         lm.runner.forget_nodes()
+        # Of a model with recurrent layers, each pass runs all nodes: its states cannot be extended by uncommitted ones.
+        whole = None if lm.decoder.layers is None else _Whole(len(token), token.device)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal levels
-            depth = torch.full_like(beam, levels)
-            states = lm.runner.forward_nodes(beam, depth, reach(origin))
-            lm.runner.keep_nodes(depth)
+            depth, width = torch.full_like(beam, levels), beam.shape[1]
+            nodes = (beam if self._shared is None else self._own[beam], depth, reach(origin))
+            if whole is not None:
+                nodes = whole.extended(*nodes)
+            states = lm.runner.forward_nodes(*nodes)[:, -width:]
+            if whole is None:
+                lm.runner.keep_nodes(depth)
             levels += 1
             return self._children(states)
 
         tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
         lm.runner.forget_nodes()
+        if self._shared is not None:
+            tree.tokens[:, 1:] = self._theirs[tree.tokens[:, 1:]]
         return tree
 
     def _readable(self, tokens: Tensor) -> Tensor:
@@ -154,7 +205,33 @@ class Small(CapturedDrafter):
         return tokens.clamp(max=self.lm.config.vocab_size - 1)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.top_log_probs(self.lm.head(hidden), self.top_k)
+        head = self.lm.head if self._shared is None else self._narrow
+        return ops.top_log_probs(head(hidden), self.top_k)
+
+
+class _Whole:
+    """All nodes of a tree so far: tokens, depths and ancestors."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._tokens = self._depth = torch.empty(batch, 0, dtype=torch.long, device=device)
+        self._reach = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
+
+    def extended(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a level; arguments and result as of ``Runner.forward_nodes``."""
+        self._tokens, self._depth = torch.cat([self._tokens, tokens], 1), torch.cat([self._depth, depth], 1)
+        self._reach = torch.cat([F.pad(self._reach, (0, tokens.shape[1])), reach], dim=1)
+        return self._tokens, self._depth, self._reach
+
+
+def _tokenizer(model: Any) -> Any:
+    """The tokenizer in a model's folder, or in the cache of the hub; None if there is none."""
+    name = "" if model is None else model.config.name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
 
 
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
@@ -171,7 +248,7 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
 SPEC = DrafterSpec(
     "small",
     "Small model",
-    "a small causal language model of the target's vocabulary, as in assisted generation",
+    "a small causal language model, as in assisted generation",
     Small,
     argument="MODEL",
     trusts=True,

@@ -13,7 +13,7 @@ from mmspec.errors import UserError
 if TYPE_CHECKING:
     from mmspec.core.drafter import Drafter
 
-Weights = Literal["none", "optional", "required", "target"]
+Weights = Literal["none", "optional", "required", "published", "target"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class DrafterSpec:
         implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
         weights: ``"none"``: the constructor takes the text of ``NAME:TEXT``, if any. Otherwise the class has a
             ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"`` ones are also
-            constructed without; the checkpoint of ``"target"`` is in the target's own folder.
+            constructed without; those of ``"published"`` are made by others only, and the checkpoint of ``"target"`` is
+            in the target's own folder.
         argument: what TEXT is, in capitals, if ``weights`` is ``"none"`` and it is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
         parse_argument: splits TEXT into the checkpoint and the keyword arguments of ``from_checkpoint``.
@@ -81,7 +82,7 @@ class DrafterSpec:
         Raises:
             UserError: it needs a checkpoint, or does not take the argument.
         """
-        if self.weights in ("required", "target"):
+        if self.weights in ("required", "published", "target"):
             raise UserError(f"{self.name} needs a checkpoint: expected {self.name}:FOLDER, or the folder itself")
         if self.argument and not argument:
             raise UserError(f"the {self.name} drafter needs an argument: expected {self.name}:{self.argument}")

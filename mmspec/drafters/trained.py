@@ -1,4 +1,4 @@
-"""Base class of drafters with a trained network, which grow trees of a configured shape."""
+"""Base classes of drafters with a network, which grow trees of a configured shape."""
 
 from __future__ import annotations
 
@@ -14,44 +14,24 @@ from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.shape import TREE, TreeShape
 
 
-class TrainedDrafter(CapturedDrafter):
-    """See the module.
+class TreeDrafter(CapturedDrafter):
+    """Drafter with a network, which grows trees of a configured shape.
 
     Args:
-        network: the trained network; its ``config`` is a dataclass.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
+        network: the trained network.
         top_k: nodes extended per level, and children per node.
         depth: maximum tree depth.
         total_tokens: maximum number of drafted nodes.
-        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
     """
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        network: Any,
-        draft_ids: Tensor | None,
-        *,
-        top_k: int,
-        depth: int,
-        total_tokens: int,
-        verifier: dict[str, Any] | None,
-    ) -> None:
+    def __init__(self, network: Any, *, top_k: int, depth: int, total_tokens: int) -> None:
         TreeShape(top_k, depth, total_tokens)
-        self.network, self.draft_ids = network, draft_ids
+        self.network = network
         self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
-        self.verifier = verifier
         super().__init__()
-
-    def save(self, folder: Path, target: Any) -> None:
-        """Write a drafter checkpoint for ``target``."""
-        tensors = dict(self.network.state_dict())
-        if self.draft_ids is not None:
-            tensors["draft_ids"] = self.draft_ids
-        settings = {name: getattr(self, name) for name in TREE}
-        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)
 
     @property
     def target(self) -> Target:
@@ -69,3 +49,26 @@ class TrainedDrafter(CapturedDrafter):
 
     def draft_chains(self, length: int) -> None:
         self.top_k, self.depth, self.total_tokens = 1, length, length
+
+
+class TrainedDrafter(TreeDrafter):
+    """``TreeDrafter`` with checkpoints of its own.
+
+    Args:
+        network: its ``config`` is a dataclass.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
+        verifier: the target that it was trained for, see ``checkpoint.Verifier``.
+        **tree: top_k, depth, total_tokens.
+    """
+
+    def __init__(self, network: Any, draft_ids: Tensor | None, *, verifier: dict[str, Any] | None, **tree: int) -> None:
+        self.draft_ids, self.verifier = draft_ids, verifier
+        super().__init__(network, **tree)
+
+    def save(self, folder: Path, target: Any) -> None:
+        """Write a drafter checkpoint for ``target``."""
+        tensors = dict(self.network.state_dict())
+        if self.draft_ids is not None:
+            tensors["draft_ids"] = self.draft_ids
+        settings = {name: getattr(self, name) for name in TREE}
+        checkpoint.write(folder, self.name, {"network": asdict(self.network.config), **settings}, tensors, target)

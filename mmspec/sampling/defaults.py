@@ -135,14 +135,10 @@ class ModelDefaults(Defaults):
         return ", ".join(shown + [type(one).__name__ for one in others])
 
 
-def refuse_other_modes(config: GenerationConfig, assistant_model: Any = None, *, assisted: bool = True) -> None:
-    """Raise ``UserError`` unless a generation config asks for greedy search or sampling.
-
-    Args:
-        assisted: accept assisted generation, which has the same tokens.
-    """
+def refuse_other_modes(config: GenerationConfig, assistant_model: Any = None) -> None:
+    """Raise ``UserError`` unless a generation config asks for greedy search, sampling or assisted generation, which has
+    the same tokens."""
     mode = config.get_generation_mode(assistant_model)
-    accepted = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
-    if mode not in accepted | ({GenerationMode.ASSISTED_GENERATION} if assisted else set()):
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION):
         asked = str(mode.value).replace("_", " ")
         raise UserError(f"generation must be greedy search or sampling: got {asked}, use model.generate for it")

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -116,6 +116,14 @@ def _group_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 AttentionInterface.register(NAME, tree_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def set_attention(network: torch.nn.Module, name: str) -> None:
+    """Set the attention implementation of all layers of a network that nothing else runs."""
+    for module in network.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = name
 
 
 class PassAttention:

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import CostTable
-from mmspec.core.target import Feature, Prompt, TargetOutput
+from mmspec.core.target import Feature, KeysValues, Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.transfer import on_device
@@ -183,6 +183,9 @@ class TransformersTarget:
 
     def narrow_head(self, token_ids: Tensor) -> Callable[[Tensor], Tensor]:
         return self._head.narrow(token_ids.to(self.device))
+
+    def keys_values(self, layer: int, rows: int) -> KeysValues:
+        return self.runner.cache.keys_values(layer, rows)
 
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""

@@ -16,6 +16,7 @@ from tests.tiny.models import (
     dflash_network,
     eagle3_network,
     eagle_network,
+    gemma4_assistant,
     mamba_network,
     msd_network,
     mtp_network,
@@ -35,6 +36,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "dspark": _dspark_network,
     "eagle": eagle_network,
     "eagle3": eagle3_network,
+    "gemma4": gemma4_assistant,
     "flash": partial(msd_network, latents=3, span=16, slots=2),
     "mamba": lambda model, **changes: mamba_network(**changes),
     "msd": msd_network,
@@ -82,5 +84,5 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
         settings["markov_outputs"] = draft_tokens
     network = NETWORKS[name](model, **settings)
     rows = 40 if spec.name == "eagle3" else draft_tokens  # rows of its own output layer
-    ids = {} if rows is None or name == "mtp" else {"draft_ids": torch.arange(rows)}
+    ids = {} if rows is None or name in ("gemma4", "mtp") else {"draft_ids": torch.arange(rows)}
     return spec.load()(network, **ids, **tree)

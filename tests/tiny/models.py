@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
@@ -18,8 +26,9 @@ from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.mtp.network import MTPNetwork
-from mmspec.drafters.shape import LayerShape, RopeShape
+from mmspec.drafters.gemma4.drafter import sharing_allowed
+from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
+from mmspec.drafters.shape import LayerShape
 from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.vision.drafters.msd.config import MSDConfig
@@ -127,9 +136,55 @@ def dflash_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> DFl
 
 
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:
-    """A random MTP layer for a model, with position axes if the model has them."""
+    """A random MTP layer of Qwen3.5's kind for a model, with position axes as if the model had them."""
+    shape, sections = LayerShape.like(model.config.get_text_config()), _rope(model.config.get_text_config())
+    config = Qwen3_5TextConfig(
+        vocab_size=model.config.get_text_config().vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.mlp,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **sections},
+    )
+    return _random(lambda config: MTPNetwork(build(layer_config(config, "tiny"))[0]), config, seed)
+
+
+def gemma4_assistant(model: PreTrainedModel, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random Gemma-4 assistant for a model, with two layers that read the model's last one with full attention.
+
+    Args:
+        changes: fields of ``Gemma4AssistantConfig`` and its text configuration to set.
+    """
     decoder = model.config.get_text_config()
-    return _random(MTPNetwork, RopeShape.like(decoder, rope=_rope(decoder)), seed)
+    last = decoder.per_layer_config[decoder.num_hidden_layers - 1] if decoder.is_heterogeneous else decoder
+    shape = LayerShape.like(last)
+    text = {
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2 * shape.kv_heads,
+        "num_key_value_heads": shape.kv_heads,
+        "num_global_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "global_head_dim": shape.head_dim,
+        "layer_types": ["full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 2,
+        "pad_token_id": 0,
+    }
+    own = {name: changes.pop(name) for name in list(changes) if name in _ASSISTANT}
+    config = Gemma4AssistantConfig(
+        text_config=Gemma4TextConfig(**text | changes), backbone_hidden_size=shape.hidden_size, **own
+    )
+    with sharing_allowed():
+        made: PreTrainedModel = _random(Gemma4AssistantForCausalLM, config, seed).eval()
+    return made
+
+
+_ASSISTANT = ("use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k", "tie_word_embeddings")
 
 
 def vispec_network(model: PreTrainedModel, seed: int = 0) -> ViSpecNetwork:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from mmspec import ops
 from mmspec.cache.tree_cache import TreeCache
@@ -26,7 +27,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import read_published
+from mmspec.drafters.dflash.published import convert, read_published
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
@@ -71,6 +72,15 @@ class DFlash(PositionedDrafter):
             config, tensors, draft_ids, keywords = checkpoint.read_head(folder, DFlashConfig)
         network = checkpoint.load_network(DFlashNetwork, config, tensors, folder)
         drafter = cls(network, draft_ids, **keywords)
+        drafter.published = found
+        return drafter
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> Self:
+        """The drafter of a model of transformers (``MuseGlimmerAssistantModel``); raises ``UserError`` as above."""
+        name = type(model).__name__
+        config, tensors, draft_ids, found = convert(model.config.to_dict(), model.state_dict(), name)
+        drafter = cls(checkpoint.load_network(DFlashNetwork, config, tensors, Path(name)), draft_ids)
         drafter.published = found
         return drafter
 

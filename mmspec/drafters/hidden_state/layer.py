@@ -30,7 +30,6 @@ class DecoderLayer(nn.Module):
         width: features that queries, keys and values read.
         qkv_bias: bias on queries, keys and values.
         input_norm: whether ``input_norm`` is an RMSNorm of the inputs, or nothing.
-        norm: class of the norms.
         before: modules that come before those of the layer in the order of parameters.
     """
 
@@ -41,7 +40,6 @@ class DecoderLayer(nn.Module):
         *,
         qkv_bias: bool = False,
         input_norm: bool = False,
-        norm: Callable[[int, float], nn.Module] = Norm,
         **before: nn.Module,
     ) -> None:
         super().__init__()
@@ -53,8 +51,8 @@ class DecoderLayer(nn.Module):
         self.out = nn.Linear(inner, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * shape.mlp, bias=False)
         self.down = nn.Linear(shape.mlp, hidden, bias=False)
-        self.input_norm = norm(width, shape.norm_eps) if input_norm else nn.Identity()
-        self.post_norm = norm(hidden, shape.norm_eps)
+        self.input_norm = Norm(width, shape.norm_eps) if input_norm else nn.Identity()
+        self.post_norm = Norm(hidden, shape.norm_eps)
 
     def attention(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Output of the attention: (batch, nodes, width) -> (batch, nodes, hidden).
@@ -69,18 +67,10 @@ class DecoderLayer(nn.Module):
         batch, nodes, _ = x.shape
         turned = shape.heads + shape.kv_heads
         qkv = self.qkv(x).view(batch, nodes, turned + shape.kv_heads, shape.head_dim)
-        qk = rotate(self.queries_and_keys(qkv[:, :, :turned]), rotation)
+        qk = rotate(qkv[:, :, :turned], rotation)
         q, k = qk[:, :, : shape.heads].transpose(1, 2), qk[:, :, shape.heads :].transpose(1, 2)
         read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
-        return self.out(self.attended(read.transpose(1, 2).flatten(2), x))
-
-    def queries_and_keys(self, qk: Tensor) -> Tensor:
-        """Queries and keys before they are rotated, (batch, nodes, heads + kv_heads, head_dim); for subclasses."""
-        return qk
-
-    def attended(self, read: Tensor, x: Tensor) -> Tensor:
-        """What the heads read, (batch, nodes, heads * head_dim), of inputs (batch, nodes, width); for subclasses."""
-        return read
+        return self.out(read.transpose(1, 2).flatten(2))
 
     def mlp(self, x: Tensor) -> Tensor:
         """Output of the MLP and the norm before it, (..., hidden)."""
@@ -104,10 +94,10 @@ class Rotary:
 
     Args:
         frequencies: (head_dim / 2,) float32.
-        scale: factor of cosines and sines (YaRN), for all or (head_dim / 2,).
+        scale: factor of cosines and sines (YaRN).
     """
 
-    def __init__(self, frequencies: Tensor, scale: float | Tensor = 1.0) -> None:
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         self.frequencies, self.scale = frequencies, scale
         self._tables: Rotation | None = None
         self.version = object()  # replaced whenever the tables are recomputed
@@ -121,8 +111,7 @@ class Rotary:
         self.version = object()
         positions = torch.arange(length, device=like.device, dtype=torch.float32)
         angle = torch.outer(positions, self.frequencies.to(like.device))
-        scale = self.scale.to(like.device) if isinstance(self.scale, Tensor) else self.scale
-        cos, sin = angle.cos() * scale, angle.sin() * scale
+        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         # The sign of the rotated half goes into the sine, which saves a negation per call.
         tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]

@@ -1,4 +1,4 @@
-"""Base class of drafters that are at the target's own positions (EAGLE-3, MTP)."""
+"""Base class of drafters that are at the target's own positions (EAGLE-3, DFlash)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PositionedDrafter(HiddenStateDrafter):
             are the largest of its axes.
 
     Args:
-        network: its configuration is a ``RopeShape``.
+        network: its configuration is a ``HeadShape``.
         layers, draft_ids: see ``HiddenStateDrafter``.
         **settings: top_k, depth, total_tokens, verifier, too.
     """

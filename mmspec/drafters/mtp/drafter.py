@@ -1,35 +1,57 @@
-"""Native MTP drafter: the multi-token prediction layer that Qwen3.5 checkpoints carry, recursive over a tree's levels.
+"""Native MTP drafter: the multi-token prediction layers of the target's checkpoint, over the levels of a tree.
 
-It takes the target's last hidden states and input embeddings, those of images and videos included, at the target's
-positions.
+All layers have an entry per token: layer k takes the token and the output of layer k - 1 at the token before, layer 0
+the target's last hidden state there. Level m of a tree is predicted by layer m, deeper levels by the last one, which
+takes its own outputs. Entries of accepted tokens are computed again from the target's states, in all layers.
+
+The entries take the target's input embeddings, those of images and videos included, and are at the positions of the
+tokens before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters import checkpoint
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.captured import RowState, path_of, write_last
+from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.hidden_state.drafter import AHEAD
+from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.mtp.network import MTPNetwork
 from mmspec.drafters.mtp.published import read_mtp
-from mmspec.drafters.shape import RopeShape
+from mmspec.drafters.published import check_target
+from mmspec.drafters.trained import TreeDrafter
+from mmspec.errors import UserError
+from mmspec.ops import kernels
+from mmspec.ops.transfer import on_device
+from mmspec.targets.attention import NAME, PASS, TreePass
+from mmspec.targets.masks import tail_mask, tree_mask, window_of
+from mmspec.targets.packing import pack_drafter
 
 
-class MTP(PositionedDrafter):
+class MTP(TreeDrafter):
     """Native MTP drafter.
 
     Args:
-        network: the trained network, moved to the target's device and dtype.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+        network: the layers, moved to the target's device and dtype.
+        top_k, depth, total_tokens: see ``TreeDrafter``.
+        published: the target, for ``published.check_target``.
     """
 
     name: ClassVar[str] = "mtp"
+    features: Sequence[Feature] = ("last",)
 
     def __init__(
         self,
@@ -38,32 +60,193 @@ class MTP(PositionedDrafter):
         top_k: int = 10,
         depth: int = 6,
         total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
+        published: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(network, 1, None, top_k=top_k, depth=depth, total_tokens=total_tokens, verifier=verifier)
+        self.published = published
+        network.eval().requires_grad_(False)
+        super().__init__(network, top_k=top_k, depth=depth, total_tokens=total_tokens)
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
-        """Load the layer of a target's checkpoint, or a checkpoint of ``save``; raises ``UserError`` if invalid."""
-        if checkpoint.drafter_name(folder) is None:
-            config, tensors, verifier = read_mtp(folder)
-            drafter = cls(checkpoint.load_network(MTPNetwork, config, tensors, folder))
-            drafter.published = verifier
-            return drafter
-        config, tensors, keywords = checkpoint.read_network(folder, RopeShape)
-        return cls(checkpoint.load_network(MTPNetwork, config, tensors, folder), **keywords)
+        """Load the layers of a target's checkpoint; raises ``UserError`` if invalid."""
+        network, verifier = read_mtp(folder)
+        return cls(network, published=verifier)
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        self.fuse = self.inputs
-        return target.head
+    def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # captured graphs refer to the current weights
+        if self.published is not None:
+            check_target(self.published, target)
+        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        if (width := self.network.config.hidden_size) != probe.shape[-1]:
+            raise UserError(f"mtp must have the target's hidden size {probe.shape[-1]}: the layers have {width}")
+        pack_drafter(self.network, probe)
+        self._target, self._scores = target, target.head
+        self.reset()
 
-    def states(self, output: TargetOutput) -> Tensor:
-        return output.features["last"]
+    # ------------------------------------------------------------------ rows
 
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return self.network.combine(self.target.embed(tokens), states)
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        count = self.network.count
+        self.caches = [TreeCache(count, attending=[k], static_shapes=static_shapes) for k in range(count)]
+        self._output = RowTensor(static_shapes)  # (rows, layers * hidden), of each layer at each row's last token
+        self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
 
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        target = self.target
-        fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
-        return self.network.combine(torch.cat([fed[:, 1:], target.embed(first)], dim=1), self.states(output))
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return *self.caches, self._output, self._position
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        device, embed = prompt.input_ids.device, self.target.embed
+        first = on_device([[row[-1]] for row in history], device)
+        fed = embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
+        embeds, states = torch.cat([fed[:, 1:], embed(first)], dim=1), output.features["last"]
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        positions, following = _positions(output, prompt, mask)
+        self.join(len(history), self.network.attention == NAME and kernels.static_shapes(device))
+        length, count = embeds.shape[1], self.network.count
+        if length < count:  # layers without any entry
+            short = (count - length, 0)
+            mask = F.pad(torch.ones_like(prompt.input_ids).bool() if mask is None else mask, short)
+            embeds, states = (F.pad(x, (0, 0, *short)) for x in (embeds, states))
+            positions, length = F.pad(positions, short), count
+        last = []
+        for number in range(count):  # the first token that a layer has an entry of is one later than that of the last
+            entries = length - number
+            kept = None if mask is None else mask[:, :entries]
+            cache = TreeCache(count, reserve=entries + 1, attending=[number])
+            allowed = self._prompt_mask(number, cache, kept, len(history), entries, states)
+            places = positions[..., number:]
+            outputs = self.network(number, embeds[:, number:], states, places, allowed, cache)
+            cache.commit_prompt(entries, kept, len(history))
+            self.caches[number].append(cache, entries + AHEAD)
+            states = outputs[:, :-1]
+            last.append(outputs[:, -1])
+        self._output.append(torch.cat(last, dim=-1))
+        self._position.append(following)
+
+    def _prompt_mask(
+        self, number: int, cache: TreeCache, kept: Tensor | None, batch: int, entries: int, like: Tensor
+    ) -> Tensor | None:
+        """Attention mask of a layer over a prompt's entries; None for causal attention."""
+        config = self.network.config
+        cache.commit_prompt(0, None, batch)
+        if kept is None and self.network.attention == NAME and window_of(config, number) is None:
+            return None
+        reach = torch.ones(entries, entries, dtype=torch.bool, device=like.device).tril().expand(batch, -1, -1)
+        depth = torch.arange(entries, device=like.device).expand(batch, -1)
+        if kept is not None:
+            # Padding attends to itself, so that no row of the mask is empty.
+            reach = (reach & kept[:, None]) | torch.eye(entries, dtype=torch.bool, device=like.device)
+            depth = (kept.cumsum(1) - 1).clamp(min=0)
+        return self._of_layer(number, tree_mask(config, cache, depth, None, reach, like.dtype))
+
+    def _of_layer(self, number: int, masks: Any) -> Any:
+        """A layer's mask of those by its kind."""
+        return masks[self.network.config.layer_types[number]] if isinstance(masks, dict) else masks
+
+    # ------------------------------------------------------------------ steps
+
+    def reserve(self, width: int) -> None:
+        for cache in self.caches:
+            cache.reserve_nodes(width + self.top_k * (self.depth + 1))
+
+    def advance(self, accepted: list[int]) -> None:
+        for cache in self.caches:
+            cache.advance(accepted)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """Queue the accepted tokens and the target's hidden states at their parents."""
+        self.queue((verdict.tokens, take(output.features["last"], verdict.path.clamp(min=0))), verdict)
+
+    def update(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, hidden)."""
+        self._drop_nodes()
+        batch, width = tokens.shape
+        embeds, path, outputs = self.target.embed(tokens), path_of(length, width), []
+        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        depth = torch.arange(width, device=tokens.device).expand(batch, -1)
+        before = self._last_outputs(batch)
+        for number, cache in enumerate(self.caches):
+            outputs.append(self._pass(number, embeds, states, depth, None, chain))
+            states = torch.cat([before[number], outputs[-1][:, :-1]], dim=1)
+            if cache.static_shapes:
+                cache.commit_on_device(path)
+            else:
+                cache.commit(path, [list(range(accepted)) for accepted in length.tolist()])
+        self._position.data[:batch] += length
+        write_last(self._output, torch.cat(outputs, dim=-1), length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self._drop_nodes()
+        states = dict(enumerate(self._last_outputs(len(token))))
+        reach, last = Reach(), self.network.count - 1
+        depths: list[Tensor] = []
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            """One level: the layers from the level's own on, as those above it serve the levels below."""
+            nonlocal states
+            level = len(depths)  # above this one, without the root
+            depth, tail = torch.full_like(beam, level), torch.cat(depths, dim=1) if depths else None
+            depths.append(depth)
+            embeds, allowed, outputs = self.target.embed(beam), reach(origin), {}
+            for number in range(min(level + 1, last), last + 1):
+                above = states[number - 1] if number - 1 in states else states[number]
+                outputs[number] = self._pass(number, embeds, take(above, origin), depth, tail, allowed)
+                self.caches[number].offset += beam.shape[1]
+            states = outputs
+            return self._children(outputs[min(outputs)])
+
+        first = self._children(states[0][:, 0])
+        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        self._drop_nodes()
+        return tree
+
+    def _drop_nodes(self) -> None:
+        for cache in self.caches:
+            cache.offset = 0
+
+    def _last_outputs(self, batch: int) -> list[Tensor]:
+        """Outputs of each layer at the rows' last tokens, (batch, 1, hidden)."""
+        return list(self._output.data[:batch, None].chunk(self.network.count, dim=-1))
+
+    def _pass(
+        self, number: int, embeds: Tensor, states: Tensor, depth: Tensor, tail: Tensor | None, reach: Tensor
+    ) -> Tensor:
+        """Outputs of a layer at new nodes, (batch, nodes, hidden).
+
+        Args:
+            number, embeds, states: see ``MTPNetwork.forward``.
+            depth, tail, reach: see ``tree_mask``.
+        """
+        cache, config, options = self.caches[number], self.network.config, {}
+        if cache.static_shapes:
+            cache.set_write_slots(depth.shape[1])
+            masks = tail_mask(config, depth, tail, reach)
+            assert cache.bounds is not None
+            options = {PASS: TreePass(config, cache.bounds.first(len(depth)), depth)}
+        else:
+            masks = tree_mask(config, cache, depth, tail, reach, states.dtype)  # type: ignore[assignment]
+        positions = self._position.data[: len(depth), None] + depth
+        outputs: Tensor = self.network(
+            number, embeds, states, positions, self._of_layer(number, masks), cache, **options
+        )
+        return outputs
+
+    def _children(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.top_log_probs(self._scores(states), self.top_k)
+
+
+def _positions(output: TargetOutput, prompt: Prompt, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions of a prompt's tokens, (batch, length) or (3, batch, length) int64, and of each row's next token,
+    (batch,)."""
+    batch, length = prompt.input_ids.shape
+    if output.positions is not None and output.positions.ndim > 2:
+        axes = output.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
+        return axes, axes.amax((0, 2)) + 1
+    device = prompt.input_ids.device
+    if mask is None:
+        return torch.arange(length, device=device).expand(batch, -1), torch.full((batch,), length, device=device)
+    return (mask.long().cumsum(1) - 1).clamp(min=0), mask.sum(1)

@@ -1,83 +1,121 @@
-"""Network of native multi-token prediction in Qwen3.5: a projection of the next token's embedding and the last hidden
-state, each normed, and one of the target's full-attention layers (norms of queries and keys, an output gate).
+"""Layers of native multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2), as transformers builds them.
 
-Its normed output gives the logits by the target's output layer, and is the hidden state of the next level. Weights of
-norms are offsets from 1, as in the target.
+A layer projects a token's embedding and the state before it, each normed, to a decoder layer of the target's kind; the
+output predicts the token after that one. The first layer takes the target's last hidden states, each further one the
+outputs of the layer before it.
 """
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_layers import MtpModel
 
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Rotation
-from mmspec.drafters.shape import RopeShape
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.errors import UserError, explained
+from mmspec.targets.attention import NAME, set_attention
+from mmspec.targets.masks import SLIDING
+
+_WITHOUT_CLASS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+"""Model types whose checkpoints have a layer with full attention, which transformers has no configuration of."""
+
+_ATTENTION = {"full_attention", SLIDING[0]}
 
 
-class OffsetNorm(nn.Module):
-    """RMSNorm over the last axis, computed in float32, whose weight is an offset from 1.
+def layer_config(decoder: PreTrainedConfig, source: str) -> PreTrainedConfig:
+    """Configuration of the layers from the target's text configuration; ``num_hidden_layers`` is their number.
 
-    Args:
-        shape: of the weight, broadcast to the inputs.
-        eps: epsilon.
+    Raises:
+        UserError: there are none, or they are of a kind that cannot verify trees.
     """
+    config = copy.deepcopy(decoder)
+    if config.model_type in _WITHOUT_CLASS:
+        for name, value in {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}.items():
+            if (received := getattr(config, name, value)) != value:
+                raise UserError(f"{source}: {name} must be {value} for its MTP layer: got {received!r}")
+        config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    if not getattr(config, "num_mtp_layers", None):
+        raise UserError(f"{source}: expected a model with MTP layers, received {config.model_type} without any")
+    with explained(f"{source}: expected MTP layers that transformers builds", ValueError):
+        layers: PreTrainedConfig = config.get_mtp_config()
+    if other := sorted(set(getattr(layers, "layer_types", None) or ()) - _ATTENTION):
+        raise UserError(
+            f"{source}: MTP layers must be full or sliding-window attention: those of {config.model_type} are "
+            f"{', '.join(other)}"
+        )
+    return layers
 
-    def __init__(self, shape: int | tuple[int, ...], eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape))
-        self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps)
-        return (normed * (1.0 + self.weight.float())).type_as(x)
-
-
-class GatedLayer(DecoderLayer):
-    """Decoder layer with norms of queries and keys, (heads + kv_heads, head_dim), and a gate of what the heads read."""
-
-    def __init__(self, config: RopeShape) -> None:
-        super().__init__(config, config.hidden_size, input_norm=True, norm=OffsetNorm)
-        self.gate = nn.Linear(config.hidden_size, config.heads * config.head_dim, bias=False)
-        self.head_norm = OffsetNorm((config.heads + config.kv_heads, config.head_dim), config.norm_eps)
-
-    def queries_and_keys(self, qk: Tensor) -> Tensor:
-        return self.head_norm(qk)
-
-    def attended(self, read: Tensor, x: Tensor) -> Tensor:
-        return read * self.gate(x).sigmoid()
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """(batch, nodes, hidden) -> (batch, nodes, hidden)."""
-        x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(x)
+def build(config: PreTrainedConfig) -> tuple[Any, Any]:
+    """A model of transformers with these layers (``MtpModel``), and one on the meta device whose classes it has."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    built = MtpModel(model, config.num_hidden_layers)
+    set_attention(built, NAME if model._supports_sdpa else "eager")
+    return built, model
 
 
 class MTPNetwork(nn.Module):
-    """See the module."""
+    """The layers, with masks and caches of trees.
 
-    def __init__(self, config: RopeShape) -> None:
+    Args:
+        built: from ``build``.
+
+    Attributes:
+        config: of the layers.
+        count: number of layers.
+        attention: their attention implementation.
+    """
+
+    def __init__(self, built: Any) -> None:
         super().__init__()
-        self.config = config
-        width, eps = config.hidden_size, config.norm_eps
-        self.embed_norm, self.hidden_norm = OffsetNorm(width, eps), OffsetNorm(width, eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layer = GatedLayer(config)
-        self.norm = OffsetNorm(width, eps)
+        self.config, self.count = built.config, len(built.layers)
+        self.layers = built.layers
+        self.norm = built.shared_post_norm if built.use_shared_post_norm else nn.Identity()
+        self.attention: str = built.config._attn_implementation
+        # Not a module of this one, whose dtype its frequencies must not take.
+        self._rotary: list[Any] = []
+        if built.rotary_emb is not None:
+            with torch.device("cpu"):
+                self._rotary.append(type(built.rotary_emb)(config=self.config))
+        self._by_kind = any(isinstance(value, dict) for value in (self.config.rope_parameters or {}).values())
 
-    def combine(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Layer inputs from embeddings and the hidden states one position before, (..., hidden) each."""
-        return self.fc(torch.cat([self.embed_norm(embeds.to(states.dtype)), self.hidden_norm(states)], dim=-1))
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Predicted hidden states, (batch, nodes, hidden).
+    def forward(
+        self,
+        number: int,
+        embeds: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: TreeCache,
+        **options: Any,
+    ) -> Tensor:
+        """Outputs of a layer, (batch, nodes, hidden).
 
         Args:
-            x: (batch, nodes, hidden) from ``combine``.
-            rotation, attend: see ``DecoderLayer.attention``.
+            number: of the layer.
+            embeds: (batch, nodes, hidden), embeddings of tokens.
+            states: (batch, nodes, hidden), at the tokens before.
+            positions: (batch, nodes) or (axes, batch, nodes) int64.
+            mask: (batch, 1, nodes, slots); None for causal attention of a prompt, or a node that attends to everything.
+            cache: of this layer.
+            **options: further arguments of the attention.
         """
-        return self.norm(self.layer(x, rotation, attend))
-
-    def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The state of the next level, and nothing else, (..., 0)."""
-        return output, output[..., self.config.hidden_size :]
+        rotation = None
+        for rotary in self._rotary:
+            kind = {"layer_type": self.config.layer_types[number]} if self._by_kind else {}
+            rotation = rotary.to(states.device)(states, position_ids=positions, **kind)
+        outputs: Tensor = self.layers[number](
+            embeds.to(states.dtype),
+            states,
+            position_embeddings=rotation,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            **options,
+        )
+        return self.norm(outputs)

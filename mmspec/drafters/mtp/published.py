@@ -1,142 +1,113 @@
-"""Native MTP layers, read from the target's own checkpoint: ``mtp.*``, which transformers drops on load."""
+"""Native MTP layers, read strictly from the target's own checkpoint, from which transformers drops them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
-from mmspec.drafters.hidden_state.rope import turning_order
-from mmspec.drafters.published import check_tensors
-from mmspec.drafters.shape import RopeShape
+from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 
-_PREFIX = "mtp."
-_FAMILY = "qwen3_5_text"
-_SECTIONS = [11, 11, 10]  # of position axes, where the configuration has none: transformers' default
-_LAYER = "mtp.layers.0."
-# Our parameters that are one tensor of the checkpoint each.
-_SAME = {
-    "fc": "mtp.fc",
-    "embed_norm": "mtp.pre_fc_norm_embedding",
-    "hidden_norm": "mtp.pre_fc_norm_hidden",
-    "norm": "mtp.norm",
-    "layer.input_norm": f"{_LAYER}input_layernorm",
-    "layer.post_norm": f"{_LAYER}post_attention_layernorm",
-    "layer.out": f"{_LAYER}self_attn.o_proj",
-    "layer.down": f"{_LAYER}mlp.down_proj",
-}
+_OWN = re.compile(r"^(?:model\.)?mtp\.(.*?)(\.(?:weight|bias))?$")
+_PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
+"""Parts of a single layer beside its decoder layer, as they are published, and their names in transformers."""
+_NUMBERED = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.*)$")
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""Copies of the target's embedding and output layer."""
 
 
 def has_mtp(folder: Path) -> bool:
-    """Whether a checkpoint has tensors of a native MTP layer."""
-    return any(name.startswith(_PREFIX) for file in weight_files(folder) for name in tensor_names(file))
+    """Whether a checkpoint has tensors of native MTP layers."""
+    names = [name for file in weight_files(folder) for name in tensor_names(file)]
+    return any(_OWN.match(name) or name.endswith(".eh_proj.weight") for name in names)
 
 
-def read_mtp(folder: Path) -> tuple[RopeShape, dict[str, Tensor], dict[str, Any]]:
-    """Read the MTP layer of a target's checkpoint; other tensors are not read.
+def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
+    """Read the MTP layers of a target's checkpoint; other tensors are not read.
 
     Returns:
-        The network's configuration; its tensors under the names of ``MTPNetwork``, in their original dtype; and the
-        target, for ``published.check_target``.
+        The layers, in their original dtype, and the target, for ``published.check_target``.
 
     Raises:
-        UserError: there is none, it is of another architecture, or a tensor is missing, unexpected or of the wrong
-            shape.
+        UserError: there are none, they cannot draft trees, or a tensor is missing, unexpected or of the wrong shape.
     """
-    tensors: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        names = tensor_names(file)
-        wanted = {name for name in names if name.startswith(_PREFIX)}
-        if wanted:
-            loaded = load_weights(file, shapes_only=[name for name in names if name not in wanted])
-            tensors |= {name: loaded[name] for name in wanted}
-    if not tensors:
-        raise UserError(f"{folder}: expected the checkpoint of a target with a native MTP layer (mtp.*), received none")
+    if not has_mtp(folder):
+        raise UserError(f"{folder}: expected the checkpoint of a target with native MTP layers, received none")
     with explained(f"{folder}: expected the configuration of a model", OSError, ValueError):
         decoder = from_pretrained(AutoConfig, folder).get_text_config()
-    config = network_config(decoder, str(folder))
-    check_tensors(tensors, _shapes(config), "an MTP layer", str(folder))
+    config = layer_config(decoder, str(folder))
+    errors = ValueError, TypeError, AttributeError, KeyError, IndexError
+    with explained(f"{folder}: expected MTP layers that transformers builds", *errors), torch.device("meta"):
+        built, model = build(config)
+    _load(built, model, _tensors(folder, decoder.num_hidden_layers), str(folder))
     verifier = {
         "name_or_path": folder.name,
         "model_type": decoder.model_type,
         "hidden_size": decoder.hidden_size,
         "vocab_size": decoder.vocab_size,
     }
-    return config, convert(tensors, config), verifier
+    return MTPNetwork(built), verifier
 
 
-def convert(tensors: Mapping[str, Tensor], config: RopeShape) -> dict[str, Tensor]:
-    """The tensors of an ``MTPNetwork`` from those of a checkpoint.
+def _tensors(folder: Path, layers: int) -> dict[str, Tensor]:
+    """Tensors of the MTP layers under the names that transformers converts.
 
-    ``q_proj`` holds query and gate of each head in turn. Queries and keys are put in ``turning_order``.
+    Args:
+        layers: of the target; those with higher numbers are MTP layers.
     """
-    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-    order = turning_order(head_dim, config.turned)
-    attention = {name: tensors[f"{_LAYER}self_attn.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj")}
-    query, gate = attention["q_proj"].view(heads, 2, head_dim, -1).unbind(1)
-    key = attention["k_proj"].view(kv_heads, head_dim, -1)
-    qk = torch.cat([query, key])[:, order].flatten(0, 1)
-    norms = [tensors[f"{_LAYER}self_attn.{one}_norm.weight"][order] for one in "qk"]
-    gate_up = [tensors[f"{_LAYER}mlp.{one}_proj.weight"] for one in ("gate", "up")]
-    return {
-        **{f"{ours}.weight": tensors[f"{theirs}.weight"] for ours, theirs in _SAME.items()},
-        "layer.qkv.weight": torch.cat([qk, attention["v_proj"]]),
-        "layer.gate.weight": gate.flatten(0, 1),
-        "layer.head_norm.weight": torch.cat([norms[0].expand(heads, -1), norms[1].expand(kv_heads, -1)]),
-        "layer.gate_up.weight": torch.cat(gate_up),
-    }
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        names = {name: own for name in tensor_names(file) if (own := _own_name(name, layers))}
+        if names:
+            loaded = load_weights(file, shapes_only=[name for name in tensor_names(file) if name not in names])
+            tensors |= {own: loaded[name] for name, own in names.items()}
+    return tensors
 
 
-def network_config(decoder: Any, source: str) -> RopeShape:
-    """Configuration of the network from the target's text configuration.
+def _own_name(name: str, layers: int) -> str | None:
+    if name.endswith(_SHARED):
+        return None
+    if match := _OWN.match(name):
+        part, kind = match[1], match[2] or ""
+        layer = re.match(r"layers\.(\d+)\.(.*)", part)
+        own = f"layers.{layer[1]}.mtp_block.{layer[2]}" if layer else f"layers.0.{_PARTS.get(part, part)}"
+        return own + kind
+    match = _NUMBERED.match(name)
+    return f"layers.{int(match[1]) - layers}.mtp_block.{match[2]}" if match and int(match[1]) >= layers else None
 
-    Raises:
-        UserError: the target is of another family, or its layer of another architecture.
+
+def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> None:
+    """Load tensors by transformers' conversions.
+
+    Args:
+        built, model: see ``network.build``.
+        source: name of the checkpoint in error messages.
     """
-    if decoder.model_type != _FAMILY:
-        kind = f"{decoder.model_type}, a mixture of experts" if hasattr(decoder, "num_experts") else decoder.model_type
-        raise UserError(f"{source}: expected the MTP layer of a {_FAMILY}, received that of a {kind}")
-    expected = {
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "attention_bias": False,
-        "attn_output_gate": True,
-        "hidden_act": "silu",
-    }
-    for name, value in expected.items():
-        if (received := getattr(decoder, name, value)) != value:
-            raise UserError(f"{source}/config.json: {name} must be {value} for its MTP layer: got {received!r}")
-    # Position axes are always interleaved, whatever the configuration says.
-    rope = {"mrope_section": _SECTIONS, **decoder.rope_parameters, "mrope_interleaved": True}
-    return RopeShape.like(decoder, rope=rope)
-
-
-def _shapes(config: RopeShape) -> dict[str, tuple[int, ...]]:
-    """Expected shapes of the checkpoint's tensors."""
-    width, head_dim, mlp = config.hidden_size, config.head_dim, config.mlp
-    inner, keys = config.heads * head_dim, config.kv_heads * head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "mtp.fc": (width, 2 * width),
-        "mtp.pre_fc_norm_embedding": (width,),
-        "mtp.pre_fc_norm_hidden": (width,),
-        "mtp.norm": (width,),
-        f"{_LAYER}input_layernorm": (width,),
-        f"{_LAYER}post_attention_layernorm": (width,),
-        f"{_LAYER}self_attn.q_proj": (2 * inner, width),
-        f"{_LAYER}self_attn.k_proj": (keys, width),
-        f"{_LAYER}self_attn.v_proj": (keys, width),
-        f"{_LAYER}self_attn.o_proj": (width, inner),
-        f"{_LAYER}self_attn.q_norm": (head_dim,),
-        f"{_LAYER}self_attn.k_norm": (head_dim,),
-        f"{_LAYER}mlp.gate_proj": (mlp, width),
-        f"{_LAYER}mlp.up_proj": (mlp, width),
-        f"{_LAYER}mlp.down_proj": (width, mlp),
-    }
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:  # float8 means nothing without its scales
+            raise UserError(f"{source}: {name} must be a floating point tensor: got {tensor.dtype}")
+    conversions: list[Any] = [
+        *get_model_conversion_mapping(built, add_legacy=False),
+        *get_model_conversion_mapping(model),
+    ]
+    report, _ = convert_and_load_state_dict_in_model(
+        model=built, state_dict=dict(tensors), load_config=LoadStateDictConfig(weight_mapping=conversions)
+    )
+    problems = [f"missing {name}" for name in sorted(report.missing_keys) if name.startswith(("layers", "shared_post"))]
+    problems += [f"unknown {name}" for name in sorted(report.unexpected_keys)]
+    problems += [
+        f"{name} of shape {tuple(got)}, not {tuple(want)}" for name, got, want in sorted(report.mismatched_keys)
+    ]
+    problems += [f"{name} that cannot be converted" for name in sorted(report.conversion_errors)]
+    if problems:
+        raise UserError(f"{source}: expected exactly the tensors of its MTP layers, received {'; '.join(problems[:3])}")

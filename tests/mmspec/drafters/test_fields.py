@@ -32,7 +32,7 @@ def _recycle(target):
     return drafter
 
 
-_SAVED = [spec.name for spec in drafter_specs() if spec.weights != "none"]
+_SAVED = [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")]
 _MORE = {"flash": {"slots": 3, "visual_states": True}, "mamba": {"vocab": 101}}
 
 

@@ -1,0 +1,63 @@
+"""The drafter that arguments of transformers' assisted generation ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from mmspec.checks import shown
+from mmspec.core.drafter import Drafter
+from mmspec.drafters.dflash.drafter import DFlash
+from mmspec.drafters.gemma4 import MODEL_TYPES
+from mmspec.drafters.gemma4.drafter import Gemma4
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.published import layout_of
+from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.small import Small
+from mmspec.errors import UserError
+
+
+def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Any:
+    """The drafter of a call of ``generate``: what arguments of assisted generation ask for, if there are any.
+
+    Args:
+        drafter: the call's, ``"auto"`` if it names none.
+        config: its generation config.
+        assistant: its ``assistant_model``.
+        tokenizers: its ``tokenizer`` and ``assistant_tokenizer``.
+        home: the target's folder or name.
+
+    Raises:
+        UserError: no drafter does the same, or another one is named.
+    """
+    chosen = _assisted_drafter(config, assistant, tokenizers, home)
+    if chosen is not None and drafter != "auto":
+        raise UserError(f"assisted generation chooses the drafter: expected no other one, got {shown(drafter)}")
+    return drafter if chosen is None else chosen
+
+
+def _assisted_drafter(config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Drafter | None:
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise UserError("assistant_ensemble_weight changes the output, which drafters do not: expected None")
+    if config.assistant_early_exit is not None:
+        raise UserError(
+            "assistant_early_exit has no drafter: expected another way to draft, such as drafter='ngram' or "
+            "drafter='small:MODEL'"
+        )
+    if config.prompt_lookup_num_tokens is not None:
+        return Ngram(config.max_matching_ngram_size) if config.max_matching_ngram_size else Ngram()
+    if getattr(config, "use_mtp", None):
+        return make_drafter("mtp", home)
+    return None if assistant is None else _drafter_of(assistant, tokenizers)
+
+
+def _drafter_of(assistant: Any, tokenizers: Any) -> Drafter:
+    """The drafter with a model of transformers."""
+    if not isinstance(assistant, PreTrainedModel):
+        raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
+    if assistant.config.model_type in MODEL_TYPES:
+        return Gemma4(assistant)
+    if layout_of({"architectures": [type(assistant).__name__]}, set()) == "dflash":
+        return DFlash.from_model(assistant)
+    return Small(assistant, tokenizers=None if tokenizers[1] is None else tokenizers)

@@ -1,0 +1,265 @@
+"""Drafter with a Gemma-4 assistant of transformers (``Gemma4AssistantForCausalLM`` and its unified form).
+
+The assistant has queries only: its layers attend to the keys and values of the target's last layer of the same kind,
+from the position of the last token, at whatever depth a node is. It reads the embedding of a token and the state before
+it, the target's last hidden state at first, then its own output, projected to the target's width. Nodes of a tree do
+not attend to each other: a node depends on its ancestors by the state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, KeysValues, Prompt, SharesKeysValues, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.captured import RowState, write_last
+from mmspec.drafters.gemma4 import MODEL_TYPES
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.trained import TreeDrafter
+from mmspec.errors import UserError
+from mmspec.ops import kernels
+from mmspec.targets.attention import set_attention
+from mmspec.targets.packing import pack_drafter
+from mmspec.targets.replacing import replaced
+from mmspec.targets.support import read_whole, without_output_capture
+
+_ATTENTION = "mmspec_shared"
+
+
+def shared_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function with the signature that transformers calls, without the random numbers of a dropout.
+
+    Args:
+        query: (batch, heads, nodes, head_dim).
+        key, value: (batch, kv_heads, slots, head_dim), not repeated.
+        attention_mask: (batch, 1, nodes, slots) bool.
+
+    Returns:
+        (batch, nodes, heads, head_dim), and None instead of weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query.unflatten(1, (key.shape[1], -1)) @ key[:, :, None].transpose(-1, -2) * scale
+    weights = scores.float().masked_fill(~attention_mask[:, None], -torch.inf).softmax(-1).to(value.dtype)
+    return (weights @ value[:, :, None]).flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, shared_attention)
+
+
+class Gemma4(TreeDrafter):
+    """Gemma-4 assistant drafter.
+
+    Args:
+        model: the assistant; its weights are shared, and moved to the target's device and dtype.
+        top_k, depth, total_tokens: see ``TreeDrafter``.
+
+    Raises:
+        UserError: a model of another class.
+    """
+
+    name: ClassVar[str] = "gemma4"
+    features: Sequence[Feature] = ("last",)
+
+    def __init__(self, model: PreTrainedModel, *, top_k: int = 10, depth: int = 6, total_tokens: int = 59) -> None:
+        if model.config.model_type not in MODEL_TYPES:
+            raise UserError(f"gemma4 takes a model of type {', '.join(MODEL_TYPES)}: got {model.config.model_type}")
+        network: Any = without_output_capture(model).eval()
+        set_attention(network, _ATTENTION)
+        self._text = network.config.get_text_config()
+        self._sources: dict[str, int] = {}  # the target's layer that each kind of layer reads
+        super().__init__(network, top_k=top_k, depth=depth, total_tokens=total_tokens)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Load an assistant's folder; raises ``UserError`` if it is invalid."""
+        with sharing_allowed():
+            return cls(read_whole(AutoModelForCausalLM, str(folder)))
+
+    def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # captured graphs refer to the current weights
+        self._sources = self._checked_sources(target)
+        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        network = self.network
+        rotary, like = network.model.rotary_emb, probe.new_empty(0)
+        frequencies = dict(rotary.named_buffers())  # which must not take the dtype
+        if network.masked_embedding is None:
+            pack_drafter(network, like)
+        else:  # reads rows of its output layer
+            network.to(like)
+            pack_drafter(network.model, like)
+        for name, value in frequencies.items():
+            setattr(rotary, name, value.to(like.device))
+        self._target = target
+        self.reset()
+
+    def _checked_sources(self, target: Target) -> dict[str, int]:
+        """The target's layer that each kind of layer reads.
+
+        Raises:
+            UserError: the assistant is that of another target.
+        """
+        config: Any = getattr(target, "config", None)
+        width, vocab = self.network.backbone_hidden_size, self._text.vocab_size
+        if not isinstance(target, SharesKeysValues) or config is None:
+            raise UserError("gemma4 requires a target that shares its keys and values: this one does not")
+        fits = (width, vocab) == (config.hidden_size, config.vocab_size)
+        expected = [f"hidden size {width} and {vocab} tokens"]
+        received = [f"hidden size {config.hidden_size} and {config.vocab_size} tokens"]
+        sources = _last_layers(config)
+        for number, kind in enumerate(self._text.layer_types):
+            wanted, found = _shape(self._text, number), None
+            if kind in sources:
+                found = _shape(config, sources[kind])
+            if wanted != found and fits:
+                fits = False
+                expected.append(f"{kind} with (kv_heads, head_dim) {wanted}")
+                received.append(f"{kind} with {found}" if found else f"no {kind}")
+        if not fits:
+            raise UserError(
+                f"the assistant was trained for a target of {', '.join(expected)}: got {config.model_type} with "
+                f"{', '.join(received)}"
+            )
+        return {kind: sources[kind] for kind in self._text.layer_types}
+
+    # ------------------------------------------------------------------ rows
+
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self._state = RowTensor(static_shapes)  # (rows, hidden), the target's at each row's last token but one
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return (self._state,)
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        self.join(len(history), kernels.static_shapes(prompt.input_ids.device))
+        self._state.append(output.features["last"][:, -1])
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def _version(self) -> tuple[Any, ...]:
+        source = next(iter(self._sources.values()))
+        return *super()._version, self._shared.keys_values(source, 1).version
+
+    @property
+    def _shared(self) -> SharesKeysValues:
+        assert isinstance(self._target, SharesKeysValues), "attach comes first"
+        return self._target
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """Queue the target's hidden states on the accepted path."""
+        self.queue((take(output.features["last"], verdict.path.clamp(min=0)),), verdict)
+
+    def update(self, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Keep the last of the target's states on the accepted path, (batch, width, hidden)."""
+        write_last(self._state, states, length)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        shared = {kind: self._shared.keys_values(layer, len(token)) for kind, layer in self._sources.items()}
+        masks = {kind: self._mask(kind, states) for kind, states in shared.items()}
+        any_of = next(iter(shared.values()))
+
+        def read(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+            """Hidden states of nodes, (batch, nodes, any)."""
+            x = torch.cat([self.target.embed(tokens).to(states.dtype), states], dim=-1)
+            hidden = self.network.model(
+                inputs_embeds=self.network.pre_projection(x),
+                attention_mask={kind: mask.expand(-1, -1, x.shape[1], -1) for kind, mask in masks.items()},
+                position_ids=any_of.lengths[:, None].expand(tokens.shape),
+                shared_kv_states={kind: (one.keys, one.values) for kind, one in shared.items()},
+                use_cache=False,
+                logits_to_keep=slice(None),  # a number drops nodes, and fails without embeddings per layer
+            ).last_hidden_state
+            return hidden, self.network.post_projection(hidden)
+
+        hidden, states = read(token[:, None], self._state.data[: len(token), None])
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal states
+            hidden, states = read(beam, take(states, origin))
+            return self._children(hidden)
+
+        first = tuple(children[:, 0] for children in self._children(hidden))
+        return grow_tree(
+            token, (first[0], first[1]), extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens
+        )
+
+    def _mask(self, kind: str, shared: KeysValues) -> Tensor:
+        """The target's slots that every node attends to, (batch, 1, 1, slots) bool."""
+        slots = torch.arange(shared.keys.shape[2], device=shared.keys.device)
+        lengths = shared.lengths[:, None]
+        allowed = slots < lengths
+        if kind == "sliding_attention":  # the last slot and the window before it, as in transformers
+            allowed = allowed & (slots >= lengths - 1 - self._text.sliding_window)
+        # Idle rows attend to something, so that no row of the mask is empty.
+        return (allowed | ((lengths == 0) & (slots == 0)))[:, None, None]
+
+    def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k tokens and log probabilities of hidden states; with centroids, among the tokens of the nearest ones."""
+        centroids = self.network.masked_embedding
+        if centroids is None:
+            return ops.top_log_probs(self.network.lm_head(hidden), self.top_k)
+        nearest = centroids.centroids(hidden).topk(centroids.centroid_intermediate_top_k, dim=-1).indices
+        ids = centroids.token_ordering.long().view(centroids.num_centroids, -1)[nearest].flatten(-2)
+        logits = (self.network.lm_head.weight[ids] @ hidden[..., None])[..., 0]
+        at, log_probs = ops.top_log_probs(logits, self.top_k)
+        return ids.gather(-1, at), log_probs
+
+
+class _AllShared(property):
+    """``kv_sharing_modes`` of a text configuration all of whose layers may share keys and values."""
+
+    def __init__(self, original: Any) -> None:
+        self.__wrapped__ = original
+        super().__init__(self._modes)
+
+    def _modes(self, config: Any) -> list[str | None]:
+        layers = config.num_hidden_layers
+        modes: list[str | None] = self.__wrapped__.fget(config) if config.num_kv_shared_layers < layers else []
+        return modes or ["reuse"] * layers
+
+
+def sharing_allowed() -> AbstractContextManager[None]:
+    """Lets transformers build assistants: 5.23 refuses text models all of whose layers share keys and values."""
+    kinds = [getattr(transformers, name, None) for name in ("Gemma4TextConfig", "Gemma4UnifiedTextConfig")]
+    return replaced({(kind, "kv_sharing_modes"): _AllShared for kind in kinds if hasattr(kind, "kv_sharing_modes")})
+
+
+def _last_layers(config: Any) -> dict[str, int]:
+    """The last layer of each kind that has keys and values of its own."""
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * own
+    return {kind: number for number, kind in enumerate(kinds[:own])}
+
+
+def _shape(config: Any, layer: int) -> tuple[int, int]:
+    """Number and size of a layer's key heads, according to a configuration."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, size

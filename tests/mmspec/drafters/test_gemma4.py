@@ -1,0 +1,157 @@
+"""Gemma-4 assistants draft what transformers' candidate generator drafts with them."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+import mmspec
+from mmspec import UserError, plugins
+from mmspec.core.budget import Budget
+from mmspec.drafters.gemma4.drafter import Gemma4, sharing_allowed
+from mmspec.drafters.registry import make_drafter, registered_name
+from tests.draft_checks import check_drafts
+from tests.gemma4 import CENTROIDS, assistant_of, target_model
+from tests.mtp import dense
+from tests.targets import prompt_of, row_of
+from tests.tiny import shared_model
+from tests.tiny.configs import VOCAB
+from tests.tiny.models import gemma4_assistant, text_inputs
+
+
+@torch.no_grad()
+def proposals(assistant, model, tokens, count):
+    """Chain of transformers' generator after a sequence, from a pass of the model over all tokens but the last."""
+    config = copy.deepcopy(model.generation_config)
+    config.max_length = 999
+    generator = SinglePositionMultiTokenCandidateGenerator(assistant, model.get_input_embeddings(), config)
+    generator.num_assistant_tokens = count
+    ids = torch.tensor([tokens])
+    outputs = model(input_ids=ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+    given = {"attention_mask": torch.ones_like(ids)}
+    drafted, logits = generator.get_candidates(ids, given, outputs, False, 0)
+    return drafted[0, len(tokens) :].tolist(), logits[0]
+
+
+@torch.no_grad()
+def gain_of(assistant, model, tokens, path):
+    """Probability of a path, by passes of the assistant that are forced to its tokens."""
+    outputs = model(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    state, last, gain = outputs.hidden_states[-1][:, -1:], tokens[-1], 1.0
+    for token in path:
+        out = assistant(
+            inputs_embeds=torch.cat([model.get_input_embeddings()(torch.tensor([[last]])), state], dim=-1),
+            position_ids=torch.tensor([[len(tokens) - 1]]),
+            shared_kv_states=outputs.shared_kv_states,
+        )
+        gain *= float(out.logits[0, 0].softmax(-1)[token])
+        state, last = out.last_hidden_state, token
+    return gain
+
+
+@pytest.mark.parametrize(("centroids", "length"), [(False, 3), (False, 9), (True, 9)])
+def test_chains_are_those_of_transformers(centroids, length):
+    """At every step, beyond the window too."""
+    model = target_model(VOCAB - 1 if centroids else VOCAB)
+    assistant = assistant_of(model, **CENTROIDS if centroids else {})
+    drafter, history, trees = Gemma4(copy.deepcopy(assistant)), [], []
+    drafter.draft_chains(4)
+    begin, propose = drafter.begin, drafter.propose
+    drafter.begin = lambda prompt, output, rows: (history.extend(rows), begin(prompt, output, rows))
+
+    def proposed(token, budget):
+        tree = propose(token, budget)
+        trees.append((list(history[0]), tree.tokens[0, 1:].tolist()))
+        return tree
+
+    drafter.propose = proposed
+    inputs = text_inputs(1, length)
+    options = dict(do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0)
+    tokens = mmspec.generate(model, drafter=drafter, num_draft_tokens=4, **inputs, **options)
+    assert torch.equal(tokens, model.generate(**inputs, **options))
+    assert len(trees) > 5
+    for tokens, chain in trees:
+        assert chain == proposals(assistant, model, tokens, 4)[0][: len(chain)]
+
+
+def test_trees_of_a_batch():
+    """Every node has the probability that forced passes of the assistant give it; rows are padded."""
+    model = target_model()
+    assistant = assistant_of(model)
+    inputs = text_inputs(3, 9)
+    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(3)]
+
+    def gains(target, row, said, paths):
+        return [gain_of(assistant, model, rows[row] + said, path) for path in paths]
+
+    drafter = Gemma4(copy.deepcopy(assistant), top_k=3)
+    check_drafts(model, inputs, drafter, gains, nodes=7, depth=4, skip=(1, 4), new=10)
+
+
+def test_of_the_tokens_of_the_nearest_centroids():
+    model = target_model(VOCAB - 1)
+    assistant = assistant_of(model, **CENTROIDS)
+    drafter = Gemma4(copy.deepcopy(assistant), top_k=30)
+    target = plugins.target_class(model.config)(model)
+    drafter.attach(target)
+    target.features = drafter.features
+    inputs = text_inputs(1, 9)
+    history = [*inputs["input_ids"][0].tolist(), 7]
+    drafter.begin(prompt_of(inputs), target.prefill(prompt_of(inputs), 8), [history])
+    tree = drafter.propose(torch.tensor([7]), Budget(40, 1))
+    logits = proposals(assistant, model, history, 1)[1][0]
+    near = logits > logits.min()
+    assert sorted(tree.tokens[0, 1:].tolist()) == near.nonzero()[:, 0].tolist()
+    among = logits.masked_fill(~near, -math.inf).log_softmax(-1)
+    torch.testing.assert_close(tree.log_probs[0, 1:], among[tree.tokens[0, 1:]], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("unified", [False, True][: 1 + hasattr(transformers, "Gemma4UnifiedAssistantConfig")])
+def test_a_folder(unified, tmp_path):
+    model = target_model()
+    assistant = assistant_of(model)
+    if unified:
+        config = transformers.Gemma4UnifiedAssistantConfig(
+            text_config={**assistant.config.text_config.to_dict(), "model_type": "gemma4_unified_text"},
+            backbone_hidden_size=assistant.config.backbone_hidden_size,
+        )
+        with sharing_allowed():
+            same = transformers.Gemma4UnifiedAssistantForCausalLM(config)
+        same.load_state_dict(assistant.state_dict())
+        assistant = same
+    assistant.save_pretrained(tmp_path)
+    options = dict(do_sample=False, max_new_tokens=14, eos_token_id=None, pad_token_id=0)
+    inputs = text_inputs(2, 9)
+    tokens = model.generate(**inputs, **options)
+    for name in (str(tmp_path), f"gemma4:{tmp_path}"):
+        drafter = make_drafter(name)
+        assert registered_name(drafter) == "gemma4"
+        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **options), tokens)
+
+
+def test_other_targets_and_other_models_are_one_line(tmp_path):
+    assistant = assistant_of(target_model())
+    for name, message in [
+        ("llama", r"sliding_attention with .kv_heads, head_dim. .2, 12.: got llama with .* no sliding_attention$"),
+        ("mellum", r"full_attention with .kv_heads, head_dim. .2, 24.: got .* full_attention with .2, 12.$"),
+    ]:
+        other = dense("mellum", 1)[0] if name == "mellum" else shared_model(name)
+        with pytest.raises(UserError, match=message) as caught:
+            Gemma4(assistant).attach(plugins.target_class(other.config)(other))
+        assert "\n" not in str(caught.value)
+    wide = gemma4_assistant(shared_model("llama"))
+    wide.backbone_hidden_size = 64
+    with pytest.raises(UserError, match="hidden size 64 and 101 tokens: got llama with hidden size 48 and 101 tokens"):
+        Gemma4(wide).attach(plugins.target_class(shared_model("llama").config)(shared_model("llama")))
+    with pytest.raises(UserError, match=r"gemma4 takes a model of type gemma4_assistant, .*: got llama"):
+        Gemma4(shared_model("llama"))
+    assistant.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError) as caught:
+        make_drafter(str(tmp_path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,109 @@
+"""Draft models with another tokenizer, and with recurrent layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
+
+import mmspec
+from mmspec import UserError, plugins
+from mmspec.drafters.small import Small
+from mmspec.drafters.vocabulary import SharedTokens
+from tests.draft_checks import check_drafts
+from tests.targets import row_of
+from tests.tiny import shared_model
+from tests.tiny.configs import VOCAB
+from tests.tiny.models import text_inputs, text_model
+from tests.vocabularies import LETTERS, pair, smaller, words
+
+OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
+
+
+def test_shared_tokens_are_those_of_transformers():
+    target, draft = pair()
+    ours = SharedTokens(target, draft, (VOCAB, 49))
+    theirs = AssistantToTargetTranslator(target, draft, VOCAB).target_to_assistant_input_ids
+    assert dict(zip(ours.target_ids.tolist(), ours.draft_ids.tolist(), strict=True)) == theirs
+    assert 20 < len(theirs) < 49
+    twice = target.convert_tokens_to_ids("qq")
+    assert ours.translate([twice]) == [draft.convert_tokens_to_ids("q")] * 2
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_draft_model_with_another_tokenizer(batch):
+    """Every node has the probability, among shared tokens, that the draft model gives it after the translated text."""
+    model, small, tokenizers = shared_model("llama"), smaller(), pair()
+    shared, inputs = SharedTokens(*tokenizers, (VOCAB, 49)), text_inputs(batch, 9)
+    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(batch)]
+    own = dict(zip(shared.target_ids.tolist(), shared.draft_ids.tolist(), strict=True))
+
+    @torch.no_grad()
+    def gain(tokens, path):
+        ids, value = shared.translate(tokens), 1.0
+        for token in path:
+            logits = small(input_ids=torch.tensor([ids])).logits[0, -1]
+            probs = logits[shared.draft_ids].softmax(-1)
+            value *= float(probs[shared.draft_ids.tolist().index(own[token])])
+            ids = [*ids, own[token]]
+        return value
+
+    def gains(target, row, said, paths):
+        return [gain(rows[row] + said, path) for path in paths]
+
+    check_drafts(model, inputs, Small(small, 3, tokenizers=tokenizers), gains, nodes=7, depth=3, skip=(2,), new=10)
+
+
+def test_tokenizers_are_read_from_the_folders(tmp_path, monkeypatch):
+    model, small, inputs = text_model("llama"), smaller(), text_inputs(2, 9)
+    for one, tokenizer, name in zip((model, small), pair(), ("target", "draft"), strict=True):
+        one.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    model.config.name_or_path = str(tmp_path / "target")
+    tokens = model.generate(**inputs, **OPTIONS)
+    drafter = Small(str(tmp_path / "draft"))
+    assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+    assert len(drafter._shared.draft_ids) > 20
+
+
+def test_vocabularies_with_nothing_in_common_are_refused():
+    nothing = words(["1", "2", "3"], " ")
+    target = words(list(LETTERS), "▁")
+    target.add_tokens([])
+    shared = SharedTokens(target, nothing, (VOCAB, 49))
+    assert shared.target_ids.tolist() == [0]  # both have an unknown token
+    with pytest.raises(UserError, match="must share tokens: their vocabularies have none in common"):
+        Small(smaller(), tokenizers=(words(list(LETTERS), "▁"), _Named({"1": 0}))).attach(_target("llama"))
+
+
+class _Named:
+    def __init__(self, vocab):
+        self.vocab = vocab
+
+    def get_vocab(self):
+        return self.vocab
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": []}
+
+
+def _target(name):
+    model = shared_model(name)
+    return plugins.target_class(model.config)(model)
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba2", "qwen3_5_text", "lfm2", "mamba", "minimax"])
+def test_draft_models_with_recurrent_layers(name):
+    """Every node has the probability that the model gives it after the whole sequence."""
+    model, small, inputs = shared_model("llama"), shared_model(name), text_inputs(2, 9)
+    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(2)]
+
+    @torch.no_grad()
+    def gain(tokens, path):
+        logits = small(input_ids=torch.tensor([tokens + path[:-1]])).logits[0, len(tokens) - 1 :]
+        return float(logits.log_softmax(-1)[range(len(path)), path].sum().exp())
+
+    def gains(target, row, said, paths):
+        return [gain(rows[row] + said, path) for path in paths]
+
+    check_drafts(model, inputs, Small(small, 3), gains, nodes=7, depth=3, skip=(2,), new=10)

@@ -1,0 +1,94 @@
+"""Arguments of transformers' assisted generation choose the drafter, and give the same tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import UserError
+from mmspec.drafters.assisted import chosen_drafter
+from mmspec.drafters.registry import registered_name
+from tests import dflash, gemma4, mtp, vocabularies
+from tests.tiny import shared_model
+from tests.tiny.models import text_inputs, text_model
+
+OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
+
+
+def drafted(model, inputs, **asked):
+    """The registered name of the drafter that the arguments choose; its tokens must be those of plain decoding."""
+    expected = model.generate(**inputs, **OPTIONS)
+    names = []
+    given = {name: value for name, value in asked.items() if name not in ("tokenizer", "assistant_tokenizer")}
+    for hooked in (True, False):
+        if hooked:
+            out = model.generate(
+                **inputs, **OPTIONS, **asked, custom_generate=mmspec.decode, return_dict_in_generate=True
+            )
+        else:
+            out = mmspec.generate(model, **inputs, **OPTIONS, **asked, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, expected)
+        names.append(out.stats[0].num_draft_tokens > 0)
+    assert all(names)
+    config = copy.deepcopy(model.generation_config)
+    assistant = given.pop("assistant_model", None)
+    config.update(**given)
+    tokenizers = asked.get("tokenizer"), asked.get("assistant_tokenizer")
+    return registered_name(chosen_drafter("auto", config, assistant, tokenizers, model.config.name_or_path))
+
+
+def test_prompt_lookup():
+    model = shared_model("llama")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8] * 4])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    assert drafted(model, inputs, prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == "ngram"
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_causal_language_model(name):
+    assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"
+
+
+def test_a_model_with_another_tokenizer():
+    target, draft = vocabularies.pair()
+    asked = dict(assistant_model=vocabularies.smaller(), tokenizer=target, assistant_tokenizer=draft)
+    assert drafted(shared_model("llama"), text_inputs(1, 9), **asked) == "small"
+
+
+def test_a_dflash_drafter():
+    assistant = dflash.reference()
+    asked = dict(assistant_model=assistant, speculation_type="dflash")
+    before = {name: value.clone() for name, value in assistant.state_dict().items()}
+    assert drafted(shared_model("llama"), text_inputs(1, 9), **asked) == "dflash"
+    assert all(torch.equal(value, before[name]) for name, value in assistant.state_dict().items())
+    damaged = copy.deepcopy(assistant)
+    damaged.norm = torch.nn.Identity()
+    with pytest.raises(UserError, match=r"^MuseGlimmerAssistantModel: expected exactly .* missing norm.weight$"):
+        mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, assistant_model=damaged)
+
+
+def test_a_gemma_4_assistant():
+    model = gemma4.target_model()
+    assistant = gemma4.assistant_of(model)
+    assistant.generation_config.num_assistant_tokens = 4
+    assert drafted(model, text_inputs(1, 9), assistant_model=assistant) == "gemma4"
+    expected = model.generate(**text_inputs(1, 9), **OPTIONS)
+    assert torch.equal(model.generate(**text_inputs(1, 9), **OPTIONS, assistant_model=assistant), expected)
+
+
+def test_native_mtp(tmp_path, monkeypatch):
+    model, _ = mtp.dense("glm4_moe", 2)
+    folder = mtp.published(tmp_path, "glm4_moe", 2)
+    monkeypatch.setattr(model.config, "name_or_path", str(folder))
+    assert drafted(model, text_inputs(1, 9), use_mtp=True) == "mtp"
+    monkeypatch.setattr(shared_model("llama").config, "name_or_path", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="expected the folder of a drafter checkpoint, there is none"):
+        mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, use_mtp=True)
+
+
+def test_an_assistant_that_is_no_model():
+    with pytest.raises(UserError, match=r"^assistant_model must be a model of transformers: got 'llama'$"):
+        mmspec.generate(shared_model("llama"), **text_inputs(1, 9), **OPTIONS, assistant_model="llama")
