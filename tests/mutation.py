@@ -68,7 +68,8 @@ def main(files: tuple[str, ...], minutes: float | None, mutants: int | None, fre
     import transformers  # noqa: F401
 
     with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        ignored = shutil.ignore_patterns(".*", "__pycache__")
+        shutil.copytree(ROOT, copy, symlinks=True, dirs_exist_ok=True, ignore=ignored)  # mmspec/vision is one
         reached = [
             _tried(file, config, mutants or config["mutants"], Path(copy), end, fresh)
             for file in files or config["files"]
@@ -84,7 +85,7 @@ def sample(file: str, code: str, items: Sequence[Any], limit: int, seed: int) ->
         code: the source.
         items: cosmic-ray's work items.
 
-    A mutant that changes annotations alone is none: they are not evaluated.
+    A mutant that changes annotations alone, or ``strict=`` and ``frozen=``, is none: no output depends on them.
     """
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
@@ -146,7 +147,7 @@ def change(before: str, after: str) -> str:
 
 
 def _meaning(code: str) -> str | None:
-    """The syntax tree without annotations; None of what is not Python."""
+    """The syntax tree without annotations and keywords that only check, as ``zip(strict=...)``; None without Python."""
     try:
         tree = ast.parse(code)
     except SyntaxError:
@@ -155,6 +156,8 @@ def _meaning(code: str) -> str | None:
         for name in ("annotation", "returns"):
             if getattr(node, name, None) is not None:
                 setattr(node, name, ast.Constant(None))
+        if isinstance(node, ast.Call):
+            node.keywords = [word for word in node.keywords if word.arg not in ("strict", "frozen", "kw_only")]
     return ast.dump(tree)
 
 

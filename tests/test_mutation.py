@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import CONFIG, ROOT, add_deletion, change, sample
+from tests.mutation import CONFIG, ROOT, _meaning, add_deletion, change, sample
 
 CODE = """\
 def larger(a: int, b: int | None = 3) -> int | None:
@@ -61,6 +61,11 @@ def test_a_sample_is_seeded_with_one_mutant_per_place(items: list) -> None:
         compile(one.code, "code.py", "exec")
 
 
+def test_keywords_that_only_check_are_not_mutated() -> None:
+    assert _meaning("zip(a, b, strict=True)") == _meaning("zip(a, b, strict=False)")
+    assert _meaning("zip(a, b, strict=True)") != _meaning("zip(a, c, strict=True)")
+
+
 STATEMENTS = """\
 import math
 LIMIT: int = 3
@@ -103,20 +108,22 @@ def test_statements_of_functions_are_deleted() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the command on a tree of one file."""
+    """Runs the command on a tree of one file, whose folder is elsewhere than its package."""
     pytest.importorskip("cosmic_ray")
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "mutation.py", tmp_path / "tests")
     (tmp_path / "mmspec").mkdir()
     (tmp_path / "mmspec" / "__init__.py").touch()
-    (tmp_path / "mmspec" / "thing.py").write_text(CODE)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "mmspec" / "part").symlink_to("../part")
+    (tmp_path / "part" / "thing.py").write_text(CODE)
     (tmp_path / "tests" / "mutation.toml").write_text(
-        'mutants = 99\nseed = 0\n[files]\n"mmspec/thing.py" = ["tests/test_thing.py"]\n'
+        'mutants = 99\nseed = 0\n[files]\n"part/thing.py" = ["tests/test_thing.py"]\n'
     )
 
     def run(test: str, *options: str) -> subprocess.CompletedProcess:
         (tmp_path / "tests" / "test_thing.py").write_text(
-            f"from mmspec.thing import larger\n\n\ndef test():\n    {test}"
+            f"from mmspec.part.thing import larger\n\n\ndef test():\n    {test}"
         )
         command = [sys.executable, "tests/mutation.py", *options]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -137,5 +144,5 @@ def test_a_run_scores_goes_on_and_changes_nothing(tree: Callable, tmp_path: Path
     assert "line 2: " in weak.stdout
     strong = tree("assert [larger(*p) for p in ((6,), (7,), (1,), (3, 1), (2, 1))] == [3, 7, 3, 3, 1]")
     assert strong.returncode == 0, strong.stdout
-    assert strong.stdout.startswith("mmspec/thing.py: 100%")
-    assert (tmp_path / "mmspec" / "thing.py").read_text() == CODE
+    assert strong.stdout.startswith("part/thing.py: 100%")
+    assert (tmp_path / "part" / "thing.py").read_text() == CODE
