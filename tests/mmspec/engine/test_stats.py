@@ -45,3 +45,19 @@ def test_the_contracts_names_are_plain_json():
     ]
     figures = json.loads(json.dumps(Stats().to_dict()))
     assert set(names) <= set(figures)
+
+
+def test_several_sequences_add_up():
+    first = Stats(num_prompt_tokens=7, num_cached_tokens=3, num_generated_tokens=1, wall_seconds=2.0)
+    first.record_step(6, 4, 2, 3)
+    second = Stats(num_prompt_tokens=5, num_cached_tokens=2, num_generated_tokens=1, wall_seconds=3.0)
+    for drafted, depth, accepted, emitted in [(5, 3, 0, 1), (4, 2, 1, 2)]:
+        second.record_step(drafted, depth, accepted, emitted)
+    whole = Stats.combined([first, second])
+    assert (whole.num_prompt_tokens, whole.num_cached_tokens, whole.num_generated_tokens) == (12, 5, 8)
+    assert (whole.num_spec_steps, whole.num_draft_tokens, whole.num_accepted_draft_tokens) == (3, 15, 3)
+    assert whole.num_spec_tokens == 4  # of the deepest
+    assert whole.acceptance_histogram == [1, 1, 1]
+    assert whole.accept_lengths == [3, 1, 2]
+    assert whole.wall_seconds == 0.0  # shared: no sum
+    assert first.accept_lengths == [3]

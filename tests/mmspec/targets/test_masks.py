@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.targets.masks import tail_mask, tree_mask, window_of
+from mmspec.targets.masks import slot_limit, tail_mask, tree_mask, window_of
 
 KINDS = ["full_attention", "sliding_attention"]
 
@@ -125,3 +125,20 @@ def test_no_mask_where_none_is_needed():
     without = TreeCache(2, attending=[])
     without.commit_prompt(6, None, 2)
     assert tree_mask(config(), without, depth.expand(2, 2), None, two, torch.float32) is None
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk", "kinds", "limit"),
+    [
+        (None, None, None, None),
+        (8, None, KINDS, 8),
+        (None, 6, ["chunked_attention"], 6),
+        (8, 6, ["sliding_attention", "chunked_attention"], 6),
+        (4, 6, ["sliding_attention", "chunked_attention"], 4),
+        (8, 6, ["full_attention"], None),
+    ],
+)
+def test_padding_counts_in_windows_and_chunks(window, chunk, kinds, limit):
+    some = config(window, kinds)
+    some.attention_chunk_size = chunk
+    assert slot_limit(some) == limit

@@ -47,3 +47,8 @@ def test_running_means_are_of_the_steps_that_have_a_metric() -> None:
     assert means.pop() == {"loss": 3.0, "a": 3.0, "b": 7.0}
     means.add(torch.tensor(2.0), {})
     assert means.pop() == {"loss": 2.0}
+
+
+def test_accuracy_counts_equal_tokens_alone() -> None:
+    hidden, labels = torch.eye(4)[None], torch.tensor([[0, 1, 0, IGNORE]])
+    assert next_token_loss(hidden, lambda states: states, labels)[1] == pytest.approx(2 / 3)
