@@ -30,7 +30,7 @@ from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.runner import StaticRunner
-from mmspec.targets.support import read_whole
+from mmspec.targets.support import from_pretrained, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DEPTH, _NODES = 16, 512  # maximum tree size with static shapes
@@ -229,8 +229,8 @@ def _tokenizer(model: Any) -> Any:
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError):
+        return from_pretrained(AutoTokenizer, name, local_files_only=True)
+    except (OSError, UserError, ValueError):
         return None
 
 

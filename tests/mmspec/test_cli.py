@@ -206,8 +206,13 @@ def test_user_errors_about_model_and_drafter(run: Run, model: str, args: list[st
 
 def test_drafter_of_another_vocabulary(run: Run, model: str, tmp_path: Path) -> None:
     other = save_text_model(tmp_path / "other", vocab=400)
-    result = run("generate", "A", "--model", model, "--drafter", f"small:{other}")
-    assert_user_error(result, "vocabulary", "400", "320")
+    command = ("generate", "A", "--model", model, "--max-new-tokens", "8")
+    answers = [run(*command, "--drafter", drafter) for drafter in ("none", f"small:{other}")]
+    assert [status for status, _, _ in answers] == [0, 0]
+    assert answers[0][1].splitlines()[0] == answers[1][1].splitlines()[0]
+    for file in Path(other).glob("token*"):
+        file.unlink()
+    assert_user_error(run(*command, "--drafter", f"small:{other}"), "vocabulary", "400", "320")
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "a/b/c", "", "/" + "x" * 5000])
