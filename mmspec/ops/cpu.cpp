@@ -338,11 +338,12 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // The processor's own prefetching keeps up with bfloat16, and with the others where there is little to compute.
-  if constexpr ((kind == INT4 && tile >= 4) || (kind == INT8 && tile > 4)) {
+  // Where there is little to compute, the processor's own prefetching keeps up. Into the second level cache: the first
+  // one's lines are taken by loads.
+  if constexpr (kind != FLOAT32 && tile >= 4) {
     constexpr int64_t ahead = block_bytes(kind, AHEAD);
-    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i);
-    __builtin_prefetch(scales + ahead);
+    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
+    if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
   }
   if constexpr (kind == FLOAT32) {
     const float* input = x.exact.data() + first * x.width + group * GROUP;
