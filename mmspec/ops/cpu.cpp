@@ -797,13 +797,13 @@ extern "C" {
 
 // out (rows, out) = x (rows, in) W^T + bias
 void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
-  Rows& given = inputs;
-  given.shape(layer->in);
+  Rows& operand = inputs;
+  operand.shape(layer->in);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
-    take(*layer, given, x + first * layer->in, count);
-    product(*layer, given, count, out + first * layer->out);
+    take(*layer, operand, x + first * layer->in, count);
+    product(*layer, operand, count, out + first * layer->out);
   }
 }
 
@@ -813,14 +813,14 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
                       int threads) {
   const Linear& linear = layer->qkv;
   int64_t head_dim = layer->head_dim, turned = layer->heads + layer->kv_heads;
-  Rows& given = inputs;
-  given.shape(linear.in);
+  Rows& operand = inputs;
+  operand.shape(linear.in);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     float* out = qkv + first * linear.out;
-    take_normed(linear, given, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon);
-    product(linear, given, count, out);
+    take_normed(linear, operand, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon);
+    product(linear, operand, count, out);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++) {
       const float* turn = rotation + (first + row) * head_dim;
@@ -854,22 +854,22 @@ int attention(const Attention* a, int threads) {
 // The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x.
 void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
-  Rows &given = inputs, &gated = hidden;
+  Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
-  given.shape(std::max(first_linear.in, gate_up.in));
+  operand.shape(std::max(first_linear.in, gate_up.in));
   gated.shape(down.in);
   if (between.size() < size_t(CHUNK * gate_up.out)) between.resize(CHUNK * gate_up.out);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
 #pragma omp single
-    given.shape(first_linear.in);
-    take(first_linear, given, read + first * first_linear.in, count);
-    product(first_linear, given, count, out + at, x + at);
+    operand.shape(first_linear.in);
+    take(first_linear, operand, read + first * first_linear.in, count);
+    product(first_linear, operand, count, out + at, x + at);
 #pragma omp single
-    given.shape(gate_up.in);
-    take_normed(gate_up, given, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
-    product(gate_up, given, count, between.data());
+    operand.shape(gate_up.in);
+    take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
+    product(gate_up, operand, count, between.data());
     take_gated(down, gated, between.data(), count);
     product(down, gated, count, out + at, out + at);
   }
@@ -903,11 +903,11 @@ void draft_level(const Cell* cell, const float* before, int64_t wide, const int6
                  int64_t* children, int threads) {
   const Linear &into = cell->into, &out = cell->out, &guess = cell->guess, &head = cell->head;
   int64_t width = out.out;
-  Rows &given = inputs, &gated = hidden;
+  Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
   int64_t widest = std::max(into.out, head.out);
   if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
-  given.shape(std::max(width, head.in));
+  operand.shape(std::max(width, head.in));
   gated.shape(into.out);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
@@ -920,9 +920,9 @@ void draft_level(const Cell* cell, const float* before, int64_t wide, const int6
       std::memcpy(read + row * into.out, cell->table + tokens[first + row] * into.out, into.out * sizeof(float));
     }
 #pragma omp single
-    given.shape(width);
-    take(into, given, state, count);
-    product(into, given, count, read, read);
+    operand.shape(width);
+    take(into, operand, state, count);
+    product(into, operand, count, read, read);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++)
       for (int64_t i = row * into.out; i < (row + 1) * into.out; i += LANES)
@@ -932,12 +932,12 @@ void draft_level(const Cell* cell, const float* before, int64_t wide, const int6
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++)
       centre(state + row * width, width, cell->norm, cell->norm_bias, cell->epsilon);
-    take(guess, given, state, count);
-    product(guess, given, count, guesses + first * guess.out);
+    take(guess, operand, state, count);
+    product(guess, operand, count, guesses + first * guess.out);
 #pragma omp single
-    given.shape(head.in);
-    take(head, given, guesses + first * guess.out, count);
-    product(head, given, count, read);
+    operand.shape(head.in);
+    take(head, operand, guesses + first * guess.out, count);
+    product(head, operand, count, read);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++) {
       const float* logits = read + row * head.out;

@@ -134,8 +134,8 @@ def caption_folder(
     part = out.with_name(out.name + ".part")
     files = _find_files(folder, {out.resolve(), part.resolve()})
     fingerprint = _fingerprint(settings, out, batch_size)
-    found = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
-    done = {name: line for name, line in found.items() if _up_to_date(line, files.get(name))}
+    earlier = {line["file"]: line for path in (out, part) for line in _read_lines(path, fingerprint)}
+    done = {name: line for name, line in earlier.items() if _up_to_date(line, files.get(name))}
     jobs = _make_jobs(list(files), done, batch_size)
     finished = len(files) - sum(len(job["files"]) for job in jobs)
     on_batch(finished, len(files), [])
@@ -184,13 +184,13 @@ def _find_files(folder: Path, excluded: set[Path]) -> dict[str, Line]:
     Raises:
         UserError: there are none.
     """
-    found = {}
+    files = {}
     for path in _entries(folder):
         if Path(os.path.realpath(path)) not in excluded:
-            found[os.path.relpath(path, folder)] = _status(path)
-    if not found:
+            files[os.path.relpath(path, folder)] = _status(path)
+    if not files:
         raise UserError(f"{folder}: expected images or videos, received a folder without files")
-    return {name: found[name] for name in sorted(found)}
+    return {name: files[name] for name in sorted(files)}
 
 
 def _entries(folder: Path) -> Iterator[str]:
@@ -221,8 +221,8 @@ def _status(path: str) -> Line:
 
 def _fingerprint(settings: Mapping[str, Any], out: Path, batch_size: int) -> dict[str, Any]:
     """All settings that can change a caption, as JSON values."""
-    given = settings["loading"] | {"prompt": settings["prompt"]} | settings["video"] | settings["keywords"]
-    kept = {name: value for name, value in given.items() if name not in _NO_EFFECT}
+    options = settings["loading"] | {"prompt": settings["prompt"]} | settings["video"] | settings["keywords"]
+    kept = {name: value for name, value in options.items() if name not in _NO_EFFECT}
     kept["folder"] = os.path.relpath(settings["folder"], out.resolve().parent)
     if kept.get("temperature") != 0 and kept.get("seed") is not None:
         kept["batch_size"] = batch_size  # the rows of a batch draw from one generator
@@ -235,7 +235,7 @@ def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
     Raises:
         UserError: they were made with other settings.
     """
-    found = []
+    lines = []
     for number, text in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
         try:
             line = json.loads(text)
@@ -248,5 +248,5 @@ def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
             )
         if line["settings"] != fingerprint:
             check_settings(path, line["settings"], fingerprint)
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines

@@ -71,13 +71,13 @@ def make_data(
     answers. Run the same command again to resume an interrupted run.
     """
     sources = {"--scenes": scenes, "--prompts": prompts, "--self-prompts": self_prompts}
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) != 1:
-        raise UserError(f"expected one of {', '.join(sources)}, received {' and '.join(given) or 'none'}")
+    chosen = [name for name, value in sources.items() if value is not None]
+    if len(chosen) != 1:
+        raise UserError(f"expected one of {', '.join(sources)}, received {' and '.join(chosen) or 'none'}")
     if as_told and scenes is None:
-        raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {given[0]}")
+        raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {chosen[0]}")
     if record and self_prompts is None:
-        raise UserError(f"--record keeps features of text: expected --self-prompts, received {given[0]}")
+        raise UserError(f"--record keeps features of text: expected --self-prompts, received {chosen[0]}")
     dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
     from mmspec.vision.distil.scenes import scene_conversations
 

@@ -116,11 +116,11 @@ def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: floa
 
 
 def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
-    given = options.part(MSDConfig.__dataclass_fields__)
-    given |= _latents(options, target)
-    rank = given.get("rank", start.network.config.rank if start else 0)
-    given |= {"rank": rank, "head": tokens if rank else 0}
-    return replace(start.network.config, **given) if start else MSDConfig.like(target.config, **given)
+    fields = options.part(MSDConfig.__dataclass_fields__)
+    fields |= _latents(options, target)
+    rank = fields.get("rank", start.network.config.rank if start else 0)
+    fields |= {"rank": rank, "head": tokens if rank else 0}
+    return replace(start.network.config, **fields) if start else MSDConfig.like(target.config, **fields)
 
 
 def _latents(options: MSDOptions, target: Any) -> dict[str, int]:

@@ -99,16 +99,16 @@ def _score_caption(scene: Scene, text: str, tally: Counter[str]) -> None:
     tally["all objects"] += len(scene.items)
     tally["count"] += len(mentions) == len(scene.items)
     right = 0
-    for item, found in match(scene.items, mentions):
-        if found is None:
+    for item, mention in match(scene.items, mentions):
+        if mention is None:
             continue
-        same = (found.colour == item.colour, found.shape == item.shape, found.cell == item.cell)
+        same = (mention.colour == item.colour, mention.shape == item.shape, mention.cell == item.cell)
         for name, good in zip(("colour", "shape", "position"), same, strict=True):
             tally[name] += good
         right += all(same)
-        if found.size is not None:
+        if mention.size is not None:
             tally["sized objects"] += 1
-            tally["size"] += found.size == item.size
+            tally["size"] += mention.size == item.size
     tally["objects"] += right
     tally["invented"] += max(len(mentions) - len(scene.items), 0)
     read = True
@@ -125,18 +125,18 @@ def match(items: Sequence[Item], mentions: Sequence[Mention]) -> Iterator[tuple[
     left = list(mentions)
     pairs: dict[int, Mention] = {}
     tests = (
-        lambda item, found: found.cell == item.cell,
-        lambda item, found: (found.colour, found.shape) == (item.colour, item.shape),
-        lambda item, found: True,
+        lambda item, mention: mention.cell == item.cell,
+        lambda item, mention: (mention.colour, mention.shape) == (item.colour, item.shape),
+        lambda item, mention: True,
     )
     for test in tests:
         for index, item in enumerate(items):
             if index in pairs:
                 continue
-            found = next((mention for mention in left if test(item, mention)), None)
-            if found is not None:
-                pairs[index] = found
-                left.remove(found)
+            suitable = next((mention for mention in left if test(item, mention)), None)
+            if suitable is not None:
+                pairs[index] = suitable
+                left.remove(suitable)
     for index, item in enumerate(items):
         yield item, pairs.get(index)
 
