@@ -109,7 +109,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         (tmp_path / "err").open("w") as err,
         process("--port", "0", "--max-running", "2", stderr=err) as (running, url),
     ):
-        body = question(**{**LONG, "max_tokens": 2000, "seed": None})
+        body = question(**LONG)
         with ThreadPoolExecutor(4) as threads:
             streams = [
                 threads.submit(httpx.post, f"{url}/chat/completions", json={**body, "stream": True}, timeout=60)
