@@ -89,6 +89,7 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
 
 @needs_packages
 @needs_kernels
+@pytest.mark.long
 def test_its_table_drafts_from_the_first_request_on() -> None:
     request = {"prompt": "Describe the image.", "images": [picture(SCENES[0])], "nodes": 14}
     found, empty = (mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", Recycle()))
