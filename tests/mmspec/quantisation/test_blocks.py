@@ -61,17 +61,15 @@ def test_copies_take_their_own_part_of_the_memory(system: str, monkeypatch: pyte
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
-def test_weights_lie_in_huge_pages() -> None:
-    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        pytest.skip("huge pages are switched off")
+def test_huge_pages_are_asked_for() -> None:
     layer = BLOCKS["int8"](torch.randn(4096, 2048))  # 9 MB
     place_together([layer])
-    place, found, huge = layer._blocks.data_ptr(), False, 0
+    place, inside, flags = layer._blocks.data_ptr(), False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(" ", 1)[0]
         if "-" in first and not first.endswith(":"):
             start, end = (int(part, 16) for part in first.split("-"))
-            found = start <= place < end
-        elif found and line.startswith("AnonHugePages"):
-            huge = int(line.split()[1]) << 10
-    assert huge >= 8 << 20
+            inside = start <= place < end
+        elif inside and first == "VmFlags:":
+            flags = line
+    assert "hg" in flags.split()  # whether the system has them free is its own affair
