@@ -39,7 +39,8 @@ def find_compiler() -> str | None:
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """The library of a source, compiled unless the cache has it for this source, compiler and processor.
+    """The library of a source, compiled unless the cache has it for this source, the headers beside it, the compiler
+    and the processor.
 
     Several processes may compile at the same time.
 
@@ -64,7 +65,14 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 def _identity(source: Path, compiler: str, flags: Sequence[str]) -> str:
     with _explained(f"{compiler} does not run"):
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_SECONDS, check=True).stdout
-    parts = [source.read_bytes(), compiler.encode(), version, _processor().encode(), " ".join(flags).encode()]
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    parts = [
+        *(file.read_bytes() for file in sources),
+        compiler.encode(),
+        version,
+        _processor().encode(),
+        " ".join(flags).encode(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""CPU kernels in C++ (``cpu.cpp``); see ``mmspec.ops.compiler``."""
+"""CPU kernels in C++ (folder ``cpp``); see ``mmspec.ops.compiler``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmspec.ops import compiler
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
 _KINDS = {"int4": 0, "int8": 1, "bfloat16": 2, "float32": 3}
@@ -90,7 +90,7 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
     Args:
         kind: ``"int4"``, ``"int8"``, ``"bfloat16"`` or ``"float32"``.
-        blocks: uint8, in the layout of ``cpu.cpp``; must outlive the result, as must ``bias``.
+        blocks: uint8, in the layout of ``cpp/products.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
     return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS[kind], inputs, outputs)

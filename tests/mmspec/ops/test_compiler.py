@@ -60,6 +60,16 @@ def test_compiled_once(source: Path, tmp_path: Path, runs: list[list[str]]) -> N
     assert [file.suffix for file in libraries(tmp_path)] == [".so"]
 
 
+def test_compiled_again_when_a_header_changes(source: Path, runs: list[list[str]]) -> None:
+    header = source.with_name("number.h")
+    header.write_text("#define NUMBER 1\n")
+    source.write_text('#include "number.h"\n' + SOURCE.replace("42", "NUMBER"))
+    first = answer(source)
+    header.write_text("#define NUMBER 2\n")
+    assert [first, answer(source)] == [1, 2]
+    assert len(runs) == 2
+
+
 def foreign(file: Path) -> None:
     other = file.with_suffix(".cpp")
     other.write_text(OTHER)

@@ -1,0 +1,239 @@
+// CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, the greatest
+// logits, sampling, and a level of a draft tree.
+//
+// Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
+// the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
+
+#include "attention.h"
+#include "logits.h"
+#include "products.h"
+
+namespace {
+
+// LayerNorm of a row; ``features`` is a multiple of LANES.
+void centre(float* row, int64_t features, const float* weight, const float* bias, float epsilon) {
+  floats total{}, square{};
+  for (int64_t i = 0; i < features; i += LANES) total += load<floats>(row + i);
+  floats mean = splat(sum(total) / float(features));
+  for (int64_t i = 0; i < features; i += LANES) {
+    floats x = load<floats>(row + i) - mean;
+    square = fma(x, x, square);
+  }
+  floats factor = splat(1 / std::sqrt(sum(square) / float(features) + epsilon));
+  for (int64_t i = 0; i < features; i += LANES)
+    store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
+}
+
+thread_local Rows inputs, hidden;
+thread_local std::vector<float> gates;
+
+}  // namespace
+
+extern "C" {
+
+struct Layer {
+  Linear qkv, read, gate_up, down;
+  const float *attention_norm, *mlp_norm;
+  float attention_epsilon, mlp_epsilon;
+  int64_t heads, kv_heads, head_dim;
+};
+
+// A pass through all layers of a decoder. Its keys and values are written to the slots from ``start`` on of a cache
+// (layers, 2, rows, kv_heads, slots, head_dim), of which ``attention`` describes one layer.
+struct Pass {
+  const Layer* layers;
+  int64_t count, hidden, start;
+  const float *x, *rotation;
+  float* states;  // (layers, batch * nodes, hidden): each layer's output
+  float* cache;
+  int64_t cache_part;  // stride between the keys and the values of a layer
+  Attention attention;
+};
+
+// A recurrent cell that drafts: its layers over a carried state, what it reads of each token, and its LayerNorm.
+struct Cell {
+  Linear into, out, guess, head;  // the head takes the guess, which is of the carried state
+  const float *table, *norm, *norm_bias;  // (tokens, into.out): the product with the token's embedding, and the bias
+  float epsilon;
+};
+
+// out (rows, out) = x (rows, in) W^T + bias
+void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
+  Rows& operand = inputs;
+  operand.shape(layer->in);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    take(*layer, operand, x + first * layer->in, count);
+    product(*layer, operand, count, out + first * layer->out);
+  }
+}
+
+// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, hidden).
+// rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
+void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
+                      int threads) {
+  const Linear& linear = layer->qkv;
+  int64_t head_dim = layer->head_dim, turned = layer->heads + layer->kv_heads;
+  Rows& operand = inputs;
+  operand.shape(linear.in);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    float* out = qkv + first * linear.out;
+    take_normed(linear, operand, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon);
+    product(linear, operand, count, out);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      const float* turn = rotation + (first + row) * head_dim;
+      for (int64_t head = 0; head < turned; head++) {
+        float* pair = out + row * linear.out + head * head_dim;
+        for (int64_t i = 0; i < head_dim; i += 2) {
+          float a = pair[i], b = pair[i + 1], cosine = turn[i], sine = turn[i + 1];
+          pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
+        }
+      }
+    }
+  }
+}
+
+// Softmax attention of nodes to the slots that the mask allows them; 1 if head_dim is not supported.
+int attention(const Attention* a, int threads) {
+  switch (a->head_dim) {
+    case 16: return attend_all<16 / LANES>(*a, threads), 0;
+    case 32: return attend_all<32 / LANES>(*a, threads), 0;
+    case 48: return attend_all<48 / LANES>(*a, threads), 0;
+    case 64: return attend_all<64 / LANES>(*a, threads), 0;
+    case 80: return attend_all<80 / LANES>(*a, threads), 0;
+    case 96: return attend_all<96 / LANES>(*a, threads), 0;
+    case 112: return attend_all<112 / LANES>(*a, threads), 0;
+    case 128: return attend_all<128 / LANES>(*a, threads), 0;
+    case 256: return attend_all<256 / LANES>(*a, threads), 0;
+    default: return 1;
+  }
+}
+
+// The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x.
+void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
+  const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
+  Rows &operand = inputs, &gated = hidden;
+  std::vector<float>& between = gates;
+  operand.shape(std::max(first_linear.in, gate_up.in));
+  gated.shape(down.in);
+  if (between.size() < size_t(CHUNK * gate_up.out)) between.resize(CHUNK * gate_up.out);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
+#pragma omp single
+    operand.shape(first_linear.in);
+    take(first_linear, operand, read + first * first_linear.in, count);
+    product(first_linear, operand, count, out + at, x + at);
+#pragma omp single
+    operand.shape(gate_up.in);
+    take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
+    product(gate_up, operand, count, between.data());
+    take_gated(down, gated, between.data(), count);
+    product(down, gated, count, out + at, out + at);
+  }
+}
+
+// The k <= count greatest of each row: values (rows, k), of log_softmax if asked, and their places.
+void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, int log_softmax, float* best,
+                      int64_t* places, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    greatest_of(x + row * count, count, k, best + row * k, places + row * k);
+    if (!log_softmax) continue;
+    float most = best[row * k], total = most + std::log(total_of(x + row * count, count, most));
+    for (int64_t i = 0; i < k; i++) best[row * k + i] -= total;
+  }
+}
+
+// The token of each row at which the cumulative distribution softmax(row) exceeds uniform[row].
+void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float* uniform, int64_t* tokens,
+                       int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t row = 0; row < rows; row++) tokens[row] = quantile_of(x + row * count, count, uniform[row]);
+}
+
+// A level of a draft tree: the cell takes the tokens of a beam and the states that they were drafted from, and returns
+// their children, the k best tokens with their log probabilities, (rows, k) each.
+// before: (batch, wide, hidden); rows = batch * beam; origin: (rows), each row's state among its batch row's;
+// carried: (rows, hidden), the new states; guesses: (rows, guess.out).
+void draft_level(const Cell* cell, const float* before, int64_t wide, const int64_t* origin, const int64_t* tokens,
+                 int64_t rows, int64_t beam, int64_t k, float* carried, float* guesses, float* best,
+                 int64_t* children, int threads) {
+  const Linear &into = cell->into, &out = cell->out, &guess = cell->guess, &head = cell->head;
+  int64_t width = out.out;
+  Rows &operand = inputs, &gated = hidden;
+  std::vector<float>& between = gates;
+  int64_t widest = std::max(into.out, head.out);
+  if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
+  operand.shape(std::max(width, head.in));
+  gated.shape(into.out);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t first = 0; first < rows; first += CHUNK) {
+    int64_t count = std::min(CHUNK, rows - first);
+    float *state = carried + first * width, *read = between.data();
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      int64_t from = (first + row) / beam * wide + origin[first + row];
+      std::memcpy(state + row * width, before + from * width, width * sizeof(float));
+      std::memcpy(read + row * into.out, cell->table + tokens[first + row] * into.out, into.out * sizeof(float));
+    }
+#pragma omp single
+    operand.shape(width);
+    take(into, operand, state, count);
+    product(into, operand, count, read, read);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+      for (int64_t i = row * into.out; i < (row + 1) * into.out; i += LANES)
+        store(read + i, silu(load<floats>(read + i)));
+    take(out, gated, read, count);
+    product(out, gated, count, state, state);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+      centre(state + row * width, width, cell->norm, cell->norm_bias, cell->epsilon);
+    take(guess, operand, state, count);
+    product(guess, operand, count, guesses + first * guess.out);
+#pragma omp single
+    operand.shape(head.in);
+    take(head, operand, guesses + first * guess.out, count);
+    product(head, operand, count, read);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) {
+      const float* logits = read + row * head.out;
+      float* top = best + (first + row) * k;
+      greatest_of(logits, head.out, k, top, children + (first + row) * k);
+      float total = top[0] + std::log(total_of(logits, head.out, top[0]));
+      for (int64_t i = 0; i < k; i++) top[i] -= total;
+    }
+  }
+}
+
+void decode(const Pass* pass, int threads) {
+  Attention a = pass->attention;
+  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim, kv_width = a.kv_heads * a.head_dim;
+  std::vector<float> qkv(rows * width), read(rows * a.heads * a.head_dim);
+  a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
+  const float* x = pass->x;
+  for (int64_t index = 0; index < pass->count; index++) {
+    const Layer* layer = pass->layers + index;
+    attention_inputs(layer, x, pass->rotation, rows, qkv.data(), threads);
+    float* parts[] = {pass->cache + 2 * index * pass->cache_part, pass->cache + (2 * index + 1) * pass->cache_part};
+    a.key = parts[0], a.value = parts[1];
+    for (int64_t row = 0; row < rows; row++)
+      for (int part = 0; part < 2; part++) {
+        const float* from = qkv.data() + row * width + a.heads * a.head_dim + part * kv_width;
+        float* to = parts[part] + row / a.nodes * a.key_row + (pass->start + row % a.nodes) * a.key_slot;
+        for (int64_t head = 0; head < a.kv_heads; head++)
+          std::memcpy(to + head * a.key_head, from + head * a.head_dim, a.head_dim * sizeof(float));
+      }
+    attention(&a, threads);
+    float* out = pass->states + index * rows * pass->hidden;
+    layer_outputs(layer, read.data(), x, rows, out, threads);
+    x = out;
+  }
+}
+
+}  // extern "C"
