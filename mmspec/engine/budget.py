@@ -23,6 +23,7 @@ _BINS = 16
 _PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _DECAY = 0.995  # decay of a bin's observations, per observation
 _FADE = 0.95  # decay of recent tokens and seconds, per step
+_DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
 _DRAFT = 0.2  # initial draft cost, in plain steps
 _LATELY = 32  # draft steps whose gain over plain steps is averaged
 _FEWEST = 12  # draft steps that may show a loss
@@ -112,7 +113,7 @@ class AdaptiveBudget(MeasuredBudget):
         """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
-        price = self._tokens / self._time
+        price = _DISCOUNT * self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
         for n in range(1, widest + 1):
             profit += sum(row[n - 1] for row in corrected if len(row) >= n) / len(gains)
