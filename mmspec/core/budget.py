@@ -65,6 +65,7 @@ class Budget:
     """
 
     floor = 0.002
+    adapts = False  # whether sizes follow the clock
 
     def __init__(self, nodes: int = 16, depth: int = 12) -> None:
         self.nodes = nodes

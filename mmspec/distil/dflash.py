@@ -23,8 +23,9 @@ from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.decoder_layer import MergedLayer
 
-_CONTEXT = ("fc.weight", "hidden_norm.weight")
+_OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
@@ -93,7 +94,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     theirs, own = _last_layers(target, network.config.layers), network.state_dict()
     taken: dict[str, torch.Tensor] = {}
     for ours, found in published_parts(network.config).items():
-        if ours in _CONTEXT or (ours.endswith(_OPTIONAL) and found[0][0] not in theirs):
+        if ours.startswith(_OWN) or (ours.endswith(_OPTIONAL) and found[0][0] not in theirs):
             continue
         for name, rows in found:
             received = tuple(theirs[name].shape) if name in theirs else "none"
@@ -113,6 +114,9 @@ def _last_layers(target: Any, count: int) -> dict[str, torch.Tensor]:
     decoder = target.model.get_decoder()
     found = {"norm.weight": decoder.norm.weight} if hasattr(decoder, "norm") else {}
     for number, layer in enumerate(list(getattr(decoder, "layers", []))[-count:]):
+        if isinstance(layer, MergedLayer):
+            found |= {f"layers.{number}.{name}": weight for name, weight in layer.separate().items()}
+            continue
         for name, module in layer.named_modules():
             plain = module.unpacked() if isinstance(module, PackedLinear) else module
             if isinstance(weight := getattr(plain, "weight", None), torch.Tensor):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import fmean, median
+from time import perf_counter as clock
 
 from torch import Tensor
 
@@ -10,12 +13,18 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, merge
+from mmspec.core.trial import Trial
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
+
+_STEPS = 12  # whose time per token is averaged
 
 
 class Union(Drafter):
     """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
+
+    Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
+    would have drafted, and rests alone while it loses (``Trial``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -28,6 +37,10 @@ class Union(Drafter):
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters: list[Drafter] = [as_drafter(drafter) for drafter in drafters]
+        self._trials = [Trial() for _ in self.drafters]
+        self._drafts: dict[int, tuple[TokenTree, float]] = {}  # by drafter: its tree of this step, and seconds
+        self._began = 0.0  # clock at this step's proposal
+        self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
 
     @property
     def members(self) -> list[Drafter]:
@@ -54,7 +67,17 @@ class Union(Drafter):
             drafter.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return merge([drafter.propose(token, budget) for drafter in self.drafters])
+        adapts = budget.adapts
+        self._began = start = clock()
+        self._drafts, trees = {}, []
+        for place, (drafter, trial) in enumerate(zip(self.drafters, self._trials, strict=True)):
+            if adapts and trial.rests():
+                continue
+            trees.append(drafter.propose(token, budget))
+            if adapts:
+                self._drafts[place] = trees[-1], clock() - start
+                start = clock()
+        return merge(trees) if trees else TokenTree.root(token)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         """See ``Drafter``; the maximum of the drafters' probabilities."""
@@ -68,3 +91,42 @@ class Union(Drafter):
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for drafter in self.drafters:
             drafter.observe(tree, verdict, output)
+        if self._drafts:
+            self._account([tokens for path, tokens in verdict.host if path], [bool(path) for path, _ in verdict.host])
+
+    def _account(self, emitted: list[list[int]], alive: list[bool]) -> None:
+        """Charge and credit the drafters of a step.
+
+        Args:
+            emitted: tokens of each unfinished row: the accepted drafts and the bonus token.
+            alive: of each row, whether it is one.
+        """
+        if not emitted:
+            return
+        now = clock()
+        self._paces.append((now - self._began) / fmean(map(len, emitted)))
+        pace = median(self._paces)
+        reached = {
+            place: [
+                _depth(children, tokens[:-1])
+                for children, tokens in zip(
+                    (row for row, kept in zip(tree.children, alive, strict=True) if kept), emitted, strict=True
+                )
+            ]
+            for place, (tree, _) in self._drafts.items()
+        }
+        for place, (_, seconds) in self._drafts.items():
+            others = [depths for other, depths in reached.items() if other != place]
+            best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
+            gains = [max(0, len(tokens) - 1 - most) for tokens, most in zip(emitted, best, strict=True)]
+            self._trials[place].add(fmean(gains) - seconds / pace)
+
+
+def _depth(children: list[dict[int, int]], tokens: Sequence[int]) -> int:
+    """How many of the tokens a row's tree has on one path."""
+    node = 0
+    for depth, token in enumerate(tokens):
+        if token not in children[node]:
+            return depth
+        node = children[node][token]
+    return len(tokens)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import log2, sqrt
-from statistics import fmean, median, stdev
+from math import log2
+from statistics import median
 from typing import TYPE_CHECKING
 
 from mmspec.core.budget import CostTable
+from mmspec.core.trial import Trial
 from mmspec.engine.drift import Drift, MeasuredBudget
 
 if TYPE_CHECKING:
@@ -25,13 +26,7 @@ _DECAY = 0.995  # decay of a bin's observations, per observation
 _FADE = 0.95  # decay of recent tokens and seconds, per step
 _DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
 _DRAFT = 0.2  # initial draft cost, in plain steps
-_LATELY = 32  # draft steps whose gain over plain steps is averaged
-_FEWEST = 12  # draft steps that may show a loss
-_STAKE = 3.0  # plain steps that fewer may lose
-_HOPE = 1.0  # gain of another draft step: some drafts are accepted, although none were
-_DOUBT = (-0.25,) * 8  # gains of draft steps that are assumed after a pause
-_PAUSE = 28, 72  # fewest and most plain steps of a pause
-_LOSS = 0.03  # share of the time that the draft steps between pauses may lose
+_PLAIN = 12  # plain steps whose time is averaged
 
 
 class AdaptiveBudget(MeasuredBudget):
@@ -39,8 +34,8 @@ class AdaptiveBudget(MeasuredBudget):
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Once recent draft
     steps have taken more time per token than plain steps, by the clock and by more than the standard error of their
-    mean, drafting pauses: plain steps are measured anew, then a few draft steps, so that a busy machine slows both. The more
-    was lost, the longer is the pause. Time is in plain steps of the batch, tokens are per row.
+    mean, drafting rests (``Trial``): plain steps are measured anew, then a few draft steps, so that a busy machine slows
+    both. Time is in plain steps of the batch, tokens are per row.
 
     Args:
         cost: verify time of the target.
@@ -48,6 +43,8 @@ class AdaptiveBudget(MeasuredBudget):
         depth: as for ``Budget``.
         batch: batch size.
     """
+
+    adapts = True
 
     def __init__(self, cost: CostTable, nodes: int = 64, depth: int = 16, batch: int = 1) -> None:
         super().__init__(nodes, depth)
@@ -63,9 +60,8 @@ class AdaptiveBudget(MeasuredBudget):
         self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
         self._usual = 8.0
-        self._pause = 0  # plain steps until the next probe
-        self._gains: deque[float] = deque(maxlen=_LATELY)  # of draft steps over plain steps
-        self._plain: deque[float] = deque(maxlen=_FEWEST)  # times of plain steps
+        self._trial = Trial()  # draft steps against plain steps
+        self._plain: deque[float] = deque(maxlen=_PLAIN)  # times of plain steps
         self.resize(batch)
 
     def resize(self, batch: int) -> None:
@@ -74,32 +70,16 @@ class AdaptiveBudget(MeasuredBudget):
             self._costs[batch] = [self._table(width) for width in widths]
         self._cost = self._costs[batch]
         if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
-            self._pause = 0
-            self._gains.clear()
+            self._trial.restart()
         if 2 * batch <= self._batch or batch > self._batch:
             self._batch = batch
 
     def begin(self, share: float = 1.0) -> None:
-        self._pause = int(self._pause * (1.0 - share))
+        self._trial.rest = int(self._trial.rest * (1.0 - share))
 
     def drafts(self) -> bool:
         self._levels = 1
-        if not self._pause and self._loses():
-            fewest, most = _PAUSE
-            self._pause = min(max(fewest, int((_FEWEST - len(_DOUBT)) * -fmean(self._gains) / _LOSS)), most)
-            self._gains.clear()
-            self._gains += _DOUBT
-        if self._pause:
-            self._pause -= 1
-            return False
-        return super().drafts()
-
-    def _loses(self) -> bool:
-        """Whether recent draft steps have lost time against plain steps, and not by chance."""
-        if len(self._gains) < _FEWEST:
-            return sum(self._gains) < -_STAKE
-        gains = [*self._gains, _HOPE]
-        return fmean(gains) + stdev(gains) / sqrt(len(gains)) < 0.0
+        return not self._trial.rests() and super().drafts()
 
     def deeper(self, gain: float) -> bool:
         pays = gain * self._time / self._tokens > self._level
@@ -151,7 +131,7 @@ class AdaptiveBudget(MeasuredBudget):
         time = (draft_seconds + verify_seconds + commit_seconds) / self._cost[0]
         if draft_seconds > 0:
             plain = median(self._plain) if self._plain else 1.0
-            self._gains.append(max(emitted - time / plain, 1 - _STAKE))  # one that is very slow tells little
+            self._trial.add(emitted - time / plain)
         else:
             self._plain.append(time)
         self._tokens = _FADE * self._tokens + emitted

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ class _Linear(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "read", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
-        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "parts", "normed_residual")),
     ]
 
 
@@ -54,7 +54,7 @@ class _Pass(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
-        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "cache")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
         ("cache_part", ctypes.c_int64),
         ("attention", _Attention),
     ]
@@ -65,6 +65,15 @@ class _Cell(ctypes.Structure):
         *((name, _Linear) for name in ("into", "out", "guess", "head")),
         *((name, ctypes.c_void_p) for name in ("table", "norm", "norm_bias")),
         ("epsilon", ctypes.c_float),
+    ]
+
+
+class _Markov(ctypes.Structure):
+    _fields_ = [
+        ("out", _Linear),
+        ("table", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("draft_ids", ctypes.c_void_p),
     ]
 
 
@@ -96,21 +105,46 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS[kind], inputs, outputs)
 
 
+class Norms(NamedTuple):
+    """Weights, float32, and epsilons of a layer's RMSNorms; those that are None do not exist.
+
+    Attributes:
+        attention: before attention, (parts * hidden,).
+        mlp: before the MLP, (hidden,).
+        query, key: of each head, (head_dim,), its features in the order of the layer's.
+    """
+
+    attention: Tensor | None
+    mlp: Tensor
+    attention_epsilon: float
+    mlp_epsilon: float
+    query: Tensor | None = None
+    key: Tensor | None = None
+    head_epsilon: float = 0.0
+
+
 def layer_weights(
     linears: Sequence[_Linear],
-    norms: Sequence[tuple[Tensor, float]],
+    norms: Norms,
     heads: int,
     kv_heads: int,
     head_dim: int,
+    *,
+    parts: int = 1,
+    normed_residual: bool = False,
 ) -> _Layer:
     """A pre-norm decoder layer's weights for the kernels.
 
     Args:
         linears: queries, keys and values; attention's output; gate and up; down.
-        norms: weight (hidden,) float32 and epsilon of the RMSNorm before attention and of the one before the MLP.
+        norms: must outlive the result.
+        parts: into which the inputs are divided, each normed by itself; the last one is the residual.
+        normed_residual: whether the residual is taken after its norm.
     """
-    (first, epsilon), (second, mlp_epsilon) = norms
-    return _Layer(*linears, first.data_ptr(), second.data_ptr(), epsilon, mlp_epsilon, heads, kv_heads, head_dim)
+    weights = norms.attention, norms.mlp, norms.query, norms.key
+    pointers = (None if weight is None else weight.data_ptr() for weight in weights)
+    epsilons = norms.attention_epsilon, norms.mlp_epsilon, norms.head_epsilon
+    return _Layer(*linears, *pointers, *epsilons, heads, kv_heads, head_dim, parts, normed_residual)
 
 
 def linear(weights: _Linear, x: Tensor) -> Tensor:
@@ -182,7 +216,9 @@ def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     rows = x.shape[0] * x.shape[1]
-    _functions().layer_outputs(weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+    _functions().layer_outputs(
+        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads()
+    )
     return out
 
 
@@ -192,33 +228,63 @@ def decoder_weights(layers: Sequence[_Layer]) -> Any:
 
 
 def decode(
-    weights: Any, x: Tensor, rotation: Tensor, mask: Tensor | None, scale: float, cache: Tensor, start: int
+    weights: Any,
+    x: Tensor,
+    rotation: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cache: Tensor,
+    start: int,
+    middle: Tensor | None = None,
 ) -> Tensor:
     """All layers of a decoder.
 
     Args:
         weights: of ``decoder_weights``.
-        x: (batch, nodes, hidden) float32, contiguous.
+        x: (batch, nodes, hidden) float32, contiguous; of ``parts`` times as many features, if the first layer has parts.
         rotation: as of ``attention_inputs``.
         mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
         cache: (2 * layers, rows, kv_heads, slots, head_dim) float32, contiguous: keys and values by layer. Those of the
             nodes are written to the slots from ``start`` on of the first rows.
+        middle: (batch, nodes, hidden) float32; is set to the last layer's residual before its MLP.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
     """
-    (batch, nodes, hidden), layer = x.shape, weights[0]
+    batch, nodes, _ = x.shape
+    hidden = weights[0].read.outputs
     states = x.new_empty(len(weights), batch, nodes, hidden)
-    masked = (None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
-    task = _Attention(
-        *(None, None, None, masked[0], None, scale),
-        *(batch, nodes, start + nodes, layer.heads, layer.kv_heads, layer.head_dim),
-        *(0, 0, *cache.stride()[1:4], *masked[1:]),
-    )
-    pointers = x.data_ptr(), rotation.data_ptr(), states.data_ptr(), cache.data_ptr()
-    work = _Pass(ctypes.addressof(weights), len(weights), hidden, start, *pointers, cache.stride(0), task)
+    work = _pass(weights, x, rotation, cache, start)
+    work.hidden, work.states, work.attention.scale = hidden, states.data_ptr(), scale
+    work.middle = None if middle is None else middle.data_ptr()
+    if mask is not None:
+        attention = work.attention
+        attention.mask, attention.mask_row, attention.mask_node = mask.data_ptr(), mask.stride(0), mask.stride(2)
     _functions().decode(work, torch.get_num_threads())
     return states
+
+
+def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> None:
+    """Write the keys and values that all layers have of the same states.
+
+    Args:
+        weights, rotation, cache, start: as for ``decode``.
+        x: (batch, nodes, hidden) float32, contiguous, which the norms before attention do not change.
+    """
+    _functions().write_keys_values(_pass(weights, x, rotation, cache, start), torch.get_num_threads())
+
+
+def _pass(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> _Pass:
+    """A pass that writes keys and values to a cache; arguments as for ``decode``."""
+    batch, nodes, _ = x.shape
+    layer = weights[0]
+    attention = _Attention(
+        *(None,) * 5,
+        *(0.0, batch, nodes, start + nodes, layer.heads, layer.kv_heads, layer.head_dim),
+        *(0, 0, *cache.stride()[1:4], 0, 0),
+    )
+    pointers = x.data_ptr(), rotation.data_ptr(), None, None, cache.data_ptr()
+    return _Pass(ctypes.addressof(weights), len(weights), 0, start, *pointers, cache.stride(0), attention)
 
 
 def cell_weights(layers: Sequence[_Linear], table: Tensor, norm: Any) -> _Cell:
@@ -263,6 +329,46 @@ def draft_level(
         torch.get_num_threads(),
     )
     return state, guesses, children, best
+
+
+def markov_weights(out: _Linear, table: Tensor, draft_ids: Tensor | None) -> _Markov:
+    """The weights of a Markov head, for ``draft_slots``.
+
+    Args:
+        out: from a token's embedding to the draft vocabulary.
+        table: (tokens, out.inputs) float32, contiguous, the embeddings; must outlive the result, as must ``draft_ids``.
+        draft_ids: (out.outputs,) int64, the target's tokens; None is the identity.
+    """
+    return _Markov(out, table.data_ptr(), len(table), None if draft_ids is None else draft_ids.data_ptr())
+
+
+def draft_slots(
+    weights: _Markov, logits: Tensor, last: Tensor, width: int, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The trees of the most probable paths over slots whose logits the token before corrects.
+
+    Args:
+        weights: of ``markov_weights``.
+        logits: (batch, slots, draft tokens) float32, of a level of the tree each.
+        last: (batch,) int64, the target's tokens before.
+        width: nodes extended per level, and children per node.
+        nodes: maximum number of nodes besides the root.
+
+    Returns:
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order.
+    """
+    batch, slots, vocab = logits.shape
+    k = min(width, vocab)
+    beams = [1]
+    for _ in range(slots - 1):
+        beams.append(min(width, beams[-1] * k))
+    nodes = 1 + min(nodes, sum(beams) * k)
+    tokens, parents = (torch.empty(batch, nodes, dtype=torch.int64) for _ in range(2))
+    log_probs = logits.new_empty(batch, nodes)
+    pointers = tokens.data_ptr(), parents.data_ptr(), log_probs.data_ptr()
+    logits, last = logits.contiguous(), last.contiguous()
+    _functions().draft_slots(weights, logits.data_ptr(), last.data_ptr(), batch, slots, width, nodes, *pointers)
+    return tokens, parents, log_probs
 
 
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:
@@ -325,14 +431,15 @@ def _library() -> ctypes.CDLL | str:
     library.linear.argtypes = [address(_Linear), pointer, count, pointer, threads]
     library.attention_inputs.argtypes = [address(_Layer), pointer, pointer, count, pointer, threads]
     library.attention.argtypes = [address(_Attention), threads]
-    library.layer_outputs.argtypes = [address(_Layer), pointer, pointer, count, pointer, threads]
-    library.decode.argtypes = [address(_Pass), threads]
+    library.layer_outputs.argtypes = [address(_Layer), pointer, pointer, count, pointer, pointer, threads]
+    library.decode.argtypes = library.write_keys_values.argtypes = [address(_Pass), threads]
     library.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     library.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     counts, outputs = [count] * 3, [pointer] * 4
     library.draft_level.argtypes = [address(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
-    functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows", "quantiles_of_rows"
-    for name in (*functions, "draft_level"):
+    library.draft_slots.argtypes = [address(_Markov), pointer, pointer, *[count] * 4, *[pointer] * 3]
+    functions = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "greatest_of_rows"
+    for name in (*functions, "quantiles_of_rows", "draft_level", "draft_slots"):
         getattr(library, name).restype = None
     return library
 

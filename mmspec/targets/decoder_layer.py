@@ -25,6 +25,7 @@ from mmspec.targets.attention import NAME, PASS
 
 _MAX_ROWS = 1024  # limit of ``Stack``, which keeps every layer's output
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
@@ -80,6 +81,21 @@ class MergedLayer(nn.Module):
         read = self._attend(query, key, value, attention_mask, kwargs)
         return self.rounded(self._outputs(read.flatten(2), x))
 
+    def separate(self) -> dict[str, Tensor]:
+        """The weights under the names that they have in the layer of transformers."""
+        query, key, value = self.qkv.weight.split(
+            [self.head_dim * n for n in (self.heads, self.kv_heads, self.kv_heads)]
+        )
+        halves = (part.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) for part in (query, key))
+        gate, up = self.gate_up.weight.chunk(2)
+        projections = zip(_PROJECTIONS, (*halves, value), strict=True)
+        return {
+            **{f"self_attn.{name}.weight": weight for name, weight in projections},
+            "self_attn.o_proj.weight": self.out.weight,
+            **{f"mlp.{name}_proj.weight": w for name, w in (("gate", gate), ("up", up), ("down", self.down.weight))},
+            **dict(zip(_NORMS, (norm.weight for norm in self.norms), strict=True)),
+        }
+
     def rounded(self, x: Tensor) -> Tensor:
         """The output in the dtype of the next layer's, norm's or head's input."""
         return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
@@ -128,8 +144,8 @@ class MergedLayer(nn.Module):
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
             return None
-        parts: Any = self.norms
-        norms = [(norm.weight, norm.epsilon.item()) for norm in parts]
+        first, second = self.norms
+        norms = cpu.Norms(first.weight, second.weight, first.epsilon.item(), second.epsilon.item())
         native = [layer.native for layer in linears]
         return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)
 

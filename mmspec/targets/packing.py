@@ -53,17 +53,37 @@ def packed(layer: nn.Linear, kind: str) -> nn.Module:
     return cls(layer.weight, layer.bias)
 
 
-def pack_drafter(network: nn.Module, like: Tensor) -> None:
-    """Move a drafter's network to the device and dtype of ``like``, its weights laid out for products with few rows."""
+def drafter_kind(target: nn.Module, like: Tensor) -> str | None:
+    """How the linear layers of a drafter are packed beside a target on the CPU; None where they are not.
+
+    Beside quantised weights those of the drafter are int8: reading them is most of its time.
+
+    Args:
+        target: the model.
+        like: of the drafter's dtype and device.
+    """
+    if like.device.type != "cpu":
+        return None
+    if weights_kind(target) in ("Int4Blocks", "Int8Blocks"):
+        return "int8"
+    return "bfloat16" if like.dtype == torch.bfloat16 and packs_bfloat16() else None
+
+
+def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
+    """Move a drafter's network to the device and dtype of ``like``, its weights laid out for products with few rows.
+
+    Args:
+        kind: of its linear layers, see ``drafter_kind``.
+    """
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PackedLinear):
                 setattr(parent, name, layer.unpacked())
     network.to(like)
-    if like.device.type == "cpu" and like.dtype == torch.bfloat16 and packs_bfloat16():
-        _pack(network, {})
-    else:
+    if kind is None:
         lay_out_for_few_rows(network)
+    else:
+        _pack(network, {id(layer): kind for layer in network.modules()})
 
 
 def _pack(module: nn.Module, kinds: dict[int, str]) -> None:

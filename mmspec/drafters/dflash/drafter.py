@@ -26,9 +26,11 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash.native import NativeMarkov
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import convert, read_published
 from mmspec.drafters.hidden_state.layer import Rotation
+from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.slots import grow_levels, grow_slots
@@ -60,6 +62,7 @@ class DFlash(PositionedDrafter):
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
         self.features = ()  # known when attached
+        self._markov: NativeMarkov | None = None
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
@@ -102,6 +105,7 @@ class DFlash(PositionedDrafter):
         drafted = head(probe).shape[-1]
         if network.config.markov_outputs not in (0, drafted):
             raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
+        self._markov = NativeMarkov.of(network, self.draft_ids)
         return head
 
     def states(self, output: TargetOutput) -> Tensor:
@@ -120,19 +124,27 @@ class DFlash(PositionedDrafter):
             # A target may have more tokens than the drafter was trained for.
             embeds: Tensor = self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
             return embeds
-        return plain_embedding(self.target, tokens).to(self.network.fc.weight.dtype)
+        return plain_embedding(self.target, tokens).to(self.like.dtype)
 
     # ------------------------------------------------------------------ rows
 
     def reserve(self, width: int) -> None:
         block = self.network.config.block_size
         self.cache.reserve_nodes(width + block)
-        self._rotary.reserve(max(map(len, self._history)) + self.beyond + block, self.network.norm.weight)
+        self._rotary.reserve(max(map(len, self._history)) + self.beyond + block, self.like)
+
+    def _native_layers(self, kind: str | None) -> NativeLayers | None:
+        config = self.network.config
+        alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
+        return super()._native_layers(kind) if alike else None
 
     # ------------------------------------------------------------------ steps
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Write keys and values of a context; trees grow from nothing else."""
+        if self.native_layers is not None and not cache.static_shapes:
+            self.native_layers.write(x, rotation, cache)
+            return x[..., :0]
         if cache.static_shapes:
             cache.set_write_slots(x.shape[1])
         layer: Any
@@ -143,10 +155,14 @@ class DFlash(PositionedDrafter):
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
         config = self.network.config
-        deepest = max(1, min(self.depth, config.drafts, budget.max_depth))
+        nodes = min(self.total_tokens, budget.nodes)
+        deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
         states = self._denoise(token)[:, config.first : config.first + deepest]
         assert self._scores is not None, "attach comes first"
         scores = self._scores(states)
+        if self._markov is not None and not self.static_shapes:
+            tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
+            return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if not config.markov_rank:
             return grow_slots(token, *self._ranked(scores, states, token[:, None]), budget, self.total_tokens)
 
@@ -167,6 +183,9 @@ class DFlash(PositionedDrafter):
     def _denoise(self, token: Tensor) -> Tensor:
         """The network's outputs over a block per row, (batch, block, hidden)."""
         config, cache, batch = self.network.config, self.cache, len(token)
+        x, rotation = self.embed(block_tokens(token, config)), self.rotation(batch, config.block_size)
+        if self.native_layers is not None and not cache.static_shapes:
+            return self.network.norm(self.native_layers(x, rotation, self._block_mask(batch), cache))
         if cache.static_shapes:
             cache.set_write_slots(config.block_size)
         place = torch.arange(config.block_size, device=token.device)
@@ -187,9 +206,17 @@ class DFlash(PositionedDrafter):
             read = ops.tree_attention(q, keys, values, bounds.lengths, masks[layer], start=bounds.start, **window)
             return read.transpose(1, 2)
 
-        x = self.embed(block_tokens(token, config))
-        outputs: Tensor = self.network(x, self.rotation(batch, config.block_size), attend)
+        outputs: Tensor = self.network(x, rotation, attend)
         return outputs
+
+    def _block_mask(self, batch: int) -> Tensor | None:
+        """What a block attends to in all layers, (batch, 1, block, slots) bool; None is causal."""
+        size, causal = self.network.config.block_size, bool(self.network.config.causal)
+        if not self.cache.padded:
+            slots = self.cache.length + size
+            return None if causal else torch.ones(slots, dtype=torch.bool).expand(batch, 1, size, -1)
+        reach = torch.ones(size, size, dtype=torch.bool)
+        return allowed_slots(self.cache, (reach.tril() if causal else reach).expand(batch, -1, -1))
 
 
 def plain_embedding(target: Any, tokens: Tensor) -> Tensor:

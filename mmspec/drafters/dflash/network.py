@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.dflash.config import DFlashConfig
-from mmspec.drafters.hidden_state.layer import Attend, Norm, Rotation, rotate
+from mmspec.drafters.hidden_state.layer import Attend, LayerParts, Norm, Rotation, rotate
 
 
 class BlockLayer(nn.Module):
@@ -38,6 +38,11 @@ class BlockLayer(nn.Module):
         self.post_norm = Norm(width, config.norm_eps)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, width, bias=False)
+
+    @property
+    def parts(self) -> LayerParts:
+        norms = {"attention_norms": [self.input_norm], "head_norms": [self.q_norm, self.k_norm]}
+        return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, **norms)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).

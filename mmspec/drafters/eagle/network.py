@@ -70,6 +70,10 @@ class EagleNetwork(DecoderLayer):
         if config.confidence:
             self.confidence = nn.Linear(width, 1)
 
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return [self]
+
     def states(self, read: Tensor) -> Tensor:
         """Hidden states that entries take, (..., hidden), from the target's last ones and those of
         ``EagleConfig.reads``, concatenated."""

@@ -25,7 +25,7 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
-from mmspec.drafters.hidden_state.passes import allowed_slots, run
+from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
@@ -143,7 +143,7 @@ class Eagle3(PositionedDrafter):
         mask = torch.full((1, 1), network.config.mask_token_id, device=device)
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
         chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        return run(network, x, self.rotation(batch, count), allowed_slots(self.cache, chain), self.cache)
+        return self.run(x, self.rotation(batch, count), allowed_slots(self.cache, chain), self.cache)
 
     # ------------------------------------------------------------------ rows
 

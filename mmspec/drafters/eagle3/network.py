@@ -13,13 +13,14 @@ place of the target's states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Norm, Rotation
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, Norm, Rotation
 
 
 class FirstLayer(DecoderLayer):
@@ -30,6 +31,11 @@ class FirstLayer(DecoderLayer):
         self.normed_residual = config.norm_before_residual
         self.embed_norm = Norm(config.hidden_size, config.norm_eps)
         self.hidden_norm = Norm(config.hidden_size, config.norm_eps)
+
+    @property
+    def parts(self) -> LayerParts:
+        norms = [self.embed_norm, self.hidden_norm]
+        return replace(super().parts, attention_norms=norms, normed_residual=self.normed_residual)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """(batch, nodes, 2 * hidden), embedding and state, -> (batch, nodes, hidden)."""

@@ -32,7 +32,7 @@ from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention
-from mmspec.targets.packing import pack_drafter
+from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
 
@@ -105,10 +105,10 @@ class Gemma4(TreeDrafter):
         rotary, like = network.model.rotary_emb, probe.new_empty(0)
         frequencies = dict(rotary.named_buffers())  # which must not take the dtype
         if network.masked_embedding is None:
-            pack_drafter(network, like)
+            pack_drafter(network, like, drafter_kind(target.model, like))
         else:  # reads rows of its output layer
             network.to(like)
-            pack_drafter(network.model, like)
+            pack_drafter(network.model, like, drafter_kind(target.model, like))
         for name, value in frequencies.items():
             setattr(rotary, name, value.to(like.device))
         self._target = target

@@ -26,11 +26,13 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation
+from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
-from mmspec.targets.packing import pack_drafter
+from mmspec.ops import cpu
+from mmspec.targets.packing import drafter_kind, pack_drafter
 
 AHEAD = 1024
 """KV slots reserved after a prompt."""
@@ -50,11 +52,14 @@ class HiddenStateDrafter(TrainedDrafter):
         fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
             int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
         into: the same of a cell between slots.
+        like: a tensor of the network's dtype and device, once attached.
     """
 
     fuse: Callable[[Tensor, Tensor], Tensor]
     into: TokenLinear
+    like: Tensor
     native: NativeCell | None = None
+    native_layers: NativeLayers | None = None
     features: Sequence[Feature] = ("last",)
     beyond = 0  # by how much the next position of a row may exceed its tokens
     published: dict[str, Any] | None = None  # target of a published checkpoint, see ``published.check_target``
@@ -80,10 +85,12 @@ class HiddenStateDrafter(TrainedDrafter):
             check_target(self.published, target)
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         self.check_width(probe.shape[-1])
-        pack_drafter(self.network, probe)
+        kind = drafter_kind(target.model, probe)  # type: ignore[attr-defined]
+        pack_drafter(self.network, probe, kind)
+        self.native_layers = self._native_layers(kind)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
-        self._target = target
+        self._target, self.like = target, probe
         self.reset()
         with torch.inference_mode():
             self._scores = self.scoring(target, probe)
@@ -168,7 +175,20 @@ class HiddenStateDrafter(TrainedDrafter):
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Run the network on new entries; returns its outputs, (batch, entries, any)."""
-        return run(self.network, x, rotation, allowed, cache)
+        return self.run(x, rotation, allowed, cache)
+
+    def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """``passes.run`` of the network, by the C++ kernels where they take its layers."""
+        if self.native_layers is None or cache.static_shapes:
+            return run(self.network, x, rotation, allowed, cache)
+        return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
+
+    def _native_layers(self, kind: str | None) -> NativeLayers | None:
+        """The network's layers in the C++ kernels; None where they do not take them."""
+        network = self.network
+        if kind is None or not cpu.available() or not NativeLayers.takes(network.config):
+            return None
+        return NativeLayers([layer.parts for layer in network.layers], network.config, kind)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
@@ -177,7 +197,7 @@ class HiddenStateDrafter(TrainedDrafter):
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
         longest = max(map(len, self._history)) + self.beyond
-        self._rotary.reserve(longest + self.depth, self.network.fc.weight)
+        self._rotary.reserve(longest + self.depth, self.like)
 
     def advance(self, accepted: list[int]) -> None:
         self.cache.advance(accepted)
@@ -191,14 +211,20 @@ class HiddenStateDrafter(TrainedDrafter):
         self.cache.offset = 0  # reset after a failed capture
         batch, width = tokens.shape
         x = self.inputs(tokens, states)
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
-        outputs = self.enter(x, self.rotation(batch, width), allowed_slots(self.cache, chain), self.cache)
+        outputs = self.enter(x, self.rotation(batch, width), self._chain_mask(batch, width), self.cache)
         if self.static_shapes:
             self.cache.commit_on_device(path_of(length, width))
         else:
             self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
         self._position.data[:batch] += length
         write_last(self._output, outputs, length)
+
+    def _chain_mask(self, batch: int, width: int) -> Tensor | None:
+        """What accepted tokens attend to, see ``allowed_slots``; None where the kernels take it as causal."""
+        if self.native_layers is not None and not self.static_shapes and not self.cache.padded:
+            return None
+        chain = torch.ones(width, width, dtype=torch.bool, device=self.like.device).tril().expand(batch, -1, -1)
+        return allowed_slots(self.cache, chain)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0

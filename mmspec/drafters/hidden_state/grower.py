@@ -14,7 +14,7 @@ from mmspec import ops
 from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
-from mmspec.drafters.hidden_state.passes import allowed_slots, run
+from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
@@ -155,7 +155,7 @@ class TreeGrower:
         self._block = []
         reach = self._reach(origin)
         x, rotation = drafter.fuse(tokens, predicted), self._rotation(reach.shape[1])
-        outputs = run(drafter.network, x, rotation, self._mask(reach), drafter.cache)
+        outputs = drafter.run(x, rotation, self._mask(reach), drafter.cache)
         self._passes += 1
         drafter.cache.offset += reach.shape[1]
         return drafter.network.begin(outputs[:, slots - 1 :: slots])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,27 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.float())
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The modules of a pre-norm decoder layer.
+
+    Attributes:
+        qkv: layers whose outputs, one after another, are queries, keys and values.
+        attention_norms: of the parts of the inputs, one after another, the last being the residual; empty without any.
+        head_norms: of queries and keys; empty without any.
+        normed_residual: whether the residual is taken after its norm.
+    """
+
+    qkv: Sequence[nn.Module]
+    out: nn.Module
+    gate_up: nn.Module
+    down: nn.Module
+    mlp_norm: Norm
+    attention_norms: Sequence[Norm] = ()
+    head_norms: Sequence[Norm] = ()
+    normed_residual: bool = False
 
 
 class DecoderLayer(nn.Module):
@@ -71,6 +93,11 @@ class DecoderLayer(nn.Module):
         q, k = qk[:, :, : shape.heads].transpose(1, 2), qk[:, :, shape.heads :].transpose(1, 2)
         read = attend(q, k, qkv[:, :, turned:].transpose(1, 2))
         return self.out(read.transpose(1, 2).flatten(2))
+
+    @property
+    def parts(self) -> LayerParts:
+        norms = [self.input_norm] if isinstance(self.input_norm, Norm) else []
+        return LayerParts([self.qkv], self.out, self.gate_up, self.down, self.post_norm, norms)
 
     def mlp(self, x: Tensor) -> Tensor:
         """Output of the MLP and the norm before it, (..., hidden)."""

@@ -38,7 +38,7 @@ from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.targets.attention import NAME, PASS, TreePass
 from mmspec.targets.masks import tail_mask, tree_mask, window_of
-from mmspec.targets.packing import pack_drafter
+from mmspec.targets.packing import drafter_kind, pack_drafter
 
 
 class MTP(TreeDrafter):
@@ -80,7 +80,7 @@ class MTP(TreeDrafter):
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         if (width := self.network.config.hidden_size) != probe.shape[-1]:
             raise UserError(f"mtp must have the target's hidden size {probe.shape[-1]}: the layers have {width}")
-        pack_drafter(self.network, probe)
+        pack_drafter(self.network, probe, drafter_kind(target.model, probe))
         self._target, self._scores = target, target.head
         self.reset()
 

@@ -5,8 +5,7 @@
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
 
 #include "attention.h"
-#include "logits.h"
-#include "products.h"
+#include "drafting.h"
 
 namespace {
 
@@ -24,6 +23,22 @@ void centre(float* row, int64_t features, const float* weight, const float* bias
     store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
 }
 
+// RMSNorm of each head; ``head_dim`` is a multiple of LANES.
+void norm_heads(float* heads, int64_t count, int64_t head_dim, const float* weight, float epsilon) {
+  for (int64_t head = 0; head < count; head++)
+    norm_row(heads + head * head_dim, head_dim, weight, epsilon, heads + head * head_dim);
+}
+
+// Turns pairs of neighbouring features of some heads; returns what follows them.
+float* turn(float* pair, const float* rotation, int64_t heads, int64_t head_dim) {
+  for (int64_t head = 0; head < heads; head++, pair += head_dim)
+    for (int64_t i = 0; i < head_dim; i += 2) {
+      float a = pair[i], b = pair[i + 1], cosine = rotation[i], sine = rotation[i + 1];
+      pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
+    }
+  return pair;
+}
+
 thread_local Rows inputs, hidden;
 thread_local std::vector<float> gates;
 
@@ -31,11 +46,14 @@ thread_local std::vector<float> gates;
 
 extern "C" {
 
+// A pre-norm decoder layer. Its inputs may have several parts, each with a norm of its own, of which the last is the
+// residual. Null norms are none.
 struct Layer {
   Linear qkv, read, gate_up, down;
-  const float *attention_norm, *mlp_norm;
-  float attention_epsilon, mlp_epsilon;
-  int64_t heads, kv_heads, head_dim;
+  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
+  float attention_epsilon, mlp_epsilon, head_epsilon;
+  int64_t heads, kv_heads, head_dim, parts;
+  int64_t normed_residual;  // whether the residual is taken after its norm
 };
 
 // A pass through all layers of a decoder. Its keys and values are written to the slots from ``start`` on of a cache
@@ -45,6 +63,7 @@ struct Pass {
   int64_t count, hidden, start;
   const float *x, *rotation;
   float* states;  // (layers, batch * nodes, hidden): each layer's output
+  float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
   float* cache;
   int64_t cache_part;  // stride between the keys and the values of a layer
   Attention attention;
@@ -69,30 +88,31 @@ void linear(const Linear* layer, const float* x, int64_t rows, float* out, int t
   }
 }
 
-// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, hidden).
+// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, parts * hidden).
 // rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
 void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
                       int threads) {
   const Linear& linear = layer->qkv;
-  int64_t head_dim = layer->head_dim, turned = layer->heads + layer->kv_heads;
+  int64_t head_dim = layer->head_dim;
   Rows& operand = inputs;
   operand.shape(linear.in);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     float* out = qkv + first * linear.out;
-    take_normed(linear, operand, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon);
+    if (layer->attention_norm)
+      take_normed(linear, operand, x + first * linear.in, count, layer->attention_norm, layer->attention_epsilon,
+                  layer->parts);
+    else
+      take(linear, operand, x + first * linear.in, count);
     product(linear, operand, count, out);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++) {
-      const float* turn = rotation + (first + row) * head_dim;
-      for (int64_t head = 0; head < turned; head++) {
-        float* pair = out + row * linear.out + head * head_dim;
-        for (int64_t i = 0; i < head_dim; i += 2) {
-          float a = pair[i], b = pair[i + 1], cosine = turn[i], sine = turn[i + 1];
-          pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
-        }
-      }
+      float* heads = out + row * linear.out;
+      if (layer->query_norm) norm_heads(heads, layer->heads, head_dim, layer->query_norm, layer->head_epsilon);
+      heads = turn(heads, rotation + (first + row) * head_dim, layer->heads, head_dim);
+      if (layer->key_norm) norm_heads(heads, layer->kv_heads, head_dim, layer->key_norm, layer->head_epsilon);
+      turn(heads, rotation + (first + row) * head_dim, layer->kv_heads, head_dim);
     }
   }
 }
@@ -113,8 +133,10 @@ int attention(const Attention* a, int threads) {
   }
 }
 
-// The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x.
-void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
+// The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x. middle:
+// the residual before the MLP, (rows, hidden); may be null.
+void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, float* middle,
+                   int threads) {
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
   Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
@@ -128,6 +150,8 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     operand.shape(first_linear.in);
     take(first_linear, operand, read + first * first_linear.in, count);
     product(first_linear, operand, count, out + at, x + at);
+#pragma omp single
+    if (middle) std::memcpy(middle + at, out + at, count * first_linear.out * sizeof(float));
 #pragma omp single
     operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
@@ -211,28 +235,85 @@ void draft_level(const Cell* cell, const float* before, int64_t wide, const int6
   }
 }
 
+// Trees of the best candidates over slots: tokens (batch, nodes) int64, the first of them ``last`` (batch), parents, -1
+// for the first, and log probabilities, in descending order. logits: (batch, slots, draft tokens).
+void draft_slots(const Markov* markov, const float* logits, const int64_t* last, int64_t batch, int64_t slots,
+                 int64_t width, int64_t nodes, int64_t* tokens, int64_t* parents, float* log_probs) {
+  SlotScratch scratch;
+  for (int64_t row = 0; row < batch; row++) {
+    const float* own = logits + row * slots * markov->out.out;
+    Candidates found = slot_candidates(*markov, own, slots, last[row], width, scratch);
+    std::vector<int64_t> order = found.best(0, nodes - 1), place(found.scores.size() + 1);
+    int64_t at = row * nodes;
+    tokens[at] = last[row], parents[at] = -1, log_probs[at] = 0;
+    for (size_t node = 0; node < order.size(); node++) {
+      int64_t from = order[node];
+      place[from + 1] = node + 1, at++;
+      tokens[at] = found.tokens[from], log_probs[at] = found.scores[from], parents[at] = place[found.parents[from]];
+    }
+  }
+}
+
+// Keys and values to the slots of a cache from ``start`` on; ``from``: (rows, stride), those of a node are neighbours.
+static void write_slots(const Pass* pass, int64_t index, const float* from, int64_t stride) {
+  const Attention& a = pass->attention;
+  int64_t kv_width = a.kv_heads * a.head_dim;
+  for (int64_t row = 0; row < a.batch * a.nodes; row++)
+    for (int part = 0; part < 2; part++) {
+      float* to = pass->cache + (2 * index + part) * pass->cache_part + row / a.nodes * a.key_row +
+                  (pass->start + row % a.nodes) * a.key_slot;
+      for (int64_t head = 0; head < a.kv_heads; head++)
+        std::memcpy(to + head * a.key_head, from + row * stride + part * kv_width + head * a.head_dim,
+                    a.head_dim * sizeof(float));
+    }
+}
+
+// The residual of a layer with several parts or a normed one, (rows, hidden).
+static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_t hidden, float* out) {
+  int64_t skipped = (layer->parts - 1) * hidden;
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x + row * layer->qkv.in + skipped;
+    if (layer->normed_residual)
+      norm_row(from, hidden, layer->attention_norm + skipped, layer->attention_epsilon, out + row * hidden);
+    else
+      std::memcpy(out + row * hidden, from, hidden * sizeof(float));
+  }
+}
+
 void decode(const Pass* pass, int threads) {
   Attention a = pass->attention;
-  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim, kv_width = a.kv_heads * a.head_dim;
+  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim;
   std::vector<float> qkv(rows * width), read(rows * a.heads * a.head_dim);
   a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
   const float* x = pass->x;
   for (int64_t index = 0; index < pass->count; index++) {
     const Layer* layer = pass->layers + index;
     attention_inputs(layer, x, pass->rotation, rows, qkv.data(), threads);
-    float* parts[] = {pass->cache + 2 * index * pass->cache_part, pass->cache + (2 * index + 1) * pass->cache_part};
-    a.key = parts[0], a.value = parts[1];
-    for (int64_t row = 0; row < rows; row++)
-      for (int part = 0; part < 2; part++) {
-        const float* from = qkv.data() + row * width + a.heads * a.head_dim + part * kv_width;
-        float* to = parts[part] + row / a.nodes * a.key_row + (pass->start + row % a.nodes) * a.key_slot;
-        for (int64_t head = 0; head < a.kv_heads; head++)
-          std::memcpy(to + head * a.key_head, from + head * a.head_dim, a.head_dim * sizeof(float));
-      }
+    write_slots(pass, index, qkv.data() + a.heads * a.head_dim, width);
+    a.key = pass->cache + 2 * index * pass->cache_part, a.value = a.key + pass->cache_part;
     attention(&a, threads);
     float* out = pass->states + index * rows * pass->hidden;
-    layer_outputs(layer, read.data(), x, rows, out, threads);
+    if (layer->parts > 1 || layer->normed_residual) residual_of(layer, x, rows, pass->hidden, out), x = out;
+    layer_outputs(layer, read.data(), x, rows, out, index + 1 < pass->count ? nullptr : pass->middle, threads);
     x = out;
+  }
+}
+
+// Writes the keys and values of each layer that the rows of ``x`` have, without their norm before attention.
+void write_keys_values(const Pass* pass, int threads) {
+  const Attention& a = pass->attention;
+  int64_t rows = a.batch * a.nodes, kv_width = a.kv_heads * a.head_dim;
+  std::vector<float> kv(rows * 2 * kv_width);
+  for (int64_t index = 0; index < pass->count; index++) {
+    const Layer* layer = pass->layers + index;
+    Linear part = outputs_from(layer->qkv, a.heads * a.head_dim);
+    linear(&part, pass->x, rows, kv.data(), threads);
+    for (int64_t row = 0; row < rows; row++) {
+      float* keys = kv.data() + row * 2 * kv_width;
+      if (layer->key_norm) norm_heads(keys, a.kv_heads, a.head_dim, layer->key_norm, layer->head_epsilon);
+      turn(keys, pass->rotation + row * a.head_dim, a.kv_heads, a.head_dim);
+    }
+    write_slots(pass, index, kv.data(), 2 * kv_width);
   }
 }
 

@@ -329,6 +329,12 @@ void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const
   product_of<BFLOAT16>(layer, x, rows, out, residual);
 }
 
+// The layer with its outputs from ``first`` on, a multiple of BLOCK.
+inline Linear outputs_from(const Linear& layer, int64_t first) {
+  int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
+  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, layer.out - first};
+}
+
 // Rows as the inputs of a layer; called by all threads of a team.
 void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
 #pragma omp for schedule(static)
@@ -342,26 +348,41 @@ void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
     }
 }
 
-// RMSNorm(rows) as the inputs of a layer; ``in`` is a multiple of 32.
-void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; row++) {
-    const float* input = from + row * layer.in;
-    floats low{}, high{};
-    for (int64_t i = 0; i < layer.in; i += 2 * LANES) {
-      floats a = load<floats>(input + i), b = load<floats>(input + i + LANES);
-      low = fma(a, a, low), high = fma(b, b, high);
-    }
-    floats factor = splat(1 / std::sqrt(sum(low + high) / float(layer.in) + epsilon));
-    float normed[GROUP];
-    for (int64_t group = 0; group < x.groups; group++) {
-      for (int64_t i = 0; i < GROUP; i += LANES) {
-        int64_t at = group * GROUP + i;
-        store(normed + i, load<floats>(input + at) * factor * load<floats>(weight + at));
-      }
-      x.set(Kind(layer.kind), row, group, normed);
-    }
+// The factor of RMSNorm; ``features`` is a multiple of LANES.
+inline floats norm_factor(const float* row, int64_t features, float epsilon) {
+  floats low{}, high{};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= features; i += 2 * LANES) {
+    floats a = load<floats>(row + i), b = load<floats>(row + i + LANES);
+    low = fma(a, a, low), high = fma(b, b, high);
   }
+  if (i < features) low = fma(load<floats>(row + i), load<floats>(row + i), low);
+  return splat(1 / std::sqrt(sum(low + high) / float(features) + epsilon));
+}
+
+// RMSNorm of a row; ``out`` may be the row itself.
+inline void norm_row(const float* row, int64_t features, const float* weight, float epsilon, float* out) {
+  floats factor = norm_factor(row, features, epsilon);
+  for (int64_t i = 0; i < features; i += LANES)
+    store(out + i, load<floats>(row + i) * factor * load<floats>(weight + i));
+}
+
+// RMSNorm(rows) as the inputs of a layer; they have several parts, each normed by itself, of a multiple of 32 features.
+void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
+                 int64_t parts = 1) {
+  int64_t features = layer.in / parts;
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t part = 0; part < layer.in; part += features) {
+      const float* input = from + row * layer.in + part;
+      floats factor = norm_factor(input, features, epsilon);
+      float normed[GROUP];
+      for (int64_t at = 0; at < features; at += GROUP) {
+        for (int64_t i = 0; i < GROUP; i += LANES)
+          store(normed + i, load<floats>(input + at + i) * factor * load<floats>(weight + part + at + i));
+        x.set(Kind(layer.kind), row, (part + at) / GROUP, normed);
+      }
+    }
 }
 
 // silu(gate) * up as the inputs of a layer; ``in`` is a multiple of 32.

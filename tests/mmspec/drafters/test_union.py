@@ -1,16 +1,21 @@
 """Several drafters in one tree."""
 
+import time
+
 import pytest
 import torch
 
 from mmspec import UserError
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import learns, lend, members
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.tree import build_tree
+from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
+from mmspec.engine.budget import AdaptiveBudget
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.drafters.test_drafters import begun, paths
 from tests.tiny import shared_model
@@ -58,3 +63,60 @@ def test_a_lent_union_shares_weights_and_forgets():
     assert lent.drafters[0].model is union.drafters[0].model
     lent.drafters[1]._table[1, 2] = {3: 1.0}
     assert union.drafters[1].entries == 0
+
+
+class Fixed(Drafter):
+    """Always drafts the same token, in so many seconds."""
+
+    def __init__(self, token: int, seconds: float) -> None:
+        self.token, self.seconds, self.asked = token, seconds, 0
+
+    def begin(self, prompt, output, history):
+        pass
+
+    def select(self, rows):
+        pass
+
+    def propose(self, token, budget):
+        self.asked += 1
+        time.sleep(self.seconds)
+        return build_tree(token, [([self.token], [0])] * len(token), [[0.5]] * len(token))
+
+    def observe(self, tree, verdict, output):
+        pass
+
+
+def steps(union: Union, budget: Budget, count: int, right: int) -> None:
+    """Verify passes of 4 ms, in which the draft ``right`` would be accepted."""
+    for _ in range(count):
+        tree = union.propose(torch.tensor([3]), budget)
+        time.sleep(0.004)
+        chosen = torch.full((1, tree.nodes), 99)
+        chosen[0, 0] = right
+        union.observe(tree, accept_path(tree, chosen), None)
+
+
+def test_a_member_that_costs_more_than_it_adds_rests_alone():
+    budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
+    useful, slow, same = Fixed(7, 0.0), Fixed(8, 0.002), Fixed(7, 0.003)
+    union = Union([useful, slow, same])
+    steps(union, budget, 80, right=7)
+    assert useful.asked == 80
+    assert slow.asked < 40  # never right
+    assert same.asked < 40  # right, where another one is too
+
+
+def test_no_member_rests_where_sizes_are_fixed():
+    slow = Fixed(8, 0.002)
+    steps(Union([Fixed(7, 0.0), slow]), Budget(4), 40, right=7)
+    assert slow.asked == 40
+
+
+def test_rows_that_have_finished_count_for_no_member():
+    union = Union([Fixed(7, 0.0), Fixed(8, 0.0)])
+    tree = union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    verdict = accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]]))
+    verdict.packed[1, 0] = 0
+    time.sleep(0.05)
+    union.observe(tree, verdict, None)
+    assert [trial._gains[0] for trial in union._trials] == pytest.approx([1.0, 0.0], abs=0.4)

@@ -382,9 +382,9 @@ def test_a_new_request_tries_drafting_anew():
     simulate(budget, 60, 0.0, STEEP, 0.5)
     paused = [budget.drafts() for _ in range(3)]
     budget.begin(0.5)
-    halfway = budget._pause
+    halfway = budget._trial.rest
     budget.begin()
-    assert (paused, budget._pause, budget.drafts()) == ([False] * 3, 0, True)
+    assert (paused, budget._trial.rest, budget.drafts()) == ([False] * 3, 0, True)
     assert halfway > 0
 
 

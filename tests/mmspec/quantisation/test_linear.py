@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.ops import cpu
 from mmspec.quantisation.linear import GROUP, quantise_int4
-from mmspec.targets.packing import KINDS, pack_drafter, packed
+from mmspec.targets.packing import KINDS, drafter_kind, pack_drafter, packed
 
 SHAPES = [(192, 576), (576, 1536), (48, 64)]
 
@@ -101,6 +101,7 @@ def test_a_drafters_network_follows_its_target():
     network = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
     expected = network.bfloat16()[0].weight.detach().clone()
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
-        pack_drafter(network, torch.zeros(1, dtype=dtype))
+        like = torch.zeros(1, dtype=dtype)
+        pack_drafter(network, like, drafter_kind(nn.Module(), like))
         assert network(torch.zeros(2, 32, dtype=dtype)).dtype == dtype
         assert torch.equal(network[0].weight.bfloat16(), expected)

@@ -1,0 +1,127 @@
+"""Decoder layers of a drafter in the C++ kernels: a pass over all of them is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters.hidden_state.layer import LayerParts, Rotation
+from mmspec.drafters.shape import LayerShape
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
+from mmspec.quantisation.linear import GROUP
+
+
+class NativeLayers:
+    """See the module. Passes write keys and values to float32 caches, of which no other passes may take any.
+
+    Args:
+        layers: the modules of each.
+        shape: of all layers.
+        kind: of their weights, see ``BLOCKS``.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
+        self._arguments = layers, shape, kind
+        self._shape = shape
+        self._linears = [linear for layer in layers for linear in _linears(layer, shape, kind)]
+        self._norms = [_norms(layer, shape) for layer in layers]
+        place_together(self._linears)
+        native = [linear.native for linear in self._linears]
+        self._weights = cpu.decoder_weights(
+            [
+                cpu.layer_weights(
+                    native[4 * place : 4 * place + 4],
+                    self._norms[place],
+                    *(shape.heads, shape.kv_heads, shape.head_dim),
+                    parts=max(1, len(layer.attention_norms)),
+                    normed_residual=layer.normed_residual,
+                )
+                for place, layer in enumerate(layers)
+            ]
+        )
+
+    @staticmethod
+    def takes(shape: LayerShape) -> bool:
+        """Whether the kernels take layers of a shape."""
+        widths = shape.hidden_size, shape.mlp, shape.heads * shape.head_dim
+        return shape.head_dim in cpu.HEAD_DIMS and not any(width % GROUP for width in widths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeLayers, self._arguments  # pointers belong to this process
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:
+        return self  # copies of a drafter share weights
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, middle: bool = False
+    ) -> Tensor:
+        """Run the layers on new entries and write them to the cache; arguments as for ``passes.run``.
+
+        Args:
+            middle: return the last layer's residual stream before its MLP, too.
+
+        Returns:
+            The last layer's outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
+        """
+        storage, start = self._storage(cache, x)
+        mask = allowed if allowed is None or allowed.stride(3) == 1 else allowed.contiguous()
+        scale = self._shape.head_dim**-0.5
+        between = x.new_empty(*x.shape[:2], self._shape.hidden_size, dtype=torch.float32) if middle else None
+        states = cpu.decode(
+            self._weights, x.float().contiguous(), _pairs(rotation, x), mask, scale, storage, start, between
+        )[-1]
+        return (states if between is None else torch.cat([states, between], dim=-1)).to(x.dtype)
+
+    def write(self, x: Tensor, rotation: Rotation, cache: TreeCache) -> None:
+        """Write the keys and values that the layers have of states, (batch, nodes, hidden), to the cache."""
+        storage, start = self._storage(cache, x)
+        cpu.write_keys_values(self._weights, x.float().contiguous(), _pairs(rotation, x), storage, start)
+
+    def _storage(self, cache: TreeCache, x: Tensor) -> tuple[Tensor, int]:
+        like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.float32)
+        start = cache.get_seq_length()
+        return cache.kv.shared(cache.attending, *x.shape[:2], like, start), start
+
+
+def _pairs(rotation: Rotation, x: Tensor) -> Tensor:
+    """Rotation of pairs of neighbouring features, (batch, nodes, head_dim / 2) complex64."""
+    cos, sin = rotation
+    half = cos.shape[-1] // 2
+    turns = torch.complex(cos[..., 0, :half].float(), sin[..., 0, half:].float())
+    return turns.expand(*x.shape[:2], -1).contiguous()
+
+
+def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinear]:
+    weights = [_weight(part) for part in layer.qkv]
+    biases = [part.bias for part in layer.qkv]
+    whole = None if biases[0] is None else _neighbours(torch.cat(biases).float(), shape)  # type: ignore[arg-type]
+    qkv = BLOCKS[kind](_neighbours(torch.cat(weights), shape), whole)
+    return [qkv, *(BLOCKS[kind](_weight(part)) for part in (layer.out, layer.gate_up, layer.down))]
+
+
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.weight.detach()
+    return weight
+
+
+def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:
+    """Rows of queries and keys in the order in which the two features of a rotated pair are neighbours."""
+    turned = (shape.heads + shape.kv_heads) * shape.head_dim
+    order = torch.arange(turned).view(-1, 2, shape.head_dim // 2).transpose(1, 2).flatten()
+    return torch.cat([qkv[:turned][order], qkv[turned:]])
+
+
+def _norms(layer: LayerParts, shape: LayerShape) -> cpu.Norms:
+    def weights(norms: Sequence[nn.RMSNorm]) -> Tensor | None:
+        return torch.cat([norm.weight.detach().float() for norm in norms]) if norms else None
+
+    order = torch.arange(shape.head_dim).view(2, -1).t().flatten()
+    query, key = (norm.weight.detach().float()[order] for norm in layer.head_norms) if layer.head_norms else (None,) * 2
+    mlp = weights([layer.mlp_norm])
+    assert mlp is not None
+    return cpu.Norms(weights(layer.attention_norms), mlp, shape.norm_eps, shape.norm_eps, query, key, shape.norm_eps)
