@@ -1,4 +1,4 @@
-"""Whether something that costs time pays: it is tried, rests after a loss that is more than chance, and is tried anew."""
+"""Whether something that costs time pays: it is tried, rests after losses beyond chance, and is tried anew."""
 
 from __future__ import annotations
 

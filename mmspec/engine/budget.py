@@ -34,8 +34,8 @@ class AdaptiveBudget(MeasuredBudget):
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Once recent draft
     steps have taken more time per token than plain steps, by the clock and by more than the standard error of their
-    mean, drafting rests (``Trial``): plain steps are measured anew, then a few draft steps, so that a busy machine slows
-    both. Time is in plain steps of the batch, tokens are per row.
+    mean, drafting rests (``Trial``): plain steps are measured anew, then a few draft steps, so that a busy machine
+    slows both. Time is in plain steps of the batch, tokens are per row.
 
     Args:
         cost: verify time of the target.

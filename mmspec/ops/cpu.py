@@ -241,7 +241,7 @@ def decode(
 
     Args:
         weights: of ``decoder_weights``.
-        x: (batch, nodes, hidden) float32, contiguous; of ``parts`` times as many features, if the first layer has parts.
+        x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: as of ``attention_inputs``.
         mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
         cache: (2 * layers, rows, kv_heads, slots, head_dim) float32, contiguous: keys and values by layer. Those of the

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from functools import cached_property, lru_cache
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,7 @@ class MergedLayer(nn.Module):
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
             return None
-        first, second = self.norms
+        first, second = cast("list[_Norm]", list(self.norms))
         norms = cpu.Norms(first.weight, second.weight, first.epsilon.item(), second.epsilon.item())
         native = [layer.native for layer in linears]
         return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -53,18 +55,18 @@ def packed(layer: nn.Linear, kind: str) -> nn.Module:
     return cls(layer.weight, layer.bias)
 
 
-def drafter_kind(target: nn.Module, like: Tensor) -> str | None:
+def drafter_kind(target: Any, like: Tensor) -> str | None:
     """How the linear layers of a drafter are packed beside a target on the CPU; None where they are not.
 
     Beside quantised weights those of the drafter are int8: reading them is most of its time.
 
     Args:
-        target: the model.
+        target: a ``Target`` with a model.
         like: of the drafter's dtype and device.
     """
     if like.device.type != "cpu":
         return None
-    if weights_kind(target) in ("Int4Blocks", "Int8Blocks"):
+    if weights_kind(target.model) in ("Int4Blocks", "Int8Blocks"):
         return "int8"
     return "bfloat16" if like.dtype == torch.bfloat16 and packs_bfloat16() else None
 

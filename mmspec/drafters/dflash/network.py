@@ -41,8 +41,8 @@ class BlockLayer(nn.Module):
 
     @property
     def parts(self) -> LayerParts:
-        norms = {"attention_norms": [self.input_norm], "head_norms": [self.q_norm, self.k_norm]}
-        return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, **norms)
+        norms, head_norms = [self.input_norm], [self.q_norm, self.k_norm]
+        return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, norms, head_norms)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).

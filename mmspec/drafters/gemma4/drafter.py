@@ -105,10 +105,10 @@ class Gemma4(TreeDrafter):
         rotary, like = network.model.rotary_emb, probe.new_empty(0)
         frequencies = dict(rotary.named_buffers())  # which must not take the dtype
         if network.masked_embedding is None:
-            pack_drafter(network, like, drafter_kind(target.model, like))
+            pack_drafter(network, like, drafter_kind(target, like))
         else:  # reads rows of its output layer
             network.to(like)
-            pack_drafter(network.model, like, drafter_kind(target.model, like))
+            pack_drafter(network.model, like, drafter_kind(target, like))
         for name, value in frequencies.items():
             setattr(rotary, name, value.to(like.device))
         self._target = target

@@ -85,7 +85,7 @@ class HiddenStateDrafter(TrainedDrafter):
             check_target(self.published, target)
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         self.check_width(probe.shape[-1])
-        kind = drafter_kind(target.model, probe)  # type: ignore[attr-defined]
+        kind = drafter_kind(target, probe)
         pack_drafter(self.network, probe, kind)
         self.native_layers = self._native_layers(kind)
         if self.draft_ids is not None:

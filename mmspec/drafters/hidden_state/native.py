@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,8 @@ class NativeLayers:
     def _storage(self, cache: TreeCache, x: Tensor) -> tuple[Tensor, int]:
         like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.float32)
         start = cache.get_seq_length()
-        return cache.kv.shared(cache.attending, *x.shape[:2], like, start), start
+        rows, nodes, _ = x.shape
+        return cache.kv.shared(cache.attending, rows, nodes, like, start), start
 
 
 def _pairs(rotation: Rotation, x: Tensor) -> Tensor:

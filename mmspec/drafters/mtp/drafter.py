@@ -80,7 +80,7 @@ class MTP(TreeDrafter):
         probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
         if (width := self.network.config.hidden_size) != probe.shape[-1]:
             raise UserError(f"mtp must have the target's hidden size {probe.shape[-1]}: the layers have {width}")
-        pack_drafter(self.network, probe, drafter_kind(target.model, probe))
+        pack_drafter(self.network, probe, drafter_kind(target, probe))
         self._target, self._scores = target, target.head
         self.reset()
 

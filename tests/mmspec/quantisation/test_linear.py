@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,6 @@ def test_a_drafters_network_follows_its_target():
     expected = network.bfloat16()[0].weight.detach().clone()
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
         like = torch.zeros(1, dtype=dtype)
-        pack_drafter(network, like, drafter_kind(nn.Module(), like))
+        pack_drafter(network, like, drafter_kind(SimpleNamespace(model=nn.Module()), like))
         assert network(torch.zeros(2, 32, dtype=dtype)).dtype == dtype
         assert torch.equal(network[0].weight.bfloat16(), expected)
