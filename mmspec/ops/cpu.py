@@ -20,7 +20,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 _SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
-_KINDS = {"int4": 0, "int8": 1, "bfloat16": 2, "float32": 3}
+_KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/products.h``
 
 
 class _Linear(ctypes.Structure):
@@ -89,11 +89,11 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """A linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"`` or ``"float32"``.
+        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
         blocks: uint8, in the layout of ``cpp/products.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
-    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS[kind], inputs, outputs)
+    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS.index(kind), inputs, outputs)
 
 
 def layer_weights(
@@ -117,7 +117,7 @@ def linear(weights: _Linear, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``.
 
     Args:
-        x: (..., inputs) float32. For int4 and int8 it is quantised to int8, per row and group of 32 features.
+        x: (..., inputs) float32. For quantised weights it is quantised to int8, per row and group of 32 features.
 
     Raises:
         RuntimeError: other inputs, as torch's product does.
