@@ -24,14 +24,17 @@ _KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  
 
 
 class _Linear(ctypes.Structure):
+    kept: Any  # what its pointers lead to
     _fields_ = [
         ("blocks", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "features")),
+        ("rest", ctypes.c_void_p),
     ]
 
 
 class _Layer(ctypes.Structure):
+    kept: Any
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "read", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
@@ -93,7 +96,23 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
         blocks: uint8, in the layout of ``cpp/products.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
-    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS.index(kind), inputs, outputs)
+    sizes = _KINDS.index(kind), inputs, outputs, outputs
+    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
+
+
+def joined_weights(parts: Sequence[_Linear]) -> _Linear:
+    """A linear layer with the outputs of several, one after the other, whose weights are quantised.
+
+    Args:
+        parts: of ``linear_weights``, with the same inputs.
+    """
+    outputs, rest = sum(part.outputs for part in parts), None
+    for part in reversed(parts):
+        at = None if rest is None else ctypes.addressof(rest)
+        joined = _Linear(part.blocks, part.bias, part.kind, part.inputs, outputs, part.outputs, at)
+        joined.kept, rest = rest, joined
+    assert rest is not None
+    return rest
 
 
 def layer_weights(
@@ -110,7 +129,10 @@ def layer_weights(
         norms: weight (hidden,) float32 and epsilon of the RMSNorm before attention and of the one before the MLP.
     """
     (first, epsilon), (second, mlp_epsilon) = norms
-    return _Layer(*linears, first.data_ptr(), second.data_ptr(), epsilon, mlp_epsilon, heads, kv_heads, head_dim)
+    sizes = heads, kv_heads, head_dim
+    layer = _Layer(*linears, first.data_ptr(), second.data_ptr(), epsilon, mlp_epsilon, *sizes)
+    layer.kept = linears
+    return layer
 
 
 def linear(weights: _Linear, x: Tensor) -> Tensor:

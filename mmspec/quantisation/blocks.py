@@ -101,6 +101,27 @@ class BlockLinear(PackedLinear):
         return -(-self.in_features // GROUP)
 
 
+class JoinedLinear(nn.Module):
+    """A linear layer whose output features have weights of several quantised kinds.
+
+    Args:
+        parts: with the same inputs.
+    """
+
+    def __init__(self, parts: Sequence[BlockLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    @property
+    def native(self) -> Any:
+        """The weights for functions of ``mmspec.ops.cpu``."""
+        return cpu.joined_weights([part.native for part in self.parts])
+
+
 def place_together(layers: Iterable[BlockLinear]) -> None:
     """Move the weights of layers, in order, into memory of huge pages, where the system has them.
 

@@ -7,14 +7,23 @@ weights each) times a float16 ``d``, and whose offsets are such integers times `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mmspec.quantisation.blocks import LANES, BlockLinear, Int4Blocks, Int8Blocks, packed_codes, unpacked_codes
+from mmspec.quantisation.blocks import (
+    LANES,
+    BlockLinear,
+    Int4Blocks,
+    Int8Blocks,
+    JoinedLinear,
+    packed_codes,
+    unpacked_codes,
+)
 from mmspec.quantisation.linear import GROUP
 
 
@@ -34,6 +43,24 @@ class StoredRows:
         """A linear layer with exactly these weights."""
         layer, parts = FORMATS[self.format]
         return layer.of_parts(parts(self.data), bias)
+
+    def ordered(self, order: Tensor) -> StoredRows:
+        """The rows in another order."""
+        return StoredRows(self.format, self.data[order])
+
+
+def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
+    """Rows one after the other, neighbours of one format as one."""
+    runs = [(kind, [part.data for part in run]) for kind, run in groupby(parts, lambda part: part.format)]
+    return [StoredRows(kind, torch.cat(data)) for kind, data in runs]
+
+
+def stored_layer(stored: Sequence[StoredRows], bias: Tensor | None) -> BlockLinear | JoinedLinear:
+    """A linear layer with exactly these weights, one after the other."""
+    sizes = [len(rows.data) for rows in stored]
+    biases = [None] * len(stored) if bias is None else bias.split(sizes)
+    layers = [rows.layer(part) for rows, part in zip(stored, biases, strict=True)]
+    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
 
 
 class Q5Blocks(Int4Blocks):

@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu
-from mmspec.quantisation.blocks import BlockLinear
+from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
+from mmspec.quantisation.formats import StoredRows, concatenated
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
 
@@ -49,8 +50,8 @@ class MergedLayer(nn.Module):
         self.self_attn, self.act_fn = attention, mlp.act_fn
         query, key, value = (getattr(attention, name) for name in _PROJECTIONS)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in (query, key))
-        self.qkv = _merged([_paired(query, self.head_dim), _paired(key, self.head_dim), _affine(value)])
-        self.gate_up = _merged([_affine(mlp.gate_proj), _affine(mlp.up_proj)])
+        self.qkv = _merged([_paired(query, self.head_dim), _paired(key, self.head_dim), value])
+        self.gate_up = _merged([mlp.gate_proj, mlp.up_proj])
         self.out, self.down = attention.o_proj, mlp.down_proj
         self.norms = nn.ModuleList([_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)])
         for name in (*_PROJECTIONS, "o_proj"):
@@ -126,7 +127,7 @@ class MergedLayer(nn.Module):
         """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
-        if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
+        if not all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
             return None
         parts: Any = self.norms
         norms = [(norm.weight, norm.epsilon.item()) for norm in parts]
@@ -270,26 +271,34 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
 
 
-def _affine(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-
-
-def _paired(layer: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias whose features j and j + head_dim / 2 of each head have become neighbours."""
-    weight, bias = _affine(layer)
+def _paired(layer: nn.Linear, head_dim: int) -> nn.Linear:
+    """The layer whose features j and j + head_dim / 2 of each head have become neighbours."""
     order = torch.arange(layer.out_features).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
-    return weight[order], None if bias is None else bias[order]
+    bias = None if layer.bias is None else layer.bias.detach()[order]
+    return _linear(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in _stored(layer)])
 
 
-def _merged(parts: list[tuple[Tensor, Tensor | None]]) -> nn.Linear:
+def _merged(parts: list[nn.Linear]) -> nn.Linear:
     """One linear layer with the outputs of several."""
-    weight = torch.cat([weight for weight, _ in parts])
-    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-    layer = nn.Linear(weight.shape[1], len(weight), any(bias is not None for _, bias in parts), device="meta")
+    weight = torch.cat([part.weight.detach() for part in parts])
+    zeros = [weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+    stored = [_stored(part) for part in parts]
+    bias = torch.cat(zeros) if any(part.bias is not None for part in parts) else None
+    return _linear(weight, bias, concatenated(sum(stored, [])) if all(stored) else [])
+
+
+def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer.stored = stored
     return layer
+
+
+def _stored(layer: nn.Linear) -> list[StoredRows]:
+    """The layer's rows as a GGUF file has them; none if it is not from one."""
+    return getattr(layer, "stored", [])
 
 
 def _eager(attention: nn.Module) -> Any:

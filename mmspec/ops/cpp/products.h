@@ -32,6 +32,8 @@ struct Linear {
   const uint8_t* blocks;
   const float* bias;  // may be null
   int64_t kind, in, out;
+  int64_t features;    // output features of this kind, the first of ``out``
+  const Linear* rest;  // those that follow, of other quantised kinds; null where there are none
 };
 
 }  // extern "C"
@@ -197,9 +199,9 @@ inline void add_gguf_group(const uint8_t* from, const uint8_t* scales, const Row
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // Where there is little to compute, the processor's own prefetching keeps up. Into the second level cache: the first
-  // one's lines are taken by loads.
-  if constexpr (kind != FLOAT32 && tile >= 4) {
+  // Where there is little to compute, the processor's own prefetching keeps up, except in superblocks. Into the second
+  // level cache: the first one's lines are taken by loads.
+  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= 4)) {
     constexpr int64_t ahead = block_bytes(kind, AHEAD);
     for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
     if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
@@ -274,9 +276,9 @@ template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
 #pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
-    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.out); column += LANES) {
-      int64_t columns = std::min(LANES, layer.out - column);
+  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
+    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.features); column += LANES) {
+      int64_t columns = std::min(LANES, layer.features - column);
       floats bias{};
       if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
       for (int64_t first = 0; first < rows; first += TILE) {
@@ -317,7 +319,7 @@ void configure_tiles(int rows) {
 void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t configured = 0;
 #pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
+  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
     for (int64_t first = 0; first < rows; first += 16) {
       int64_t count = std::min<int64_t>(rows - first, 16);
       if (count != configured) configure_tiles(int(configured = count));
@@ -342,7 +344,7 @@ void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* o
       _tile_stored(1, sums[1], 64);
       _tile_stored(2, sums[2], 64);
       _tile_stored(3, sums[3], 64);
-      int64_t columns = std::min(BLOCK, layer.out - block * BLOCK);
+      int64_t columns = std::min(BLOCK, layer.features - block * BLOCK);
       floats bias{};
       if (layer.bias) std::memcpy(&bias, layer.bias + block * BLOCK, columns * sizeof(float));
       for (int64_t i = 0; i < count; i++) {
@@ -359,7 +361,7 @@ void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* o
 }
 #endif
 
-void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
 #if defined(MMSPEC_AMX)
   if (layer.kind == BFLOAT16 && has_tiles) return product_by_tiles(layer, x, rows, out, residual);
 #endif
@@ -371,6 +373,13 @@ void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const
   if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, residual);
   if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, residual);
   product_of<BFLOAT16>(layer, x, rows, out, residual);
+}
+
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+  for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
+    product_of_kind(*part, x, rows, out, residual);
+    if (residual) residual += part->features;
+  }
 }
 
 // Rows as the inputs of a layer; called by all threads of a team.
