@@ -26,7 +26,7 @@ from mmspec.extras import missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.targets.gguf_size import check_complete
-from mmspec.targets.support import from_pretrained
+from mmspec.targets.support import bars_on_terminals, from_pretrained
 
 _FORMAT = 3  # of the converted folder
 _FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that comes closest to the file's weights
@@ -122,7 +122,8 @@ def _write(file: Path, folder: Path) -> None:
         stored = dict(_stored_rows(reader, model))
     vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
     model.hf_quantizer = None
-    model.save_pretrained(folder)
+    with bars_on_terminals():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if form is not None:
         (folder / _FORM).write_text(json.dumps({"dtype": form}))
