@@ -11,11 +11,14 @@ from torch import Tensor
 
 from mmspec.quantisation.formats import StoredRows
 
-_HALVES = {"Q6_K": [208], **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), [0, 2])}  # places of float16 in a block
+_HALVES = {"Q6_K": [208], **{form: [0, 2] for form in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")}}
+"""Places of float16 numbers in a block; elsewhere at its start."""
 
 
-def random_rows(form: str, shape: tuple[int, int], seed: int = 0, fill: int | None = None) -> np.ndarray:
-    """(rows, bytes) uint8: random codes and integer scales, or all bytes ``fill``, and small float16 scales."""
+def random_rows(
+    form: str, shape: tuple[int, int], seed: int = 0, fill: int | None = None, scale: float = 1 / 64
+) -> np.ndarray:
+    """(rows, bytes) uint8: random codes and integer scales, or all bytes ``fill``; float16 numbers by ``scale``."""
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
     count, size = module.GGML_QUANT_SIZES[module.GGMLQuantizationType[form]]
     random = np.random.default_rng([seed, *form.encode()])
@@ -23,8 +26,8 @@ def random_rows(form: str, shape: tuple[int, int], seed: int = 0, fill: int | No
     if fill is not None:
         blocks[:] = fill
     for place in _HALVES.get(form, [0]):
-        halves = random.standard_normal((*blocks.shape[:2], 1)).astype(np.float16) / 64
-        blocks[..., place : place + 2] = halves.view(np.uint8)
+        halves = random.standard_normal((*blocks.shape[:2], 1)) * scale
+        blocks[..., place : place + 2] = halves.astype(np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 

@@ -119,7 +119,8 @@ class JoinedLinear(nn.Module):
     @property
     def native(self) -> Any:
         """The weights for functions of ``mmspec.ops.cpu``."""
-        return cpu.joined_weights([part.native for part in self.parts])
+        parts: Iterable[Any] = self.parts
+        return cpu.joined_weights([part.native for part in parts])
 
 
 def place_together(layers: Iterable[BlockLinear]) -> None:

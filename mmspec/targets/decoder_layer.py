@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -127,7 +128,8 @@ class MergedLayer(nn.Module):
         """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
-        if not all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
+        blocks = all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears)
+        if not whole or not blocks or not _is_silu(self.act_fn):
             return None
         parts: Any = self.norms
         norms = [(norm.weight, norm.epsilon.item()) for norm in parts]
@@ -284,11 +286,11 @@ def _merged(parts: list[nn.Linear]) -> nn.Linear:
     zeros = [weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
     stored = [_stored(part) for part in parts]
     bias = torch.cat(zeros) if any(part.bias is not None for part in parts) else None
-    return _linear(weight, bias, concatenated(sum(stored, [])) if all(stored) else [])
+    return _linear(weight, bias, concatenated(chain(*stored)) if all(stored) else [])
 
 
 def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    layer: Any = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias, requires_grad=False)

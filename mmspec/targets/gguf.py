@@ -7,9 +7,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging
 
 from mmspec.errors import UserError, explained
 from mmspec.extras import missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.targets.gguf_size import check_complete
+from mmspec.targets.replacing import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
 _FORMAT = 3  # of the converted folder
@@ -98,7 +100,8 @@ def attach_stored(model: PreTrainedModel, folder: str | Path) -> None:
     with safe_open(file, "pt") as opened:
         formats = opened.metadata()
         names = {id(model.get_parameter(name)): name for name in formats}
-        for layer in model.modules():
+        modules: Iterable[Any] = model.modules()
+        for layer in modules:
             if type(layer) is nn.Linear and (name := names.get(id(layer.weight))):
                 layer.stored = [StoredRows(formats[name], opened.get_tensor(name))]
 
@@ -115,7 +118,7 @@ def _form(reader: Any) -> str | None:
 
 def _write(file: Path, folder: Path) -> None:
     """Save model and tokenizer as transformers reads them, the rows of the file, and the form of the weights."""
-    with _one_reader(file) as reader:
+    with _one_reader(file) as reader, replaced({(modeling_gguf_pytorch_utils, "tqdm"): _bar_of_transformers}):
         form = _form(reader)
         model: Any = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
@@ -130,6 +133,16 @@ def _write(file: Path, folder: Path) -> None:
     if stored:
         formats = {name: rows.format for name, rows in stored.items()}
         save_file({name: rows.data for name, rows in stored.items()}, folder / STORED, formats)
+
+
+def _bar_of_transformers(plain: Any) -> Any:
+    """A progress bar that transformers can disable, unlike that of its reader of GGUF files."""
+
+    @wraps(plain, updated=())
+    def bar(*args: Any, **kwargs: Any) -> Any:
+        return logging.tqdm(*args, **kwargs)
+
+    return bar
 
 
 def _stored_rows(reader: Any, model: PreTrainedModel) -> Iterator[tuple[str, StoredRows]]:

@@ -45,7 +45,7 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
 
 @contextmanager
 def bars_on_terminals() -> Iterator[None]:
-    """Progress bars of transformers and the hub are shown if standard error is a terminal; in a log they would be noise."""
+    """Progress bars of transformers and the hub are shown if standard error is a terminal, not in a log."""
     hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hides:
         logging.disable_progress_bar()
