@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -100,10 +100,9 @@ def attach_stored(model: PreTrainedModel, folder: str | Path) -> None:
     with safe_open(file, "pt") as opened:
         formats = opened.metadata()
         names = {id(model.get_parameter(name)): name for name in formats}
-        modules: Iterable[Any] = model.modules()
-        for layer in modules:
+        for layer in model.modules():
             if type(layer) is nn.Linear and (name := names.get(id(layer.weight))):
-                layer.stored = [StoredRows(formats[name], opened.get_tensor(name))]
+                vars(layer)["stored"] = [StoredRows(formats[name], opened.get_tensor(name))]
 
 
 def _form(reader: Any) -> str | None:
