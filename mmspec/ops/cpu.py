@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reord
 _KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/products.h``
 
 
+_NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
+
+
 class _Linear(ctypes.Structure):
     kept: Any  # what its pointers lead to
     _fields_ = [
@@ -37,9 +40,9 @@ class _Layer(ctypes.Structure):
     kept: Any
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "read", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
-        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in _NORMS),
+        *((f"{name}_epsilon", ctypes.c_float) for name in ("attention", "mlp", "after", "head")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "gelu")),
     ]
 
 
@@ -117,20 +120,25 @@ def joined_weights(parts: Sequence[_Linear]) -> _Linear:
 
 def layer_weights(
     linears: Sequence[_Linear],
-    norms: Sequence[tuple[Tensor, float]],
+    norms: Mapping[str, tuple[Tensor, float]],
     heads: int,
     kv_heads: int,
     head_dim: int,
+    gelu: bool = False,
 ) -> _Layer:
     """A pre-norm decoder layer's weights for the kernels.
 
     Args:
         linears: queries, keys and values; attention's output; gate and up; down.
-        norms: weight (hidden,) float32 and epsilon of the RMSNorm before attention and of the one before the MLP.
+        norms: gains (hidden,) float32 and epsilon of the RMSNorms before ``attention`` and ``mlp``; if the layer has
+            them, of those after these, ``attention_after`` and ``mlp_after``, with one epsilon; and of ``head``, of the
+            heads of queries and keys, gains (heads + kv_heads, head_dim).
+        gelu: the MLP's gate is gelu (by tanh), not silu.
     """
-    (first, epsilon), (second, mlp_epsilon) = norms
-    sizes = heads, kv_heads, head_dim
-    layer = _Layer(*linears, first.data_ptr(), second.data_ptr(), epsilon, mlp_epsilon, *sizes)
+    gains = [norms[name][0].data_ptr() if name in norms else None for name in _NORMS]
+    named = ("attention", "mlp", "attention_after", "head")
+    epsilons = [norms[name][1] if name in norms else 0.0 for name in named]
+    layer = _Layer(*linears, *gains, *epsilons, heads, kv_heads, head_dim, gelu)
     layer.kept = linears
     return layer
 
@@ -154,7 +162,7 @@ def linear(weights: _Linear, x: Tensor) -> Tensor:
 
 
 def attention_inputs(weights: _Layer, x: Tensor, rotation: Tensor) -> Tensor:
-    """RMSNorm, then queries, keys and values, of which queries and keys are rotated.
+    """RMSNorm, then queries, keys and values, of which queries and keys are normalised, if they are, and rotated.
 
     Args:
         x: (batch, nodes, hidden) float32, contiguous.
@@ -196,7 +204,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
-    """A decoder layer from its attention on: output projection, MLP (SwiGLU) and both residuals.
+    """A decoder layer from its attention on: output projection, gated MLP and both residuals.
 
     Args:
         read: (batch, nodes, heads * head_dim) float32, contiguous: what attention read.

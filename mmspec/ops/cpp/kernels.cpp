@@ -24,6 +24,24 @@ void centre(float* row, int64_t features, const float* weight, const float* bias
     store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
 }
 
+// RMSNorm of a row; ``features`` is a multiple of LANES.
+void normalise(float* row, int64_t features, const float* gain, float epsilon) {
+  floats square{};
+  for (int64_t i = 0; i < features; i += LANES) square = fma(load<floats>(row + i), load<floats>(row + i), square);
+  floats factor = splat(1 / std::sqrt(sum(square) / float(features) + epsilon));
+  for (int64_t i = 0; i < features; i += LANES) store(row + i, load<floats>(row + i) * factor * load<floats>(gain + i));
+}
+
+// out = residual + RMSNorm(rows), which it overwrites; called by all threads of a team.
+void add_normed(float* from, const float* residual, int64_t rows, int64_t features, const float* gain, float epsilon,
+                float* out) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++) {
+    normalise(from + row * features, features, gain, epsilon);
+    for (int64_t i = row * features; i < (row + 1) * features; i++) out[i] = residual[i] + from[i];
+  }
+}
+
 thread_local Rows inputs, hidden;
 thread_local std::vector<float> gates;
 
@@ -34,8 +52,10 @@ extern "C" {
 struct Layer {
   Linear qkv, read, gate_up, down;
   const float *attention_norm, *mlp_norm;
-  float attention_epsilon, mlp_epsilon;
-  int64_t heads, kv_heads, head_dim;
+  // RMSNorms of the outputs of attention and of the MLP, and of the queries' and keys' heads; null where there are none
+  const float *attention_after, *mlp_after, *head_norm;
+  float attention_epsilon, mlp_epsilon, after_epsilon, head_epsilon;
+  int64_t heads, kv_heads, head_dim, gelu;  // gelu: it gates, not silu
 };
 
 // A pass through all layers of a decoder. Its keys and values are written to the slots from ``start`` on of a cache
@@ -69,7 +89,7 @@ void linear(const Linear* layer, const float* x, int64_t rows, float* out, int t
   }
 }
 
-// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, hidden).
+// Queries and keys, normalised where the layer does so and rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, hidden).
 // rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
 void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
                       int threads) {
@@ -88,6 +108,7 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
       const float* turn = rotation + (first + row) * head_dim;
       for (int64_t head = 0; head < turned; head++) {
         float* pair = out + row * linear.out + head * head_dim;
+        if (layer->head_norm) normalise(pair, head_dim, layer->head_norm + head * head_dim, layer->head_epsilon);
         for (int64_t i = 0; i < head_dim; i += 2) {
           float a = pair[i], b = pair[i + 1], cosine = turn[i], sine = turn[i + 1];
           pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
@@ -118,22 +139,30 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
   Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
+  int64_t widest = std::max(gate_up.out, down.out);
   operand.shape(std::max(first_linear.in, gate_up.in));
   gated.shape(down.in);
-  if (between.size() < size_t(CHUNK * gate_up.out)) between.resize(CHUNK * gate_up.out);
+  if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
+  // out = x + product, or x + RMSNorm(product)
+  auto add = [&](const Linear& linear, const Rows& rows_of, int64_t count, const float* residual, const float* norm,
+                 float* to) {
+    if (!norm) return product(linear, rows_of, count, to, residual);
+    product(linear, rows_of, count, between.data());
+    add_normed(between.data(), residual, count, linear.out, norm, layer->after_epsilon, to);
+  };
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
 #pragma omp single
     operand.shape(first_linear.in);
     take(first_linear, operand, read + first * first_linear.in, count);
-    product(first_linear, operand, count, out + at, x + at);
+    add(first_linear, operand, count, x + at, layer->attention_after, out + at);
 #pragma omp single
     operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
     product(gate_up, operand, count, between.data());
-    take_gated(down, gated, between.data(), count);
-    product(down, gated, count, out + at, out + at);
+    take_gated(down, gated, between.data(), count, layer->gelu);
+    add(down, gated, count, out + at, layer->mlp_after, out + at);
   }
 }
 

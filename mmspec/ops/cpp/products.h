@@ -417,15 +417,16 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   }
 }
 
-// silu(gate) * up as the inputs of a layer; ``in`` is a multiple of 32.
-void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows) {
+// act(gate) * up as the inputs of a layer, act being silu or gelu; ``in`` is a multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows, bool with_gelu) {
 #pragma omp for schedule(static) collapse(2)
   for (int64_t row = 0; row < rows; row++)
     for (int64_t group = 0; group < x.groups; group++) {
       const float* gate = gate_up + 2 * row * layer.in + group * GROUP;
       float gated[GROUP];
       for (int64_t i = 0; i < GROUP; i += LANES) {
-        store(gated + i, silu(load<floats>(gate + i)) * load<floats>(gate + layer.in + i));
+        floats z = load<floats>(gate + i);
+        store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
       }
       x.set(Kind(layer.kind), row, group, gated);
     }
