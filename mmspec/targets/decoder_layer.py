@@ -264,10 +264,8 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
     takes_type = "layer_type" in signature(rotary.forward).parameters  # one of several sets of frequencies
     try:
-        kinds = (
-            {"layer_type": layer.self_attn.layer_type} if "layer_type" in signature(rotary.forward).parameters else {}
-        )
-        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kinds)}
+        kind = {"layer_type": layer.self_attn.layer_type} if takes_type else {}
+        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kind)}
         expected = plain(x, **options)
         merged = MergedLayer(plain)(x, **options)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
