@@ -1,8 +1,9 @@
 """Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
-Every form (as in the file, packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ... nodes after one
-prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp decodes the same
-GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are read from memory.
+Every form (as in the file, packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ...
+nodes after one prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp
+decodes the same GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are
+read from memory.
 Columns of ratios are medians over the rounds of ratios within a round.
 
 First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. The
