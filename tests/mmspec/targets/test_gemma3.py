@@ -26,6 +26,8 @@ pytestmark = [
 ]
 LONG = (Path(__file__).resolve().parents[3] / "CONTRIBUTING.md").read_text()[3000:6800]  # 1,064 tokens: two windows
 
+PROMPTS = ["The capital of France is", "Q: List five animals.\nA:", "def fibonacci(n):\n", LONG]
+
 
 @cache
 def pipeline() -> mmspec.Pipeline:
