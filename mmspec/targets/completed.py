@@ -47,7 +47,9 @@ def resolved(folder: str | Path) -> str:
 
 def _write(folder: Path, language: Path, complete: Path) -> None:
     for source in (language, folder):  # in this order: the configuration and chat template are the folder's
-        shutil.copytree(source, complete, ignore=shutil.ignore_patterns(WEIGHTS, LACKS), dirs_exist_ok=True)
+        # Rows of a GGUF file, of formats that int4 and int8 hold exactly, have names of the language model alone.
+        others = shutil.ignore_patterns(WEIGHTS, LACKS, gguf.STORED)
+        shutil.copytree(source, complete, ignore=others, dirs_exist_ok=True)
     for drafter in folder.glob(f"*/{WEIGHTS}"):
         shutil.copyfile(drafter, complete / drafter.relative_to(folder))
     weights = load_file(_weights(language))

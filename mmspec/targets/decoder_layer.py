@@ -1,4 +1,5 @@
-"""Decoder layers of the Llama family with fewer and larger operations, for passes over few tokens on a CPU.
+"""Decoder layers of the families of Llama, Qwen3 and Gemma 3 with fewer and larger operations, for passes over few
+tokens on a CPU.
 
 Queries, keys and values are one product, gate and up another. The residual stream and attention are float32, so that
 little is converted; attention, cache included, is then faster on a CPU than in bfloat16, and hardly depends on the
@@ -11,7 +12,8 @@ from __future__ import annotations
 import copy
 import sys
 from functools import cached_property, lru_cache
-from typing import Any, Self, cast
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +21,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu
-from mmspec.quantisation.blocks import BlockLinear
+from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
+from mmspec.targets.merged_weights import head_norm, merged, norm_of, paired
 
 _MAX_ROWS = 1024  # limit of ``Stack``, which keeps every layer's output
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
-_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+_NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class MergedLayer(nn.Module):
     """A pre-norm decoder layer: attention with rotary positions, then a gated MLP.
 
+    Heads of queries and keys may be normalised (Qwen3), outputs of attention and MLP, too (Gemma 3).
+
     Args:
-        layer: a layer of transformers with the parts of ``LlamaDecoderLayer``; it loses its projections.
+        layer: a layer of transformers with the parts of one of these families; it loses its projections.
         last: the decoder's last layer; the norm and the head after it take bfloat16.
     """
 
@@ -50,10 +57,12 @@ class MergedLayer(nn.Module):
         self.self_attn, self.act_fn = attention, mlp.act_fn
         query, key, value = (getattr(attention, name) for name in _PROJECTIONS)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in (query, key))
-        self.qkv = _merged([_paired(query, self.head_dim), _paired(key, self.head_dim), _affine(value)])
-        self.gate_up = _merged([_affine(mlp.gate_proj), _affine(mlp.up_proj)])
+        self.qkv = merged([paired(query, self.head_dim), paired(key, self.head_dim), value])
+        self.gate_up = merged([mlp.gate_proj, mlp.up_proj])
         self.out, self.down = attention.o_proj, mlp.down_proj
-        self.norms = nn.ModuleList([_Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)])
+        self.norms = nn.ModuleDict({name: norm_of(norm) for name, norm in _norms(layer).items()})
+        if hasattr(attention, "q_norm"):
+            self.norms["head"] = head_norm(attention, self.heads, self.kv_heads, self.head_dim)
         for name in (*_PROJECTIONS, "o_proj"):
             delattr(attention, name)
 
@@ -82,7 +91,7 @@ class MergedLayer(nn.Module):
         return self.rounded(self._outputs(read.flatten(2), x))
 
     def separate(self) -> dict[str, Tensor]:
-        """The weights under the names that they have in the layer of transformers."""
+        """The weights under the names that they have in a layer of Llama, without those that Llama's has not."""
         query, key, value = self.qkv.weight.split(
             [self.head_dim * n for n in (self.heads, self.kv_heads, self.kv_heads)]
         )
@@ -93,7 +102,7 @@ class MergedLayer(nn.Module):
             **{f"self_attn.{name}.weight": weight for name, weight in projections},
             "self_attn.o_proj.weight": self.out.weight,
             **{f"mlp.{name}_proj.weight": w for name, w in (("gate", gate), ("up", up), ("down", self.down.weight))},
-            **dict(zip(_NORMS, (norm.weight for norm in self.norms), strict=True)),
+            **{f"{theirs}.weight": self.norms[ours].weight for ours, theirs in _NORMS.items()},
         }
 
     def rounded(self, x: Tensor) -> Tensor:
@@ -105,9 +114,9 @@ class MergedLayer(nn.Module):
         if self.native is not None:
             rotation = rotation.expand(len(x), -1, -1, -1).contiguous()
             return cpu.attention_inputs(self.native, x.contiguous(), rotation)
-        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(self.norms["attention"](x)).unflatten(-1, (-1, self.head_dim))
         turned = self.heads + self.kv_heads
-        pairs = torch.view_as_complex(qkv[..., :turned, :].unflatten(-1, (-1, 2)))
+        pairs = torch.view_as_complex(self._normed("head", qkv[..., :turned, :]).unflatten(-1, (-1, 2)))
         return torch.cat([torch.view_as_real(pairs * rotation).flatten(-2), qkv[..., turned:, :]], dim=-2)
 
     def _attend(
@@ -131,23 +140,28 @@ class MergedLayer(nn.Module):
         """The layer's output, from the attention output and the layer's input."""
         if self.native is not None:
             return cpu.layer_outputs(self.native, read.contiguous(), x.contiguous())
-        x = x + self.out(read)
-        after = self.norms[1](x)
+        x = x + self._normed("attention_after", self.out(read))
+        after = self.norms["mlp"](x)
         # In the precision of the next product, its only reader.
         gate, up = self.gate_up(after.bfloat16() if isinstance(self.gate_up, PackedLinear) else after).chunk(2, dim=-1)
-        return x + self.down(self.act_fn(gate) * up)
+        return x + self._normed("mlp_after", self.down(self.act_fn(gate) * up))
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        return self.norms[name](x) if name in self.norms else x
 
     @cached_property
     def native(self) -> Any:
         """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
-        if not all(isinstance(layer, BlockLinear) for layer in linears) or not whole or not _is_silu(self.act_fn):
+        blocks = all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears)
+        gate = _gate(self.act_fn)
+        if not whole or not blocks or gate is None:
             return None
-        first, second = cast("list[_Norm]", list(self.norms))
-        norms = cpu.Norms(first.weight, second.weight, first.epsilon.item(), second.epsilon.item())
+        parts: Any = self.norms
+        norms = {name: (norm.weight, norm.epsilon.item()) for name, norm in parts.items()}
         native = [layer.native for layer in linears]
-        return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim)
+        return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim, gelu=gate == "gelu")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "native"}
@@ -185,7 +199,7 @@ class Stack:
         hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
         usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
         changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
-        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}):
+        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}) or self._weights is None:
             return None
         x, highest = decoder.embed_tokens(tokens), int(positions.max())
         if highest >= len(self._rotations):
@@ -227,26 +241,6 @@ class Stack:
         return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
 
 
-class _Norm(nn.Module):
-    """RMSNorm in float32, in few operations."""
-
-    weight: Tensor
-    epsilon: Tensor
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.register_buffer("weight", norm.weight.detach().float(), persistent=False)
-        epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
-        self.register_buffer("epsilon", torch.tensor([epsilon]), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_() * self.weight
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        return self  # stays in float32
-
-
 def merge_layers(decoder: nn.Module) -> None:
     """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
     rotary = getattr(decoder, "rotary_emb", None)
@@ -260,11 +254,19 @@ def merge_layers(decoder: nn.Module) -> None:
 
 
 def _has_parts(layer: Any) -> bool:
-    """Whether a layer has the parts of a Llama's and no others."""
+    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
     names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
-    if names(layer) != _PARTS or names(layer.mlp) - _MLP or names(layer.self_attn) != {*_PROJECTIONS, "o_proj"}:
+    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
         return False
-    linear = [*layer.self_attn.children(), layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    projections = {*_PROJECTIONS, "o_proj"}
+    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS) or _softcap(layer.self_attn):
+        return False
+    linear = [
+        *(getattr(layer.self_attn, name) for name in projections),
+        layer.mlp.gate_proj,
+        layer.mlp.up_proj,
+        layer.mlp.down_proj,
+    ]
     own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
     return all(type(part) is nn.Linear for part in linear) and not own
 
@@ -276,8 +278,10 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
+    takes_type = "layer_type" in signature(rotary.forward).parameters  # one of several sets of frequencies
     try:
-        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions)}
+        kind = {"layer_type": layer.self_attn.layer_type} if takes_type else {}
+        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kind)}
         expected = plain(x, **options)
         merged = MergedLayer(plain)(x, **options)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
@@ -286,36 +290,29 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
 
 
-def _affine(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    return layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-
-
-def _paired(layer: nn.Linear, head_dim: int) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias whose features j and j + head_dim / 2 of each head have become neighbours."""
-    weight, bias = _affine(layer)
-    order = torch.arange(layer.out_features).view(-1, 2, head_dim // 2).transpose(1, 2).flatten()
-    return weight[order], None if bias is None else bias[order]
-
-
-def _merged(parts: list[tuple[Tensor, Tensor | None]]) -> nn.Linear:
-    """One linear layer with the outputs of several."""
-    weight = torch.cat([weight for weight, _ in parts])
-    biases = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in parts]
-    layer = nn.Linear(weight.shape[1], len(weight), any(bias is not None for _, bias in parts), device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return layer
-
-
 def _eager(attention: nn.Module) -> Any:
     """The eager attention of a layer's modelling file."""
     return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
 
 
-def _is_silu(function: Any) -> bool:
+def _gate(function: Any) -> str | None:
+    """The kernels' name of an activation function."""
     x = torch.linspace(-3, 3, 7)
-    return torch.allclose(function(x), nn.functional.silu(x))
+    known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
+    return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
+
+
+def _norms(layer: Any) -> dict[str, Any]:
+    """The norms of hidden states, by their names in ``cpu.layer_weights``."""
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
+    return {"attention": layer.input_layernorm, "mlp": layer.pre_feedforward_layernorm, **after}
+
+
+def _softcap(attention: Any) -> float | None:
+    """The limit of attention scores (Gemma 2), which small ones do not reveal."""
+    return getattr(attention, "attn_logit_softcapping", None)
 
 
 @lru_cache(maxsize=4)

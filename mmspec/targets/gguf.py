@@ -9,21 +9,32 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, modeling_gguf_pytorch_utils
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging
 
 from mmspec.errors import UserError, explained
 from mmspec.extras import missing
 from mmspec.files import cache_folder, make_folder
+from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.targets.gguf_size import check_complete
-from mmspec.targets.support import from_pretrained
+from mmspec.targets.replacing import replaced
+from mmspec.targets.support import bars_on_terminals, from_pretrained
 
-_FORMAT = 2  # of the converted folder
-_FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that holds the file's weights
+_FORMAT = 3  # of the converted folder
+_FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that comes closest to the file's weights
+
+STORED = "stored.safetensors"
+"""File of a converted folder: rows of weights as the GGUF file has them; its metadata are their formats."""
 
 
 def file_in(name: str | Path) -> Path | None:
@@ -73,9 +84,25 @@ def converted(file: Path) -> Path:
 
 
 def stored_form(folder: str | Path) -> str | None:
-    """The dtype of ``mmspec.load`` that holds the weights of a converted file, ``"int4"`` or ``"int8"``; else None."""
+    """The dtype of ``mmspec.load`` closest to the weights of a converted file, ``"int4"`` or ``"int8"``; else None."""
     file = Path(folder) / _FORM
     return json.loads(file.read_text())["dtype"] if file.is_file() else None
+
+
+def attach_stored(model: PreTrainedModel, folder: str | Path) -> None:
+    """Give linear layers of a converted model the rows of the file (``stored``), for ``pack_model``.
+
+    Args:
+        model: as it was read from ``folder``.
+    """
+    if not (file := Path(folder) / STORED).is_file():
+        return
+    with safe_open(file, "pt") as opened:
+        formats = opened.metadata()
+        names = {id(model.get_parameter(name)): name for name in formats}
+        for layer in model.modules():
+            if type(layer) is nn.Linear and (name := names.get(id(layer.weight))):
+                vars(layer)["stored"] = [StoredRows(formats[name], opened.get_tensor(name))]
 
 
 def _form(reader: Any) -> str | None:
@@ -89,17 +116,50 @@ def _form(reader: Any) -> str | None:
 
 
 def _write(file: Path, folder: Path) -> None:
-    """Save model and tokenizer as transformers reads them, and the form of the weights."""
-    with _one_reader(file) as reader:
+    """Save model and tokenizer as transformers reads them, the rows of the file, and the form of the weights."""
+    with _one_reader(file) as reader, replaced({(modeling_gguf_pytorch_utils, "tqdm"): _bar_of_transformers}):
         form = _form(reader)
         model: Any = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
+        stored = dict(_stored_rows(reader, model))
     vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
     model.hf_quantizer = None
-    model.save_pretrained(folder)
+    with bars_on_terminals():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if form is not None:
         (folder / _FORM).write_text(json.dumps({"dtype": form}))
+    if stored:
+        formats = {name: rows.format for name, rows in stored.items()}
+        save_file({name: rows.data for name, rows in stored.items()}, folder / STORED, formats)
+
+
+def _bar_of_transformers(plain: Any) -> Any:
+    """A progress bar that transformers can disable, unlike that of its reader of GGUF files."""
+
+    @wraps(plain, updated=())
+    def bar(*args: Any, **kwargs: Any) -> Any:
+        return logging.tqdm(*args, **kwargs)
+
+    return bar
+
+
+def _stored_rows(reader: Any, model: PreTrainedModel) -> Iterator[tuple[str, StoredRows]]:
+    """Rows of matrices in the order in which transformers has them, by the names of transformers.
+
+    Matrices that it has changed otherwise are left out.
+    """
+    import gguf
+
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=vars(model.config))
+    names, weights = get_gguf_hf_weights_map(model, processor), model.state_dict()
+    for tensor in reader.tensors:
+        name, kind = names.get(tensor.name), tensor.tensor_type
+        if name in weights and kind.name in FORMATS and len(tensor.shape) == 2:
+            rows = processor.process(tensor.data, name=tensor.name).weights
+            if np.array_equal(gguf.dequantize(rows, kind), weights[name].numpy()):
+                yield name, StoredRows(kind.name, torch.from_numpy(np.array(rows)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from mmspec.extras import missing
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
+from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, stored_layer
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from mmspec.targets.decoder_layer import merge_layers
 from mmspec.targets.support import lay_out_for_few_rows
@@ -47,7 +48,10 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
 
 
 def packed(layer: nn.Linear, kind: str) -> nn.Module:
-    """A linear layer packed as ``kind``; by torch's kernels only in shapes that they take, else as bfloat16."""
+    """A linear layer packed as ``kind``, with its rows of a GGUF file as these; by torch's kernels only in shapes that
+    they take, else as bfloat16."""
+    if stored := getattr(layer, "stored", None):
+        return stored_layer(stored, layer.bias)
     if kind in BLOCKS and cpu.available():
         return BLOCKS[kind](layer.weight, layer.bias)
     shape = layer.out_features, layer.in_features
@@ -106,7 +110,8 @@ def packs_bfloat16() -> bool:
 
 def weights_kind(model: nn.Module) -> str | None:
     """The class of a model's packed linear layers, of the smallest weights; None where none is packed."""
-    order = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
+    usual = [cls for kind in ("int4", "int8", "bfloat16") for cls in (KINDS[kind], BLOCKS[kind])]
+    order = [Q4KBlocks, *usual[:2], Q5KBlocks, Q5Blocks, Q6KBlocks, *usual[2:]]
     classes = {type(module) for module in model.modules()}
     return next((cls.__name__ for cls in order if cls in classes), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from mmspec import plugins
 from mmspec.errors import UserError
@@ -30,7 +32,8 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
         UserError: the folder needs code of its own, which is not allowed.
     """
     try:
-        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        with bars_on_terminals():
+            return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise
@@ -38,6 +41,19 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
             f"{str(name)!r} needs Python code that it brings along, which runs only if it is trusted: expected "
             "trust_remote_code=True (--trust-remote-code on the command line) or a folder without such code"
         ) from error
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Progress bars of transformers and the hub are shown if standard error is a terminal, not in a log."""
+    hides = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hides:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hides:
+            logging.enable_progress_bar()
 
 
 def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:

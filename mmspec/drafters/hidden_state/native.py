@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.hidden_state.layer import LayerParts, Rotation
@@ -117,12 +117,9 @@ def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:
     return torch.cat([qkv[:turned][order], qkv[turned:]])
 
 
-def _norms(layer: LayerParts, shape: LayerShape) -> cpu.Norms:
-    def weights(norms: Sequence[nn.RMSNorm]) -> Tensor | None:
-        return torch.cat([norm.weight.detach().float() for norm in norms]) if norms else None
-
+def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, float]]:
     order = torch.arange(shape.head_dim).view(2, -1).t().flatten()
-    query, key = (norm.weight.detach().float()[order] for norm in layer.head_norms) if layer.head_norms else (None,) * 2
-    mlp = weights([layer.mlp_norm])
-    assert mlp is not None
-    return cpu.Norms(weights(layer.attention_norms), mlp, shape.norm_eps, shape.norm_eps, query, key, shape.norm_eps)
+    gains = {"attention": [_weight(norm) for norm in layer.attention_norms], "mlp": [_weight(layer.mlp_norm)]}
+    counts = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
+    gains["head"] = [_weight(norm)[order].repeat(count) for norm, count in counts]
+    return {name: (torch.cat(parts).float(), shape.norm_eps) for name, parts in gains.items() if parts}

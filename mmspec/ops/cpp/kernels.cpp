@@ -23,20 +23,25 @@ void centre(float* row, int64_t features, const float* weight, const float* bias
     store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
 }
 
-// RMSNorm of each head; ``head_dim`` is a multiple of LANES.
-void norm_heads(float* heads, int64_t count, int64_t head_dim, const float* weight, float epsilon) {
-  for (int64_t head = 0; head < count; head++)
-    norm_row(heads + head * head_dim, head_dim, weight, epsilon, heads + head * head_dim);
+// Norms and turns some heads, whose features to be turned together are neighbours; null ``norm`` is none.
+void turn_heads(float* head, int64_t count, int64_t head_dim, const float* norm, float epsilon, const float* rotation) {
+  for (const float* end = head + count * head_dim; head < end; head += head_dim) {
+    if (norm) norm_row(head, head_dim, norm, epsilon, head), norm += head_dim;
+    for (int64_t i = 0; i < head_dim; i += 2) {
+      float a = head[i], b = head[i + 1], cosine = rotation[i], sine = rotation[i + 1];
+      head[i] = a * cosine - b * sine, head[i + 1] = a * sine + b * cosine;
+    }
+  }
 }
 
-// Turns pairs of neighbouring features of some heads; returns what follows them.
-float* turn(float* pair, const float* rotation, int64_t heads, int64_t head_dim) {
-  for (int64_t head = 0; head < heads; head++, pair += head_dim)
-    for (int64_t i = 0; i < head_dim; i += 2) {
-      float a = pair[i], b = pair[i + 1], cosine = rotation[i], sine = rotation[i + 1];
-      pair[i] = a * cosine - b * sine, pair[i + 1] = a * sine + b * cosine;
-    }
-  return pair;
+// out = residual + RMSNorm(rows), which it overwrites; called by all threads of a team.
+void add_normed(float* from, const float* residual, int64_t rows, int64_t features, const float* gain, float epsilon,
+                float* out) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++) {
+    norm_row(from + row * features, features, gain, epsilon, from + row * features);
+    for (int64_t i = row * features; i < (row + 1) * features; i++) out[i] = residual[i] + from[i];
+  }
 }
 
 thread_local Rows inputs, hidden;
@@ -50,9 +55,13 @@ extern "C" {
 // residual. Null norms are none.
 struct Layer {
   Linear qkv, read, gate_up, down;
-  const float *attention_norm, *mlp_norm, *query_norm, *key_norm;
-  float attention_epsilon, mlp_epsilon, head_epsilon;
-  int64_t heads, kv_heads, head_dim, parts;
+  const float *attention_norm, *mlp_norm;
+  const float *attention_after, *mlp_after;  // of the outputs of attention and of the MLP
+  const float* head_norm;                    // of the queries' and keys' heads, (heads + kv_heads, head_dim)
+  float attention_epsilon, mlp_epsilon, after_epsilon, head_epsilon;
+  int64_t heads, kv_heads, head_dim;
+  int64_t gelu;  // it gates, not silu
+  int64_t parts;
   int64_t normed_residual;  // whether the residual is taken after its norm
 };
 
@@ -88,7 +97,8 @@ void linear(const Linear* layer, const float* x, int64_t rows, float* out, int t
   }
 }
 
-// Queries and keys, rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim) of x (rows, parts * hidden).
+// Queries and keys, normed where the layer has a norm and rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim)
+// of x (rows, parts * hidden).
 // rotation: (rows, head_dim / 2, 2), cosine and sine for each pair of neighbouring features.
 void attention_inputs(const Layer* layer, const float* x, const float* rotation, int64_t rows, float* qkv,
                       int threads) {
@@ -108,11 +118,8 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
     product(linear, operand, count, out);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < count; row++) {
-      float* heads = out + row * linear.out;
-      if (layer->query_norm) norm_heads(heads, layer->heads, head_dim, layer->query_norm, layer->head_epsilon);
-      heads = turn(heads, rotation + (first + row) * head_dim, layer->heads, head_dim);
-      if (layer->key_norm) norm_heads(heads, layer->kv_heads, head_dim, layer->key_norm, layer->head_epsilon);
-      turn(heads, rotation + (first + row) * head_dim, layer->kv_heads, head_dim);
+      turn_heads(out + row * linear.out, layer->heads + layer->kv_heads, head_dim, layer->head_norm,
+                 layer->head_epsilon, rotation + (first + row) * head_dim);
     }
   }
 }
@@ -140,24 +147,32 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
   Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
+  int64_t widest = std::max(gate_up.out, down.out);
   operand.shape(std::max(first_linear.in, gate_up.in));
   gated.shape(down.in);
-  if (between.size() < size_t(CHUNK * gate_up.out)) between.resize(CHUNK * gate_up.out);
+  if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
+  // out = x + product, or x + RMSNorm(product)
+  auto add = [&](const Linear& linear, const Rows& rows_of, int64_t count, const float* residual, const float* norm,
+                 float* to) {
+    if (!norm) return product(linear, rows_of, count, to, residual);
+    product(linear, rows_of, count, between.data());
+    add_normed(between.data(), residual, count, linear.out, norm, layer->after_epsilon, to);
+  };
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
 #pragma omp single
     operand.shape(first_linear.in);
     take(first_linear, operand, read + first * first_linear.in, count);
-    product(first_linear, operand, count, out + at, x + at);
+    add(first_linear, operand, count, x + at, layer->attention_after, out + at);
 #pragma omp single
     if (middle) std::memcpy(middle + at, out + at, count * first_linear.out * sizeof(float));
 #pragma omp single
     operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
     product(gate_up, operand, count, between.data());
-    take_gated(down, gated, between.data(), count);
-    product(down, gated, count, out + at, out + at);
+    take_gated(down, gated, between.data(), count, layer->gelu);
+    add(down, gated, count, out + at, layer->mlp_after, out + at);
   }
 }
 
@@ -309,9 +324,9 @@ void write_keys_values(const Pass* pass, int threads) {
     Linear part = outputs_from(layer->qkv, a.heads * a.head_dim);
     linear(&part, pass->x, rows, kv.data(), threads);
     for (int64_t row = 0; row < rows; row++) {
-      float* keys = kv.data() + row * 2 * kv_width;
-      if (layer->key_norm) norm_heads(keys, a.kv_heads, a.head_dim, layer->key_norm, layer->head_epsilon);
-      turn(keys, pass->rotation + row * a.head_dim, a.kv_heads, a.head_dim);
+      const float* norm = layer->head_norm ? layer->head_norm + a.heads * a.head_dim : nullptr;
+      turn_heads(kv.data() + row * 2 * kv_width, a.kv_heads, a.head_dim, norm, layer->head_epsilon,
+                 pass->rotation + row * a.head_dim);
     }
     write_slots(pass, index, kv.data(), 2 * kv_width);
   }

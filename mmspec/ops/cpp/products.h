@@ -6,13 +6,18 @@
 //   int8      of two groups: 512 bytes of codes plus 128 each, 16 scales (float16) each: Q8_0
 //   bfloat16  1024 bytes
 //   float32   2048 bytes
+//   q5        256 bytes of codes' low 4 bits, 64 of their fifth, 16 scales, 16 values of code 0: Q5_0 and Q5_1
+//   q4_k, q5_k, q6_k  superblocks of 8 groups: codes; 16 pairs of factors (uint8) for each group; 16 d, 16 dmin (float16)
+// In the K formats, factors times d and -dmin are a group's scale and value of code 0. q6_k has factors (int8) of the
+// first and of the last 16 features, and its codes are 32 too large.
 // Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are neighbours, the operand of a
-// dot product instruction. Inputs of int4 and int8 are quantised to int8, per row and group.
+// dot product instruction. Inputs of all but bfloat16 and float32 are quantised to int8, per row and group.
 
 #pragma once
 
 #include <vector>
 
+#include "formats.h"
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
@@ -27,6 +32,8 @@ struct Linear {
   const uint8_t* blocks;
   const float* bias;  // may be null
   int64_t kind, in, out;
+  int64_t features;    // output features of this kind, the first of ``out``
+  const Linear* rest;  // those that follow, of other quantised kinds; null where there are none
 };
 
 }  // extern "C"
@@ -37,7 +44,7 @@ constexpr int64_t TILE = LANES / 2;  // rows of inputs that share a load of weig
 constexpr int64_t BLOCK = 16, GROUP = 32, CHUNK = 128;
 constexpr int64_t AHEAD = 16;  // groups to prefetch
 
-enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32 };
+enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32, Q5, Q4_K, Q5_K, Q6_K };
 
 // The products of a group's codes, 4 input features of each lane in a vector, with its inputs, whose sum is ``total``.
 template <Kind kind>
@@ -110,7 +117,7 @@ struct Rows {
   std::vector<int8_t> codes;
   std::vector<Half> rounded;
   std::vector<float> exact, scale, total_scaled;
-  std::vector<int32_t> total;
+  std::vector<int32_t> total, first_total;  // of a group's codes, of the first 16
 
   // Makes room for CHUNK rows.
   void shape(int64_t features) {
@@ -118,6 +125,7 @@ struct Rows {
     if (codes.size() < size_t(CHUNK * width)) {
       codes.resize(CHUNK * width), rounded.resize(CHUNK * width), exact.resize(CHUNK * width);
       scale.resize(CHUNK * groups), total_scaled.resize(CHUNK * groups), total.resize(CHUNK * groups);
+      first_total.resize(CHUNK * groups);
     }
   }
 
@@ -142,16 +150,48 @@ struct Rows {
     int8_t* code = codes.data() + first;
     int32_t sum = 0;
     for (int i = 0; i < GROUP; i++) code[i] = int8_t(int32_t(__builtin_rintf(x[i] * inverse)));
-    for (int i = 0; i < GROUP; i++) sum += code[i];
+    for (int i = 0; i < GROUP / 2; i++) sum += code[i];
+    first_total[at] = sum;
+    for (int i = GROUP / 2; i < GROUP; i++) sum += code[i];
     scale[at] = step, total[at] = sum, total_scaled[at] = step * float(sum);
   }
 };
 
-// Codes and scales of a group; groups whose scales share a cache line, so that no load crosses one.
-constexpr int64_t code_bytes[] = {256, 512, 1024, 2048}, scale_bytes[] = {64, 32, 0, 0}, together[] = {1, 2, 1, 1};
+// Codes and scales of a group; groups whose scales share a cache line, so that no load crosses one, and what they share.
+constexpr int64_t code_bytes[] = {256, 512, 1024, 2048, 320, 256, 320, 384};
+constexpr int64_t scale_bytes[] = {64, 32, 0, 0, 64, 32, 32, 32};
+constexpr int64_t together[] = {1, 2, 1, 1, 1, 8, 8, 8}, shared_bytes[] = {0, 0, 0, 0, 0, 64, 64, 64};
 
 constexpr int64_t block_bytes(Kind kind, int64_t groups) {
-  return (groups + together[kind] - 1) / together[kind] * together[kind] * (code_bytes[kind] + scale_bytes[kind]);
+  return (groups + together[kind] - 1) / together[kind] *
+         (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
+}
+
+// ``add_group`` for codes of 4 to 6 bits in a format of GGUF.
+template <Kind kind, int tile>
+inline void add_gguf_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
+                           floats* sums) {
+  bytes codes[8];
+  unpack<int(code_bytes[kind] - 256) / 64>(from, from + 256, codes);
+  const uint8_t* shared = scales + (together[kind] - group % together[kind]) * scale_bytes[kind];
+  Scales scale = kind == Q5 ? group_scales(scales, scales + 2 * BLOCK)
+                            : superblock_scales<kind == Q6_K>(scales, shared, shared + 2 * BLOCK);
+#pragma GCC unroll 8
+  for (int row = 0; row < tile; row++) {
+    int64_t at = (first + row) * x.groups + group;
+    ints part[2];
+    dot_halves(codes, x.codes.data() + (first + row) * x.width + group * GROUP, part);
+    floats products;
+    if constexpr (kind == Q6_K) {
+      part[0] -= 32 * x.first_total[at], part[1] -= 32 * (x.total[at] - x.first_total[at]);
+      products = __builtin_convertvector(part[0], floats) * scale.first;
+      products = fma(__builtin_convertvector(part[1], floats), scale.last, products);
+    } else {
+      sums[row] = fma(scale.low, splat(x.total_scaled[at]), sums[row]);
+      products = __builtin_convertvector(part[0] + part[1], floats) * scale.first;
+    }
+    sums[row] = fma(products, splat(x.scale[at]), sums[row]);
+  }
 }
 
 // Adds the products of one group of LANES output features and the same group of several rows, for which weights are
@@ -159,14 +199,16 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // Where there is little to compute, the processor's own prefetching keeps up. Into the second level cache: the first
-  // one's lines are taken by loads.
-  if constexpr (kind != FLOAT32 && tile >= 4) {
+  // Where there is little to compute, the processor's own prefetching keeps up, except in superblocks. Into the second
+  // level cache: the first one's lines are taken by loads.
+  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= 4)) {
     constexpr int64_t ahead = block_bytes(kind, AHEAD);
     for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
     if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
   }
-  if constexpr (kind == FLOAT32) {
+  if constexpr (kind > FLOAT32) {
+    add_gguf_group<kind, tile>(from, scales, x, first, group, sums);
+  } else if constexpr (kind == FLOAT32) {
     const float* input = x.exact.data() + first * x.width + group * GROUP;
     for (int i = 0; i < GROUP; i += 2) {
       floats even = load<floats>(from + 64 * i), odd = load<floats>(from + 64 * i + 64);
@@ -234,9 +276,9 @@ template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
 #pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
-    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.out); column += LANES) {
-      int64_t columns = std::min(LANES, layer.out - column);
+  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
+    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.features); column += LANES) {
+      int64_t columns = std::min(LANES, layer.features - column);
       floats bias{};
       if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
       for (int64_t first = 0; first < rows; first += TILE) {
@@ -277,7 +319,7 @@ void configure_tiles(int rows) {
 void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t configured = 0;
 #pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.out + BLOCK - 1) / BLOCK; block++)
+  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
     for (int64_t first = 0; first < rows; first += 16) {
       int64_t count = std::min<int64_t>(rows - first, 16);
       if (count != configured) configure_tiles(int(configured = count));
@@ -302,7 +344,7 @@ void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* o
       _tile_stored(1, sums[1], 64);
       _tile_stored(2, sums[2], 64);
       _tile_stored(3, sums[3], 64);
-      int64_t columns = std::min(BLOCK, layer.out - block * BLOCK);
+      int64_t columns = std::min(BLOCK, layer.features - block * BLOCK);
       floats bias{};
       if (layer.bias) std::memcpy(&bias, layer.bias + block * BLOCK, columns * sizeof(float));
       for (int64_t i = 0; i < count; i++) {
@@ -319,20 +361,32 @@ void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* o
 }
 #endif
 
-void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
 #if defined(MMSPEC_AMX)
   if (layer.kind == BFLOAT16 && has_tiles) return product_by_tiles(layer, x, rows, out, residual);
 #endif
   if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
   if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
   if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, residual);
+  if (layer.kind == Q5) return product_of<Q5>(layer, x, rows, out, residual);
+  if (layer.kind == Q4_K) return product_of<Q4_K>(layer, x, rows, out, residual);
+  if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, residual);
+  if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, residual);
   product_of<BFLOAT16>(layer, x, rows, out, residual);
 }
 
-// The layer with its outputs from ``first`` on, a multiple of BLOCK.
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+  for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
+    product_of_kind(*part, x, rows, out, residual);
+    if (residual) residual += part->features;
+  }
+}
+
+// A layer of one kind with its outputs from ``first`` on, a multiple of BLOCK.
 inline Linear outputs_from(const Linear& layer, int64_t first) {
   int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
-  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, layer.out - first};
+  int64_t left = layer.out - first;
+  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
 }
 
 // Rows as the inputs of a layer; called by all threads of a team.
@@ -385,15 +439,16 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
     }
 }
 
-// silu(gate) * up as the inputs of a layer; ``in`` is a multiple of 32.
-void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows) {
+// act(gate) * up as the inputs of a layer, act being silu or gelu; ``in`` is a multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows, bool with_gelu) {
 #pragma omp for schedule(static) collapse(2)
   for (int64_t row = 0; row < rows; row++)
     for (int64_t group = 0; group < x.groups; group++) {
       const float* gate = gate_up + 2 * row * layer.in + group * GROUP;
       float gated[GROUP];
       for (int64_t i = 0; i < GROUP; i += LANES) {
-        store(gated + i, silu(load<floats>(gate + i)) * load<floats>(gate + layer.in + i));
+        floats z = load<floats>(gate + i);
+        store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
       }
       x.set(Kind(layer.kind), row, group, gated);
     }

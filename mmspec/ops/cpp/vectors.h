@@ -146,10 +146,15 @@ inline ints lanes() {
   return value;
 }
 
-// silu(z)
-inline floats silu(floats z) {
-  floats one = splat(1), small = exponential(z < 0 ? z : -z);  // of -|z|, so that it cannot overflow
-  return z * (z < 0 ? small : one) / (one + small);
+// z * sigmoid(of)
+inline floats times_sigmoid(floats z, floats of) {
+  floats one = splat(1), small = exponential(of < 0 ? of : -of);  // of -|of|, so that it cannot overflow
+  return z * (of < 0 ? small : one) / (one + small);
 }
+
+inline floats silu(floats z) { return times_sigmoid(z, z); }
+
+// gelu(z), in its approximation by tanh: (1 + tanh(x)) / 2 = sigmoid(2 x).
+inline floats gelu(floats z) { return times_sigmoid(z, 1.595769122f * fma(z * z * z, splat(0.044715f), z)); }
 
 }  // namespace

@@ -114,10 +114,6 @@ def test_a_tree_level_is_that_of_torch(kind, batch, beam, entries):
             torch.testing.assert_close(mine, theirs, **tolerance)
 
 
-def test_every_kind_of_weights_has_a_layer():
-    assert cpu._KINDS.keys() == BLOCKS.keys()
-
-
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
     torch.manual_seed(slots)
     query = torch.randn(batch, nodes, heads + 2, head_dim)[:, :, :heads]

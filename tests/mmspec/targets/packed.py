@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from mmspec.targets.transformers_target import TransformersTarget
 
 VOCAB = 120
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, head_dim=32, max_position_embeddings=128)
+
+GEMMA3 = partial(
+    Gemma3TextConfig,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=8,
+    query_pre_attn_scalar=32,
+)
+"""Windows that tests exceed, and two sets of rotary frequencies."""
 
 
 def model_of(config_class: Any, **changes: Any) -> Any:

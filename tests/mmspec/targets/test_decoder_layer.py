@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config
 
 import mmspec
 from mmspec.core.target import Prompt, output_of
@@ -17,10 +17,12 @@ from mmspec.targets.decoder_layer import MergedLayer, merge_layers
 from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.mmspec.targets.packed import layer_by_layer, model_of
+from tests.mmspec.targets.packed import GEMMA3, layer_by_layer, model_of
+
+FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", FAMILIES)
 def test_merged_layers_give_the_models_logits(config_class):
     model = model_of(config_class)
     merged = copy.deepcopy(model)
@@ -33,7 +35,7 @@ def test_merged_layers_give_the_models_logits(config_class):
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config_class", [Gemma2Config, Qwen3Config])
+@pytest.mark.parametrize("config_class", [Gemma2Config, Olmo2Config])
 def test_layers_with_other_parts_stay(config_class):
     model = model_of(config_class)
     kind = type(model.get_decoder().layers[0])
@@ -42,7 +44,7 @@ def test_layers_with_other_parts_stay(config_class):
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config, GEMMA3])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind, kernels, monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
@@ -72,7 +74,7 @@ def two_threads():
 
 @needs_kernels
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("config_class", [LlamaConfig, MistralConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", FAMILIES)
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
 def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
     """A path whose nodes lie among those of other branches, against the same tokens one at a time."""
@@ -100,7 +102,7 @@ def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
 def test_compiled_layers_compute_what_their_parts_compute(config_class):
     model = model_of(config_class)
     pack_model(model, "int8")

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.utils import logging
 
 import mmspec
 from mmspec import plugins
@@ -127,6 +128,20 @@ def test_a_full_disk_is_an_error_with_the_path(
         mmspec.load(str(file), drafter=None)
     assert str(caught.value).startswith(f"cannot make {cache}/gguf/")
     assert not list((cache / "gguf").glob("*/*"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_on_a_terminal_only(
+    terminal: bool, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the conversion, and of reading the converted model."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+    for title in ("Converting", "Loading weights"):
+        mmspec.load(str(file), drafter=None)
+        shown = capsys.readouterr().err
+        assert title in shown if terminal else not shown
+    assert logging.is_progress_bar_enabled()
 
 
 def test_two_processes_may_convert_at_the_same_time(file: Path, cache: Path) -> None:

@@ -13,10 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 import mmspec
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import accept_path
+from mmspec.drafters.ngram import Ngram
 from mmspec.errors import UserError
+from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.targets import gguf
+from mmspec.targets.decoder_layer import merge_layers
 from mmspec.targets.packing import weights_kind
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
+from tests.gguf_rows import random_rows
 from tests.model_folders import gguf_matrix, save_gguf
 
 FORMS: dict[str, str | None] = {
@@ -121,9 +129,85 @@ def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache:
         return (data.view(np.float16) if kind == "F16" else data), one
 
     model: Any = mmspec.load(str(save_gguf(tmp_path / "one.gguf", matrix)), drafter=None).target.model
-    expected = {"int4": "Int4Blocks", "int8": "Int8Blocks", None: None}[FORMS[kind]]
+    expected = {"Q8_0": "Int8Blocks", "Q5_1": "Q5Blocks", "IQ4_NL": "Int4Blocks", "F16": None}[kind]
     assert weights_kind(model) == expected
     assert model.dtype == (torch.float32 if expected is None else torch.bfloat16)
+
+
+MIXED = [
+    {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_K", "ffn_down": "Q6_K"},  # as in Q4_K_M
+    {"attn_q": "Q5_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "attn_output": "Q5_K", "ffn_down": "Q4_1"},
+]
+CLASSES = [
+    [{"Q4KBlocks", "Q6KBlocks"}, {"Q4KBlocks"}, {"Q4KBlocks"}, {"Q6KBlocks"}],
+    [{"Q5Blocks", "Int8Blocks"}, {"Q5KBlocks"}, {"Q4KBlocks"}, {"Int4Blocks"}],
+]
+"""Of queries, keys and values; attention's output; gate and up; down."""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with every format that the kernels run, several of them in the projections of one layer."""
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        form = "Q8_0" if block < 0 else MIXED[block].get(name, "Q4_K")
+        scale = 2e-4 if form.endswith("K") else 2e-3
+        return random_rows(form, shape, block + 1, scale=scale), module.GGMLQuantizationType[form]
+
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    sizes = {"embedding_length": WIDTH, "feed_forward_length": 2 * WIDTH, "rope.dimension_count": WIDTH // 4}
+    return save_gguf(tmp_path_factory.mktemp("mixed") / "mixed.gguf", matrix, **sizes)
+
+
+@needs_kernels
+def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Path) -> None:
+    exact = mmspec.load(str(mixed), drafter=None, dtype="float32").target.model
+    model = mmspec.load(str(mixed), drafter=None).target.model
+    merge_layers(exact.model)
+    for layer, plain, classes in zip(model.model.layers, exact.model.layers, CLASSES, strict=True):
+        assert layer.native is not None
+        for name, expected in zip(("qkv", "out", "gate_up", "down"), classes, strict=True):
+            parts = [part for part in getattr(layer, name).modules() if isinstance(part, BlockLinear)]
+            assert {type(part).__name__ for part in parts} == expected
+            assert torch.equal(torch.cat([part.weight for part in parts]), getattr(plain, name).weight.bfloat16())
+    assert type(model.lm_head) is Int8Blocks
+    assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
+
+
+@needs_kernels
+def test_mixed_formats_decode_as_generate_does(mixed: Path, cache: Path) -> None:
+    """Nodes of a chain have the bits of single steps, which the layers compute in one call."""
+    pipe = mmspec.load(str(mixed), drafter="ngram")
+    ids = torch.tensor([[70, 71, 72, 70, 71, 72, 70, 71]])
+    mask = torch.ones_like(ids)
+    expected = pipe.model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    found = mmspec.generate(pipe.model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
+    assert found.tolist() == expected.tolist()
+    target = TransformersTarget(pipe.model)
+    target.cost = None
+    target.prefill(Prompt(ids), max_new_tokens=8)
+    tokens = torch.tensor([[9, 80, 5, 6, 7]])
+    together = target.forward_tree(TokenTree(tokens, torch.arange(5)[None] - 1)).logits[0].clone()
+    for token, logits in zip(tokens[0], together, strict=True):
+        tree = TokenTree.root(token[None])
+        output = target.forward_tree(tree)
+        assert torch.equal(output.logits[0, 0], logits)
+        target.commit(accept_path(tree, output.logits.argmax(-1)))
+
+
+@needs_kernels
+def test_a_dtype_of_the_user_s_is_that_of_all_layers(mixed: Path, cache: Path) -> None:
+    model = mmspec.load(str(mixed), drafter=None, dtype="int8").target.model
+    assert {type(part) for part in model.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
+
+
+def test_matrices_that_cannot_be_put_in_order_are_left_out(
+    mixed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are quantised again. Here, queries and keys, whose rows transformers reorders."""
+    monkeypatch.setattr(gguf, "TENSOR_PROCESSORS", {})
+    stored = {name.split(".")[-2] for name in load_file(gguf.converted(mixed) / gguf.STORED)}
+    assert stored == {"embed_tokens", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("fails", ["AutoModelForCausalLM", "AutoTokenizer", None])
@@ -157,6 +241,7 @@ def test_the_reader_of_the_package_is_its_own_again(
         return Read(config=SimpleNamespace(quantization_config="some"))
 
     monkeypatch.setattr(gguf, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(gguf, "_stored_rows", lambda reader, model: ())
     if fails is None:
         assert (gguf.converted(file) / "saved").exists()
         assert opened.count(str(file)) == 1

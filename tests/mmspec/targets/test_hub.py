@@ -54,7 +54,7 @@ def test_an_unreachable_hub_is_one_line_without_retries(attempts: list[Any], kin
     with pytest.raises(mmspec.UserError) as caught:
         load()
     message = str(caught.value)
-    assert message.startswith(f"cannot load {kind} 'nobody/nothing': expected an embedded model (smol-llava, smollm2, ")
+    assert message.startswith(f"cannot load {kind} 'nobody/nothing': expected an embedded model (gemma3-270m, ")
     assert message.endswith(f"the network or the hub ({constants.ENDPOINT}) cannot be reached")
     assert "\n" not in message
     assert "HF_HUB_OFFLINE" not in message
