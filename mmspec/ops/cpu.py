@@ -152,9 +152,11 @@ def attention_inputs(weights: _Layer, x: Tensor, rotation: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on where the attended slots lie.
 
+    Queries and softmax weights are rounded to bfloat16, in which keys and values are; sums are float32.
+
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) float32 with equal strides, slots contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16 with equal strides, slots contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, the last slots being those of the nodes.
 
     Returns:
@@ -201,8 +203,8 @@ def decode(
         x: (batch, nodes, hidden) float32, contiguous.
         rotation: as of ``attention_inputs``.
         mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
-        cache: (2 * layers, rows, kv_heads, slots, head_dim) float32, contiguous: keys and values by layer. Those of the
-            nodes are written to the slots from ``start`` on of the first rows.
+        cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, contiguous: keys and values by layer. Those of
+            the nodes are written to the slots from ``start`` on of the first rows.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
@@ -331,8 +333,8 @@ def _library() -> ctypes.CDLL | str:
     library.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     counts, outputs = [count] * 3, [pointer] * 4
     library.draft_level.argtypes = [address(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
-    functions = "linear", "attention_inputs", "layer_outputs", "decode", "greatest_of_rows", "quantiles_of_rows"
-    for name in (*functions, "draft_level"):
+    functions = "linear", "attention_inputs", "attention", "layer_outputs", "decode", "greatest_of_rows"
+    for name in (*functions, "quantiles_of_rows", "draft_level"):
         getattr(library, name).restype = None
     return library
 

@@ -45,7 +45,7 @@ struct Pass {
   int64_t count, hidden, start;
   const float *x, *rotation;
   float* states;  // (layers, batch * nodes, hidden): each layer's output
-  float* cache;
+  uint16_t* cache;  // bfloat16
   int64_t cache_part;  // stride between the keys and the values of a layer
   Attention attention;
 };
@@ -97,21 +97,8 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   }
 }
 
-// Softmax attention of nodes to the slots that the mask allows them; 1 if head_dim is not supported.
-int attention(const Attention* a, int threads) {
-  switch (a->head_dim) {
-    case 16: return attend_all<16 / LANES>(*a, threads), 0;
-    case 32: return attend_all<32 / LANES>(*a, threads), 0;
-    case 48: return attend_all<48 / LANES>(*a, threads), 0;
-    case 64: return attend_all<64 / LANES>(*a, threads), 0;
-    case 80: return attend_all<80 / LANES>(*a, threads), 0;
-    case 96: return attend_all<96 / LANES>(*a, threads), 0;
-    case 112: return attend_all<112 / LANES>(*a, threads), 0;
-    case 128: return attend_all<128 / LANES>(*a, threads), 0;
-    case 256: return attend_all<256 / LANES>(*a, threads), 0;
-    default: return 1;
-  }
-}
+// Softmax attention of nodes to the slots that the mask allows them; head_dim is a multiple of 16, at most 256.
+void attention(const Attention* a, int threads) { attend_all(*a, threads); }
 
 // The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x.
 void layer_outputs(const Layer* layer, const float* read, const float* x, int64_t rows, float* out, int threads) {
@@ -220,14 +207,14 @@ void decode(const Pass* pass, int threads) {
   for (int64_t index = 0; index < pass->count; index++) {
     const Layer* layer = pass->layers + index;
     attention_inputs(layer, x, pass->rotation, rows, qkv.data(), threads);
-    float* parts[] = {pass->cache + 2 * index * pass->cache_part, pass->cache + (2 * index + 1) * pass->cache_part};
+    uint16_t* parts[] = {pass->cache + 2 * index * pass->cache_part, pass->cache + (2 * index + 1) * pass->cache_part};
     a.key = parts[0], a.value = parts[1];
     for (int64_t row = 0; row < rows; row++)
       for (int part = 0; part < 2; part++) {
         const float* from = qkv.data() + row * width + a.heads * a.head_dim + part * kv_width;
-        float* to = parts[part] + row / a.nodes * a.key_row + (pass->start + row % a.nodes) * a.key_slot;
+        uint16_t* to = parts[part] + row / a.nodes * a.key_row + (pass->start + row % a.nodes) * a.key_slot;
         for (int64_t head = 0; head < a.kv_heads; head++)
-          std::memcpy(to + head * a.key_head, from + head * a.head_dim, a.head_dim * sizeof(float));
+          store_rounded(to + head * a.key_head, from + head * a.head_dim, a.head_dim);
       }
     attention(&a, threads);
     float* out = pass->states + index * rows * pass->hidden;
