@@ -209,6 +209,15 @@ def test_nodes_without_slots_read_nothing():
 
 
 @needs_kernels
+def test_nothing_is_read_of_later_nodes():
+    query, key, value, _ = slots_of(1, 2, 70, 2, 1, 32)
+    value[:, :, :-1], value[:, :, -1] = 0, 1e30
+    found = cpu.attention(query, key, value, None, 1.0)
+    assert (found[0, 0] == 0).all()
+    assert (found[0, 1] > 0).all()
+
+
+@needs_kernels
 def test_large_scores_do_not_overflow():
     query, key, value, _ = slots_of(1, 2, 140, 2, 1, 32)
     found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
