@@ -26,11 +26,11 @@ def measure_prefixes(
         for prefix in prefixes:
             for form, target in targets.items():
                 found.setdefault((form, prefix), []).append(seconds_after(target, prefix))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (form, prefix), rounds_of in found.items():
         one, tree, prefill = (median(row[name] for row in rounds_of[1:]) for name in ("one", "tree", "prefill"))
-        row = {"form": form, "prefix": prefix, "milliseconds": 1000 * one, "tree": 1000 * tree, "passes": tree / one}
-        row["prefill"] = prefix / prefill
+        row: dict[str, Any] = {"form": form, "prefix": prefix, "milliseconds": 1000 * one, "tree": 1000 * tree}
+        row |= {"passes": tree / one, "prefill": prefix / prefill}
         first = next((other for other in rows if other["form"] == form), row)
         row["speed"] = first["milliseconds"] / row["milliseconds"]
         row["prefill_speed"] = row["prefill"] / first["prefill"]
