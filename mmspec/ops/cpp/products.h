@@ -15,10 +15,6 @@
 
 #include "vectors.h"
 
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
-
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
 #define MMSPEC_AMX
 #include <sys/syscall.h>
