@@ -1,9 +1,9 @@
 """Decoder layers of the Llama family with fewer and larger operations, for passes over few tokens on a CPU.
 
-Queries, keys and values are one product, gate and up another. The residual stream and attention are float32, so that
-little is converted; attention, cache included, is then faster on a CPU than in bfloat16, and hardly depends on the
-order in which it sums. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that
-the two features of a rotated pair are neighbours, which changes no dot product of a query and a key.
+Queries, keys and values are one product, gate and up another. The residual stream is float32, so that little is
+converted. The C++ kernels attend to keys and values in bfloat16, in any cache, transformers' included; other attention
+is float32. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that the two
+features of a rotated pair are neighbours, which changes no dot product of a query and a key.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@
 #pragma once
 
 #include <tuple>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "pairs.h"
 
 extern "C" {
 
@@ -31,102 +31,10 @@ struct Attention {
 
 namespace {
 
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));        // pairs of bfloat16
-typedef uint16_t row_halves __attribute__((vector_size(4 * LANES)));  // bfloat16
-typedef uint16_t eight __attribute__((vector_size(16)));              // bfloat16
-
-constexpr int64_t SLOTS = 64;            // of a block
-constexpr int64_t QUERIES = 48;          // that share what is read, at most, unless those of one node are more
-constexpr int64_t PAIRED = 2 * LANES;    // bfloat16 of a vector
-constexpr int64_t WIDE = LANES / 4;      // vectors of a register block
+constexpr int64_t SLOTS = 64;             // of a block
+constexpr int64_t QUERIES = 48;           // that share what is read, at most, unless those of one node are more
+constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
 constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
-
-// accumulator + the products of two pairs of bfloat16, the first pair's first
-inline floats dot(floats accumulator, words a, words b) {
-#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
-  return reinterpret_cast<floats>(_mm512_dpbf16_ps((__m512)accumulator, (__m512bh)a, (__m512bh)b));
-#else
-  accumulator = fma(reinterpret_cast<floats>(a << 16), reinterpret_cast<floats>(b << 16), accumulator);
-  return fma(reinterpret_cast<floats>(a & 0xffff0000), reinterpret_cast<floats>(b & 0xffff0000), accumulator);
-#endif
-}
-
-// To bfloat16, to nearest, ties to even.
-inline words rounded(floats x) {
-  words bits = reinterpret_cast<words>(x);
-  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-inline halves to_halves(floats x) {
-#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
-  return reinterpret_cast<halves>(_mm512_cvtneps_pbh((__m512)x));
-#else
-  return __builtin_convertvector(rounded(x), halves);
-#endif
-}
-
-// 2^x for x <= 0: to the precision of bfloat16, by a Taylor polynomial of degree 4.
-inline floats power_of_two(floats x) {
-  x = x > -126.0f ? x : splat(-126.0f);
-  floats n = x + 12582912.0f;  // rounded to an integer in the low bits
-  ints power = reinterpret_cast<ints>(n) << 23;
-  floats r = x - (n - 12582912.0f), p = splat(9.618129e-3f);
-  for (float factor : {5.550411e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) p = fma(p, r, splat(factor));
-  return as_floats(reinterpret_cast<ints>(p) + power);
-}
-
-inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    halves value = __builtin_convertvector(rounded(load<floats>(from + i)), halves);
-    std::memcpy(to + i, &value, sizeof value);
-  }
-}
-
-// Runs of ``unit`` elements of x and y in turn: those of the lower and of the upper half of each 128 bits.
-template <size_t unit, class T, size_t... i>
-inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
-  constexpr size_t all = sizeof...(i), lane = all * 4 / LANES;
-  return {__builtin_shufflevector(x, y, (i / lane * lane + i % lane / (2 * unit) * unit + i % unit + i / unit % 2 * all)...),
-          __builtin_shufflevector(
-              x, y, (i / lane * lane + lane / 2 + i % lane / (2 * unit) * unit + i % unit + i / unit % 2 * all)...)};
-}
-
-// The 8 features of every fourth row from the first on.
-inline words load_eights(const uint16_t* first, int64_t feature, int64_t stride, const int32_t* slots) {
-  auto load_eight = [&](int64_t i) { return load<eight>(first + slots[4 * i] * stride + feature); };
-#if defined(__AVX512F__)
-  __m512i all = _mm512_castsi128_si512((__m128i)load_eight(0));
-  all = _mm512_inserti32x4(all, (__m128i)load_eight(1), 1);
-  all = _mm512_inserti32x4(all, (__m128i)load_eight(2), 2);
-  return reinterpret_cast<words>(_mm512_inserti32x4(all, (__m128i)load_eight(3), 3));
-#else
-  eight low = load_eight(0), high = load_eight(1);
-  return reinterpret_cast<words>(__builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-#endif
-}
-
-// Features in order, of the sums of what ``interleaved`` returned.
-template <size_t... i>
-inline std::pair<floats, floats> in_order(floats low, floats high, std::index_sequence<i...>) {
-  return {__builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES)...),
-          __builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES + LANES / 2)...)};
-}
-
-constexpr int64_t LINE = 32;  // bfloat16 of a cache line
-
-// Fetches what the next block will read, little by little.
-inline void prefetch(const uint16_t* from, int64_t lines) {
-  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE, 0, 2);
-}
-
-// The first features of a row, zeros after them.
-template <class T>
-inline T load_features(const uint16_t* row, int64_t features) {
-  if (features >= PAIRED) return load<T>(row);
-  T value{};
-  std::memcpy(&value, row, features * sizeof(uint16_t));
-  return value;
-}
 
 // sums (queries, wide) += the products of pairs of ``left`` (pairs, wide), in vectors, and ``right`` (queries, pairs).
 template <int queries, int64_t wide>
@@ -172,7 +80,7 @@ inline void add_all_products(const words* left, int64_t vectors, const uint16_t*
 
 // What a thread needs for some nodes' heads that share a key head, its queries.
 struct Reading {
-  std::vector<words> keys, values;       // of a block: (pairs of features, TILES), (pairs of slots, vectors of features)
+  std::vector<words> keys, values;       // (pairs of features, TILES), (pairs of slots, vectors of features): a block's
   std::vector<uint16_t> query, shares;   // (queries, features), (queries, SLOTS): bfloat16
   std::vector<float> scores, read, top;  // (queries, SLOTS), (queries, features), (queries)
   std::vector<floats> total;             // (queries)
@@ -211,8 +119,8 @@ struct Reading {
       for (int64_t feature = 0; feature < features; feature += PAIRED) {
         prefetch(ahead + i / 2 * head_dim + feature, LANES / 16);
         auto [low, high] =
-            interleaved<1>(load_features<row_halves>(value + slots[i] * stride + feature, head_dim - feature),
-                           load_features<row_halves>(value + slots[i + 1] * stride + feature, head_dim - feature),
+            interleaved<1>(load_features(value + slots[i] * stride + feature, head_dim - feature),
+                           load_features(value + slots[i + 1] * stride + feature, head_dim - feature),
                            std::make_index_sequence<PAIRED>());
         words* to = values.data() + i / 2 * vectors + feature / LANES;
         to[0] = reinterpret_cast<words>(low), to[1] = reinterpret_cast<words>(high);
@@ -239,7 +147,7 @@ struct Reading {
     floats sum = total[index], highest = splat(top[index]);
     for (int64_t i = 0; i < TILES; i++) {
       halves part = to_halves(power_of_two(score[i] - highest));
-      if (count < SLOTS) part = __builtin_convertvector(lanes(), halves) < uint16_t(std::clamp<int64_t>(count - i * LANES, 0, LANES)) ? part : halves{};
+      if (count < SLOTS) part = first_of(part, count - i * LANES);
       sum += reinterpret_cast<floats>(__builtin_convertvector(part, words) << 16);
       std::memcpy(share + i * LANES, &part, sizeof part);
     }
@@ -267,7 +175,8 @@ struct Reading {
     float whole = sum(total[index]), inverse = whole > 0 ? 1 / whole : 0;  // without slots, as padding, it reads 0
     const float* from = read.data() + index * features;
     for (int64_t i = 0; i < head_dim; i += PAIRED) {
-      auto [low, high] = in_order(load<floats>(from + i), load<floats>(from + i + LANES), std::make_index_sequence<LANES>());
+      auto [low, high] =
+          in_order(load<floats>(from + i), load<floats>(from + i + LANES), std::make_index_sequence<LANES>());
       store(to + i, low * inverse);
       if (i + LANES < head_dim) store(to + i + LANES, high * inverse);
     }
@@ -320,8 +229,8 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
     longest = std::max(longest, reading.counts[node]);
     const float* query = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.head_dim;
     for (int64_t head = 0; head < group; head++) {
-      float scaled[256];
-      for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.head_dim + i] * (a.scale * 1.44269504f);  // scores of powers of two
+      float scaled[256], scale = a.scale * 1.44269504f;  // weights are powers of two
+      for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.head_dim + i] * scale;
       store_rounded(reading.query.data() + (node * group + head) * reading.features, scaled, a.head_dim);
     }
   }
