@@ -4,7 +4,8 @@ Every form (as in the file, packed bfloat16, int8, int4, and bfloat16 by ``F.lin
 nodes after one prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp
 decodes the same GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are
 read from memory.
-Columns of ratios are medians over the rounds of ratios within a round.
+Columns of ratios are medians over the rounds of ratios within a round. With ``--prefixes``, passes over one node and
+over a tree, and the prefill, are timed after prompts of these lengths instead.
 
 First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. The
 divergence of each form's next-token distributions from those of the float32 weights is measured on 400 tokens of the
@@ -23,6 +24,8 @@ import torch
 
 import mmspec
 from mmspec import plugins
+from mmspec.checks import choice, listed
+from mmspec.cli.options import Value
 from mmspec.drafters.ngram import Ngram
 from mmspec.eval.decoding.passes import (
     UNPACKED,
@@ -34,6 +37,7 @@ from mmspec.eval.decoding.passes import (
     start,
     verify_pass,
 )
+from mmspec.eval.decoding.prefixes import PREFIX_COLUMNS, measure_prefixes
 from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
@@ -42,6 +46,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
 FORMS = ("auto", "bfloat16", "int8", "int4", UNPACKED)
+PACKED = FORMS[:-1]
 _LLAMA, _READ = "llama.cpp", "read"
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
@@ -52,6 +57,8 @@ _PROMPT = "List five animals and their colours. Then list them again."
 @click.option("--threads", type=SIZES, default="1,2", show_default=True)
 @click.option("--nodes", type=SIZES, default="1,2,4,8,16", show_default=True)
 @click.option("--prefix", default=42, show_default=True, help="Tokens of the prompt.")
+@click.option("--prefixes", type=SIZES, help="Lengths of prompts after which one node, a tree and prefill are timed.")
+@click.option("--forms", type=Value(listed(choice(*PACKED))), default=",".join(PACKED), show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @llama_server_option
 def main(model: str, threads: tuple[int, ...], llama_server: str | None, **options: Any) -> dict[str, Any]:
@@ -63,22 +70,27 @@ def main(model: str, threads: tuple[int, ...], llama_server: str | None, **optio
     ids = processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
     with torch.inference_mode():
         expected = exact.model(ids).logits
-    for form in FORMS:
+    for form in (*options["forms"], *(() if options["prefixes"] else (UNPACKED,))):
         targets[form], processor = load_as(folder, form)
         equal[form] = decodes_equally(targets[form], processor)
         if not equal[form]:
             click.echo(f"{form}: speculative and plain decoding differ", err=True)
         divergences[form] = divergence(targets[form], expected, ids)
         click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
-        start(targets[form], options["prefix"], max_new_tokens=max(options["nodes"]))
     tables = {}
     for count in threads:
         torch.set_num_threads(count)
+        if options["prefixes"]:
+            tables[count] = measure_prefixes(targets, options["prefixes"], options["rounds"])
+            wide_console().print(make_table(PREFIX_COLUMNS, tables[count], title=f"after a prompt, threads: {count}"))
+            continue
+        for target in targets.values():
+            start(target, options["prefix"], max_new_tokens=max(options["nodes"]))
         llama = plain_step(servers[count], options["prefix"]) if servers else None
         tables[count] = measure(targets, options["nodes"], options["rounds"], llama)
         wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
     about = {"model": model, "equal": equal, "divergence": divergences}
-    return {**about, "prefix": options["prefix"], "rounds": options["rounds"], "threads": tables}
+    return {**about, "prefix": options["prefixes"] or options["prefix"], "rounds": options["rounds"], "threads": tables}
 
 
 def decodes_equally(target: TransformersTarget, processor: Processor) -> bool:

@@ -9,12 +9,16 @@ none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.cache.rows import row_index
+from mmspec.ops import pages
+
+_LEAST_BYTES = 2 * pages.PAGE  # of a buffer that gets huge pages
 
 
 class KVBuffers:
@@ -51,7 +55,10 @@ class KVBuffers:
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
         """A new buffer, like a tensor (..., kv_heads, any, head_dim)."""
         self.version = object()
-        return like.new_zeros(tensors, rows, like.shape[-3], slots, like.shape[-1])
+        shape = tensors, rows, like.shape[-3], slots, like.shape[-1]
+        size = prod(shape) * like.element_size()
+        memory = pages.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
+        return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
     # ------------------------------------------------------------------ passes
 

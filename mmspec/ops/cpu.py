@@ -197,9 +197,11 @@ def attention_inputs(weights: _Layer, x: Tensor, rotation: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on where the attended slots lie.
 
+    Queries and softmax weights are rounded to bfloat16, in which keys and values are; sums are float32.
+
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) float32 with equal strides, slots contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16 with equal strides, slots contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, the last slots being those of the nodes.
 
     Returns:
@@ -255,8 +257,8 @@ def decode(
         x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: as of ``attention_inputs``.
         mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
-        cache: (2 * layers, rows, kv_heads, slots, head_dim) float32, contiguous: keys and values by layer. Those of the
-            nodes are written to the slots from ``start`` on of the first rows.
+        cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, contiguous: keys and values by layer. Those of
+            the nodes are written to the slots from ``start`` on of the first rows.
         middle: (batch, nodes, hidden) float32; is set to the last layer's residual before its MLP.
 
     Returns:
@@ -449,8 +451,8 @@ def _library() -> ctypes.CDLL | str:
     counts, outputs = [count] * 3, [pointer] * 4
     library.draft_level.argtypes = [address(_Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
     library.draft_slots.argtypes = [address(_Markov), pointer, pointer, *[count] * 4, *[pointer] * 3]
-    functions = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "greatest_of_rows"
-    for name in (*functions, "quantiles_of_rows", "draft_level", "draft_slots"):
+    functions = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
+    for name in (*functions, "greatest_of_rows", "quantiles_of_rows", "draft_level", "draft_slots"):
         getattr(library, name).restype = None
     return library
 

@@ -7,7 +7,6 @@ int8, per row and group of 32 features.
 
 from __future__ import annotations
 
-import mmap
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -17,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.ops import cpu
+from mmspec.ops import cpu, pages
 from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 
 LANES = 16  # output features of a block
-_PAGE = 2 << 20  # bytes of a huge page
 _LINE = 64  # bytes of a cache line
 
 
@@ -126,16 +124,13 @@ class JoinedLinear(nn.Module):
 def place_together(layers: Iterable[BlockLinear]) -> None:
     """Move the weights of layers, in order, into memory of huge pages, where the system has them.
 
-    A pass reads all weights; with pages of 4 KiB, address translation would take as long as the reading.
+    A pass reads all weights.
     """
     layers = list(layers)
-    if not layers or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
     sizes = [layer._blocks.numel() + -layer._blocks.numel() % _LINE for layer in layers]
-    pages = mmap.mmap(-1, sum(sizes) + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % _PAGE :]
+    memory = pages.zeros(sum(sizes)) if layers else None
+    if memory is None:
+        return
     for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):
         blocks = layer._blocks
         place = memory[end - size :][: blocks.numel()].view_as(blocks)

@@ -1,10 +1,10 @@
 """Decoder layers of the families of Llama, Qwen3 and Gemma 3 with fewer and larger operations, for passes over few
 tokens on a CPU.
 
-Queries, keys and values are one product, gate and up another. The residual stream and attention are float32, so that
-little is converted; attention, cache included, is then faster on a CPU than in bfloat16, and hardly depends on the
-order in which it sums. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that
-the two features of a rotated pair are neighbours, which changes no dot product of a query and a key.
+Queries, keys and values are one product, gate and up another. The residual stream is float32, so that little is
+converted. The C++ kernels attend to keys and values in bfloat16, in any cache, transformers' included; other attention
+is float32. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that the two
+features of a rotated pair are neighbours, which changes no dot product of a query and a key.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ class MergedLayer(nn.Module):
         x = hidden_states.float()
         qkv = self._qkv(x, rotation)
         query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.native is not None and self.attends_by_kernel(kwargs):
+            key, value = key.bfloat16(), value.bfloat16()
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
         read = self._attend(query, key, value, attention_mask, kwargs)
@@ -124,12 +126,13 @@ class MergedLayer(nn.Module):
     ) -> Tensor:
         """Attention output, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
         scaling = self.self_attn.scaling
-        usual = key.dtype == value.dtype == torch.float32 and key.stride() == value.stride() and key.stride(3) == 1
+        usual = key.dtype == value.dtype == torch.bfloat16 and key.stride() == value.stride() and key.stride(3) == 1
         if self.native is not None and usual and self.attends_by_kernel(options):
             allowed = None if mask is None else _allowed(mask, len(query))
             return cpu.attention(query.transpose(1, 2), key, value, allowed, scaling)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
+        key, value = key.to(query.dtype), value.to(query.dtype)
         return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
 
     def attends_by_kernel(self, options: dict[str, Any]) -> bool:
@@ -222,7 +225,7 @@ class Stack:
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
         if not (small and stored) or self._weights is None:
             return None
-        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.float32)
+        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.bfloat16)
         start = cache.get_seq_length()
         storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
         allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling

@@ -17,7 +17,7 @@ from mmspec.quantisation.linear import GROUP
 
 
 class NativeLayers:
-    """See the module. Passes write keys and values to float32 caches, of which no other passes may take any.
+    """See the module. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
 
     Args:
         layers: the modules of each.
@@ -83,7 +83,7 @@ class NativeLayers:
         cpu.write_keys_values(self._weights, x.float().contiguous(), _pairs(rotation, x), storage, start)
 
     def _storage(self, cache: TreeCache, x: Tensor) -> tuple[Tensor, int]:
-        like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.float32)
+        like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.bfloat16)
         start = cache.get_seq_length()
         rows, nodes, _ = x.shape
         return cache.kv.shared(cache.attending, rows, nodes, like, start), start

@@ -1,16 +1,24 @@
-// Attention of tree nodes to a cache.
+// Attention of tree nodes to a cache in bfloat16.
+//
+// The slots that a node attends to are taken in order, SLOTS at a time: scores, then a softmax whose greatest score and
+// sum are carried from block to block (FlashAttention, arXiv 2205.14135), then the sums of values. So the result is a
+// function of these slots alone. Blocks that several nodes have in common are read and laid out once for all of them.
+// Queries and softmax weights are rounded to bfloat16 too: both products are dot products of pairs.
 
 #pragma once
 
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "pairs.h"
 
 extern "C" {
 
 struct Attention {
-  const float *query, *key, *value;
-  const uint8_t* mask;  // null: causal, the last slots are those of the nodes
+  const float* query;
+  const uint16_t *key, *value;  // bfloat16
+  const uint8_t* mask;          // null: causal, the last slots are those of the nodes
   float* read;
   float scale;
   int64_t batch, nodes, slots, heads, kv_heads, head_dim;
@@ -23,134 +31,236 @@ struct Attention {
 
 namespace {
 
-// The scores of LANES slots.
-template <int parts, class Slot>
-inline floats scores_of(const float* query, const float* keys, int64_t stride, Slot slot) {
-  floats products[LANES];
-#pragma GCC unroll 16
-  for (int64_t lane = 0; lane < LANES; lane++) {
-    const float* key = keys + slot(lane) * stride;
-    products[lane] = load<floats>(query) * load<floats>(key);
-    for (int i = 1; i < parts; i++)
-      products[lane] = fma(load<floats>(query + LANES * i), load<floats>(key + LANES * i), products[lane]);
+constexpr int64_t SLOTS = 64;             // of a block
+constexpr int64_t QUERIES = 48;           // that share what is read, at most, unless those of one node are more
+constexpr int64_t WIDE = LANES / 4;       // vectors of a register block
+constexpr int64_t TILES = SLOTS / LANES;  // vectors of a block's scores
+
+// sums (queries, wide) += the products of pairs of ``left`` (pairs, wide), in vectors, and ``right`` (queries, pairs).
+template <int queries, int64_t wide>
+inline void add_products(const words* left, int64_t left_stride, const uint16_t* right, int64_t right_stride,
+                         int64_t pairs, float* sums, int64_t sums_stride, const uint16_t* ahead, int64_t step) {
+  floats sum[queries][wide];
+  for (int query = 0; query < queries; query++)
+    for (int64_t i = 0; i < wide; i++) sum[query][i] = load<floats>(sums + query * sums_stride + i * LANES);
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    prefetch(ahead + pair * step, 2);
+#pragma GCC unroll 4
+    for (int query = 0; query < queries; query++) {
+      words other = load<uint32_t>(right + query * right_stride + 2 * pair) - words{};
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < wide; i++) sum[query][i] = dot(sum[query][i], left[pair * left_stride + i], other);
+    }
   }
-  return sums(products);
+  for (int query = 0; query < queries; query++)
+    for (int64_t i = 0; i < wide; i++) store(sums + query * sums_stride + i * LANES, sum[query][i]);
 }
 
-// read += the values of some slots, each times its share, in order.
-template <int parts, class Slot>
-inline void add_values(float* read, const float* shares, int64_t count, const float* values, int64_t stride,
-                       Slot slot) {
-  floats sum[parts];
-  for (int i = 0; i < parts; i++) sum[i] = load<floats>(read + LANES * i);
-  for (int64_t j = 0; j < count; j++) {
-    const float* value = values + slot(j) * stride;
-    for (int i = 0; i < parts; i++) sum[i] = fma(splat(shares[j]), load<floats>(value + LANES * i), sum[i]);
-  }
-  for (int i = 0; i < parts; i++) store(read + LANES * i, sum[i]);
+// ``add_products`` for any number of queries and an even number of vectors.
+inline void add_all_products(const words* left, int64_t vectors, const uint16_t* right, int64_t right_stride,
+                             int64_t pairs, float* sums, int64_t queries, const uint16_t* ahead) {
+  int64_t stride = vectors * LANES;
+  auto add = [&](auto block, auto wide, int64_t query, int64_t first) {
+    add_products<block(), wide()>(left + first, vectors, right + query * right_stride, right_stride, pairs,
+                                  sums + query * stride + first * LANES, stride, ahead, query ? 0 : 2 * LINE);
+  };
+  auto add_wide = [&](auto wide, int64_t first) {
+    int64_t query = 0;
+    for (; query + 4 <= queries; query += 4) add(std::integral_constant<int, 4>(), wide, query, first);
+    switch (queries - query) {
+      case 3: return add(std::integral_constant<int, 3>(), wide, query, first);
+      case 2: return add(std::integral_constant<int, 2>(), wide, query, first);
+      case 1: return add(std::integral_constant<int, 1>(), wide, query, first);
+    }
+  };
+  int64_t first = 0;
+  for (; first + WIDE <= vectors; first += WIDE) add_wide(std::integral_constant<int64_t, WIDE>(), first);
+  for (; first < vectors; first += 2) add_wide(std::integral_constant<int64_t, 2>(), first);
 }
 
-// Scores to softmax weights, in whole vectors; what is beyond ``count`` becomes 0. Returns the inverse of their sum.
-inline float exponentials(float* scores, int64_t count) {
-  floats most = splat(-INFINITY), total{};
-  for (int64_t j = 0; j < count; j += LANES) {
-    floats x = load<floats>(scores + j);
-    x = lanes() < int32_t(count - j) ? x : splat(-INFINITY);
-    store(scores + j, x);
-    most = x > most ? x : most;
-  }
-  floats top = splat(greatest(most));
-  for (int64_t j = 0; j < count; j += LANES) {
-    floats x = load<floats>(scores + j), share = exponential(x - top);
-    share = x == -INFINITY ? floats{} : share;
-    store(scores + j, share);
-    total += share;
-  }
-  float whole = sum(total);
-  return whole > 0 ? 1 / whole : 0;  // a node without slots, such as padding, reads 0
-}
+// What a thread needs for some nodes' heads that share a key head, its queries.
+struct Reading {
+  std::vector<words> keys, values;       // (pairs of features, TILES), (pairs of slots, vectors of features): a block's
+  std::vector<uint16_t> query, shares;   // (queries, features), (queries, SLOTS): bfloat16
+  std::vector<float> scores, read, top;  // (queries, SLOTS), (queries, features), (queries)
+  std::vector<floats> total;             // (queries)
+  std::vector<int32_t> own;              // (nodes, slots): those after the blocks in common
+  std::vector<int64_t> counts;           // (nodes): slots that each attends to
+  int64_t features, vectors;             // of a head, padded
 
-struct AttentionScratch {
-  std::vector<int32_t> slots;
-  std::vector<float> scores, inverse;
+  void shape(int64_t queries, int64_t nodes, const Attention& a) {
+    features = (a.head_dim + PAIRED - 1) / PAIRED * PAIRED, vectors = features / LANES;
+    keys.resize(features / 2 * TILES), values.resize(SLOTS / 2 * vectors);
+    query.assign(queries * features, 0), shares.resize(queries * SLOTS), scores.resize(queries * SLOTS);
+    read.assign(queries * features, 0), top.assign(queries, -INFINITY), total.assign(queries, floats{});
+    counts.resize(nodes);
+  }
+
+  // Lays out the keys of a block.
+  void take_keys(const uint16_t* key, int64_t stride, int64_t head_dim, const int32_t* slots) {
+    const uint16_t* ahead = key + (slots[0] + SLOTS) * stride;
+    for (int64_t tile = 0; tile < TILES; tile++)
+      for (int64_t feature = 0; feature < head_dim; feature += 8) {
+        prefetch(ahead + (tile * head_dim + feature) * LANES / 2, LANES / 8);
+        words rows[4];
+        for (int64_t i = 0; i < 4; i++) rows[i] = load_eights(key, feature, stride, slots + tile * LANES + i);
+        auto [a, b] = interleaved<1>(rows[0], rows[1], std::make_index_sequence<LANES>());
+        auto [c, d] = interleaved<1>(rows[2], rows[3], std::make_index_sequence<LANES>());
+        words* to = keys.data() + feature / 2 * TILES + tile;
+        std::tie(to[0], to[TILES]) = interleaved<2>(a, c, std::make_index_sequence<LANES>());
+        std::tie(to[2 * TILES], to[3 * TILES]) = interleaved<2>(b, d, std::make_index_sequence<LANES>());
+      }
+  }
+
+  // Lays out the values of a block.
+  void take_values(const uint16_t* value, int64_t stride, int64_t head_dim, const int32_t* slots) {
+    const uint16_t* ahead = value + (slots[0] + SLOTS) * stride;
+    for (int64_t i = 0; i < SLOTS; i += 2)
+      for (int64_t feature = 0; feature < features; feature += PAIRED) {
+        prefetch(ahead + i / 2 * head_dim + feature, LANES / 16);
+        auto [low, high] =
+            interleaved<1>(load_features(value + slots[i] * stride + feature, head_dim - feature),
+                           load_features(value + slots[i + 1] * stride + feature, head_dim - feature),
+                           std::make_index_sequence<PAIRED>());
+        words* to = values.data() + i / 2 * vectors + feature / LANES;
+        to[0] = reinterpret_cast<words>(low), to[1] = reinterpret_cast<words>(high);
+      }
+  }
+
+  // A query's scores of a block, of which the first ``count`` slots are its own, to softmax weights.
+  void weigh(int64_t index, int64_t count) {
+    uint16_t* share = shares.data() + index * SLOTS;
+    if (count <= 0) return std::fill_n(share, SLOTS, 0), void();
+    floats score[TILES], most = splat(-INFINITY);
+    for (int64_t i = 0; i < TILES; i++) {
+      score[i] = load<floats>(scores.data() + index * SLOTS + i * LANES);
+      if (count < SLOTS) score[i] = lanes() < int32_t(count - i * LANES) ? score[i] : splat(-INFINITY);
+      most = score[i] > most ? score[i] : most;
+    }
+    if (greater(most, splat(top[index]))) {
+      float greatest_score = greatest(most);
+      floats factor = power_of_two(splat(top[index]) - greatest_score);
+      top[index] = greatest_score, total[index] *= factor;
+      for (int64_t i = index * features; i < (index + 1) * features; i += LANES)
+        store(read.data() + i, load<floats>(read.data() + i) * factor);
+    }
+    floats sum = total[index], highest = splat(top[index]);
+    for (int64_t i = 0; i < TILES; i++) {
+      halves part = to_halves(power_of_two(score[i] - highest));
+      if (count < SLOTS) part = first_of(part, count - i * LANES);
+      sum += reinterpret_cast<floats>(__builtin_convertvector(part, words) << 16);
+      std::memcpy(share + i * LANES, &part, sizeof part);
+    }
+    total[index] = sum;
+  }
+
+  // Adds a block to the queries from ``first`` on; count(query): its own slots among those of the block.
+  template <class Count>
+  void add(const Attention& a, const uint16_t* key, const uint16_t* value, const int32_t* slots, int64_t first,
+           int64_t queries, Count count) {
+    int64_t ahead = (slots[0] + SLOTS + SLOTS / 2) * a.key_slot;
+    float* score = scores.data() + first * SLOTS;
+    take_keys(key, a.key_slot, a.head_dim, slots);
+    std::fill_n(score, queries * SLOTS, 0.0f);
+    add_all_products(keys.data(), TILES, query.data() + first * features, features, a.head_dim / 2, score, queries,
+                     key + ahead);
+    for (int64_t i = first; i < first + queries; i++) weigh(i, count(i));
+    take_values(value, a.key_slot, a.head_dim, slots);
+    add_all_products(values.data(), vectors, shares.data() + first * SLOTS, SLOTS, SLOTS / 2,
+                     read.data() + first * features, queries, value + ahead);
+  }
+
+  // Writes what a query has read.
+  void write(int64_t index, float* to, int64_t head_dim) const {
+    float whole = sum(total[index]), inverse = whole > 0 ? 1 / whole : 0;  // without slots, as padding, it reads 0
+    const float* from = read.data() + index * features;
+    for (int64_t i = 0; i < head_dim; i += PAIRED) {
+      auto [low, high] =
+          in_order(load<floats>(from + i), load<floats>(from + i + LANES), std::make_index_sequence<LANES>());
+      store(to + i, low * inverse);
+      if (i + LANES < head_dim) store(to + i + LANES, high * inverse);
+    }
+  }
 };
 
-// Attention of up to NODES nodes' heads that share a key head. Slots that all these nodes attend to are read once, in
-// tiles of LANES; then come the others of each node. So the sums of a node run over its slots in order.
-constexpr int64_t NODES = 4;
+// The slots of nodes: ``common`` from ``begin`` on are those of all nodes as far as each attends to any more.
+struct Layout {
+  int64_t begin, common;
+};
 
-template <int parts>
-void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, AttentionScratch& scratch) {
-  int64_t group = a.heads / a.kv_heads, nodes = std::min(NODES, a.nodes - first), queries = nodes * group;
-  const uint8_t* mask = a.mask ? a.mask + row * a.mask_row + first * a.mask_node : nullptr;
-  int64_t shared = mask ? a.slots : a.slots - a.nodes + first + 1;
-  for (int64_t node = 0; mask && node < nodes; node++) {
-    const void* hole = std::memchr(mask + node * a.mask_node, 0, shared);
-    if (hole) shared = static_cast<const uint8_t*>(hole) - (mask + node * a.mask_node);
-  }
-  shared -= shared % LANES;
-  int64_t width = (a.slots + 2 * LANES) / LANES * LANES, rest[NODES];
-  if (scratch.scores.size() < size_t(queries * width)) scratch.scores.resize(queries * width);
-  if (scratch.slots.size() < size_t(nodes * width)) scratch.slots.resize(nodes * width);
+// Notes how many slots each node attends to, and those that come after blocks in common.
+inline Layout lay_out(const uint8_t* mask, int64_t stride, int64_t slots, int64_t nodes, Reading& to) {
+  auto next = [&](int64_t node, int value, int64_t from) {
+    const uint8_t* row = mask + node * stride;
+    const void* found = from < slots ? std::memchr(row + from, value, slots - from) : nullptr;
+    return found ? static_cast<const uint8_t*>(found) - row : slots;
+  };
+  Layout layout{slots, slots};
+  for (int64_t node = 0; node < nodes; node++) layout.begin = std::min(layout.begin, int64_t(next(node, 1, 0)));
   for (int64_t node = 0; node < nodes; node++) {
-    int32_t* slots = scratch.slots.data() + node * width;
-    int64_t count = 0, end = mask ? a.slots : a.slots - a.nodes + first + node + 1;
-    for (int64_t slot = shared; slot < end; slot++) {
-      slots[count] = int32_t(slot);
-      count += mask ? mask[node * a.mask_node + slot] : 1;
-    }
-    std::fill_n(slots + count, LANES, 0);  // whole vectors are read
-    rest[node] = count;
+    int64_t end = next(node, 0, layout.begin);
+    to.counts[node] = end - layout.begin;
+    if (next(node, 1, end) < slots) layout.common = std::min(layout.common, to.counts[node] / SLOTS * SLOTS);
   }
-  const float* keys = a.key + row * a.key_row + kv * a.key_head;
-  const float* values = a.value + row * a.key_row + kv * a.key_head;
-  auto node_of = [&](int64_t query) { return query / group; };
-  auto head_of = [&](int64_t query) { return kv * group + query % group; };
-  auto query_of = [&](int64_t query) {
-    return a.query + row * a.query_row + (first + node_of(query)) * a.query_node + head_of(query) * a.head_dim;
-  };
-  auto read_of = [&](int64_t query) {
-    return a.read + ((row * a.nodes + first + node_of(query)) * a.heads + head_of(query)) * a.head_dim;
-  };
-  auto scores = [&](int64_t query) { return scratch.scores.data() + query * width; };
-  floats scale = splat(a.scale);
-  for (int64_t j = 0; j < shared; j += LANES)
-    for (int64_t query = 0; query < queries; query++) {
-      auto slot = [j](int64_t lane) { return j + lane; };
-      store(scores(query) + j, scores_of<parts>(query_of(query), keys, a.key_slot, slot) * scale);
+  if (layout.common == slots) return layout;
+  if (to.own.size() < size_t(nodes * (slots + SLOTS))) to.own.resize(nodes * (slots + SLOTS));
+  for (int64_t node = 0; node < nodes; node++) {
+    int32_t* own = to.own.data() + node * (slots + SLOTS);
+    int64_t count = 0;
+    for (int64_t slot = layout.begin + layout.common; slot < slots; slot++) {
+      own[count] = int32_t(slot);
+      count += mask[node * stride + slot];
     }
-  scratch.inverse.resize(queries);
-  for (int64_t query = 0; query < queries; query++) {
-    const int32_t* slots = scratch.slots.data() + node_of(query) * width;
-    for (int64_t j = 0; j < rest[node_of(query)]; j += LANES) {
-      auto slot = [slots, j](int64_t lane) { return int64_t(slots[j + lane]); };
-      store(scores(query) + shared + j, scores_of<parts>(query_of(query), keys, a.key_slot, slot) * scale);
-    }
-    scratch.inverse[query] = exponentials(scores(query), shared + rest[node_of(query)]);
-    std::fill_n(read_of(query), a.head_dim, 0.0f);
+    std::fill_n(own + count, SLOTS, count ? own[count - 1] : 0);  // whole blocks are read
+    if (to.counts[node] >= layout.common) to.counts[node] = layout.common + count;
   }
-  for (int64_t j = 0; j < shared; j += LANES)
-    for (int64_t query = 0; query < queries; query++)
-      add_values<parts>(read_of(query), scores(query) + j, LANES, values, a.key_slot,
-                        [j](int64_t lane) { return j + lane; });
+  return layout;
+}
+
+// Attention of some nodes' heads that share a key head.
+void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t nodes, Reading& reading) {
+  int64_t group = a.heads / a.kv_heads, queries = nodes * group, longest = 0;
+  reading.shape(queries, nodes, a);
+  Layout layout{0, a.slots};
+  if (a.mask)
+    layout = lay_out(a.mask + row * a.mask_row + first * a.mask_node, a.mask_node, a.slots, nodes, reading);
+  for (int64_t node = 0; node < nodes; node++) {
+    if (!a.mask) reading.counts[node] = a.slots - a.nodes + first + node + 1;
+    longest = std::max(longest, reading.counts[node]);
+    const float* query = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.head_dim;
+    for (int64_t head = 0; head < group; head++) {
+      float scaled[256], scale = a.scale * 1.44269504f;  // weights are powers of two
+      for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.head_dim + i] * scale;
+      store_rounded(reading.query.data() + (node * group + head) * reading.features, scaled, a.head_dim);
+    }
+  }
+  const uint16_t *key = a.key + row * a.key_row + kv * a.key_head, *value = a.value + row * a.key_row + kv * a.key_head;
+  int32_t slots[SLOTS];
+  for (int64_t at = 0; at < std::min(layout.common, longest); at += SLOTS) {
+    for (int64_t i = 0; i < SLOTS; i++) slots[i] = int32_t(layout.begin + std::min(at + i, longest - 1));
+    reading.add(a, key, value, slots, 0, queries, [&](int64_t query) { return reading.counts[query / group] - at; });
+  }
+  for (int64_t node = 0; node < nodes; node++)
+    for (int64_t at = layout.common; at < reading.counts[node]; at += SLOTS) {
+      const int32_t* own = reading.own.data() + node * (a.slots + SLOTS) + at - layout.common;
+      reading.add(a, key, value, own, node * group, group, [&](int64_t) { return reading.counts[node] - at; });
+    }
   for (int64_t query = 0; query < queries; query++) {
-    const int32_t* slots = scratch.slots.data() + node_of(query) * width;
-    float* read = read_of(query);
-    add_values<parts>(read, scores(query) + shared, rest[node_of(query)], values, a.key_slot,
-                      [slots](int64_t j) { return int64_t(slots[j]); });
-    for (int i = 0; i < parts; i++) store(read + LANES * i, load<floats>(read + LANES * i) * scratch.inverse[query]);
+    int64_t head = ((row * a.nodes + first + query / group) * a.kv_heads + kv) * group + query % group;
+    reading.write(query, a.read + head * a.head_dim, a.head_dim);
   }
 }
 
-template <int parts>
 void attend_all(const Attention& a, int threads) {
+  int64_t together = std::max<int64_t>(1, QUERIES * a.kv_heads / a.heads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    AttentionScratch scratch;
+    thread_local Reading reading;
 #pragma omp for schedule(dynamic) collapse(3)
     for (int64_t row = 0; row < a.batch; row++)
-      for (int64_t first = 0; first < a.nodes; first += NODES)
-        for (int64_t kv = 0; kv < a.kv_heads; kv++) attend<parts>(a, row, kv, first, scratch);
+      for (int64_t first = 0; first < a.nodes; first += together)
+        for (int64_t kv = 0; kv < a.kv_heads; kv++)
+          attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
   }
 }
 

@@ -73,7 +73,7 @@ struct Pass {
   const float *x, *rotation;
   float* states;  // (layers, batch * nodes, hidden): each layer's output
   float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
-  float* cache;
+  uint16_t* cache;  // bfloat16
   int64_t cache_part;  // stride between the keys and the values of a layer
   Attention attention;
 };
@@ -124,21 +124,8 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   }
 }
 
-// Softmax attention of nodes to the slots that the mask allows them; 1 if head_dim is not supported.
-int attention(const Attention* a, int threads) {
-  switch (a->head_dim) {
-    case 16: return attend_all<16 / LANES>(*a, threads), 0;
-    case 32: return attend_all<32 / LANES>(*a, threads), 0;
-    case 48: return attend_all<48 / LANES>(*a, threads), 0;
-    case 64: return attend_all<64 / LANES>(*a, threads), 0;
-    case 80: return attend_all<80 / LANES>(*a, threads), 0;
-    case 96: return attend_all<96 / LANES>(*a, threads), 0;
-    case 112: return attend_all<112 / LANES>(*a, threads), 0;
-    case 128: return attend_all<128 / LANES>(*a, threads), 0;
-    case 256: return attend_all<256 / LANES>(*a, threads), 0;
-    default: return 1;
-  }
-}
+// Softmax attention of nodes to the slots that the mask allows them; head_dim is a multiple of 16, at most 256.
+void attention(const Attention* a, int threads) { attend_all(*a, threads); }
 
 // The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x. middle:
 // the residual before the MLP, (rows, hidden); may be null.
@@ -275,11 +262,10 @@ static void write_slots(const Pass* pass, int64_t index, const float* from, int6
   int64_t kv_width = a.kv_heads * a.head_dim;
   for (int64_t row = 0; row < a.batch * a.nodes; row++)
     for (int part = 0; part < 2; part++) {
-      float* to = pass->cache + (2 * index + part) * pass->cache_part + row / a.nodes * a.key_row +
-                  (pass->start + row % a.nodes) * a.key_slot;
+      uint16_t* to = pass->cache + (2 * index + part) * pass->cache_part + row / a.nodes * a.key_row +
+                     (pass->start + row % a.nodes) * a.key_slot;
       for (int64_t head = 0; head < a.kv_heads; head++)
-        std::memcpy(to + head * a.key_head, from + row * stride + part * kv_width + head * a.head_dim,
-                    a.head_dim * sizeof(float));
+        store_rounded(to + head * a.key_head, from + row * stride + part * kv_width + head * a.head_dim, a.head_dim);
     }
 }
 

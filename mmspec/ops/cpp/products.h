@@ -71,6 +71,17 @@ inline ints dot(const bytes (&codes)[8], const int8_t* inputs, [[maybe_unused]] 
     }
   }
   return reinterpret_cast<ints>(kind == INT4 ? _mm256_madd_epi16(pairs, ones) : sums);
+#elif defined(__ARM_FEATURE_DOTPROD) && !defined(MMSPEC_PORTABLE)
+  int32x4_t sums[2] = {};
+  for (int i = 0; i < 8; i++) {
+    int8x16_t input = vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(inputs + 4 * i))), weights[2];
+    std::memcpy(weights, &codes[i], sizeof weights);
+    for (int half = 0; half < 2; half++) {
+      if constexpr (kind == INT8) weights[half] = veorq_s8(weights[half], vdupq_n_s8(-128));
+      sums[half] = vdotq_s32(sums[half], weights[half], input);
+    }
+  }
+  return load<ints>(sums);
 #else
   ints sums{};
   if constexpr (kind == INT8) sums -= 128 * total;

@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -41,6 +43,11 @@ inline floats fma(floats a, floats b, floats c) {
   return reinterpret_cast<floats>(_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c));
 #elif defined(__FMA__)
   return reinterpret_cast<floats>(_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c));
+#elif defined(__aarch64__)
+  float32x4_t parts[3][2];
+  std::memcpy(parts[0], &a, sizeof a), std::memcpy(parts[1], &b, sizeof b), std::memcpy(parts[2], &c, sizeof c);
+  for (int i = 0; i < 2; i++) parts[2][i] = vfmaq_f32(parts[2][i], parts[0][i], parts[1][i]);
+  return load<floats>(parts[2]);
 #else
   for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;

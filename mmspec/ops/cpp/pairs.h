@@ -1,0 +1,111 @@
+// Vectors of bfloat16, which dot products take in pairs.
+
+#pragma once
+
+#include <utility>
+
+#include "vectors.h"
+
+namespace {
+
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));       // pairs of bfloat16
+typedef uint16_t row_halves __attribute__((vector_size(4 * LANES)));  // bfloat16
+typedef uint16_t eight __attribute__((vector_size(16)));              // bfloat16
+
+constexpr int64_t PAIRED = 2 * LANES;  // bfloat16 of a vector
+
+// accumulator + the products of two pairs of bfloat16, the first pair's first
+inline floats dot(floats accumulator, words a, words b) {
+#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+  return reinterpret_cast<floats>(_mm512_dpbf16_ps((__m512)accumulator, (__m512bh)a, (__m512bh)b));
+#else
+  accumulator = fma(reinterpret_cast<floats>(a << 16), reinterpret_cast<floats>(b << 16), accumulator);
+  return fma(reinterpret_cast<floats>(a & 0xffff0000), reinterpret_cast<floats>(b & 0xffff0000), accumulator);
+#endif
+}
+
+// To bfloat16, to nearest, ties to even.
+inline words rounded(floats x) {
+  words bits = reinterpret_cast<words>(x);
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+inline halves to_halves(floats x) {
+#if defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
+  return reinterpret_cast<halves>(_mm512_cvtneps_pbh((__m512)x));
+#else
+  return __builtin_convertvector(rounded(x), halves);
+#endif
+}
+
+// The first ``count`` elements, zeros after them.
+inline halves first_of(halves value, int64_t count) {
+  uint16_t end = uint16_t(std::clamp<int64_t>(count, 0, LANES));
+  return __builtin_convertvector(lanes(), halves) < end ? value : halves{};
+}
+
+// 2^x for x <= 0: to the precision of bfloat16, by a Taylor polynomial of degree 4.
+inline floats power_of_two(floats x) {
+  x = x > -126.0f ? x : splat(-126.0f);
+  floats n = x + 12582912.0f;  // rounded to an integer in the low bits
+  ints power = reinterpret_cast<ints>(n) << 23;
+  floats r = x - (n - 12582912.0f), p = splat(9.618129e-3f);
+  for (float factor : {5.550411e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) p = fma(p, r, splat(factor));
+  return as_floats(reinterpret_cast<ints>(p) + power);
+}
+
+inline void store_rounded(uint16_t* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    halves value = __builtin_convertvector(rounded(load<floats>(from + i)), halves);
+    std::memcpy(to + i, &value, sizeof value);
+  }
+}
+
+// Runs of ``unit`` elements of x and y in turn: those of the lower and of the upper half of each 128 bits.
+template <size_t unit, class T, size_t... i>
+inline std::pair<T, T> interleaved(T x, T y, std::index_sequence<i...>) {
+  constexpr size_t all = sizeof...(i), lane = all * 4 / LANES;
+  constexpr auto place = [](size_t at) {
+    return at / lane * lane + at % lane / (2 * unit) * unit + at % unit + at / unit % 2 * all;
+  };
+  return {__builtin_shufflevector(x, y, place(i)...), __builtin_shufflevector(x, y, (place(i) + lane / 2)...)};
+}
+
+// The 8 features of every fourth row from the first on.
+inline words load_eights(const uint16_t* first, int64_t feature, int64_t stride, const int32_t* slots) {
+  auto load_eight = [&](int64_t i) { return load<eight>(first + slots[4 * i] * stride + feature); };
+#if defined(__AVX512F__)
+  __m512i all = _mm512_castsi128_si512((__m128i)load_eight(0));
+  all = _mm512_inserti32x4(all, (__m128i)load_eight(1), 1);
+  all = _mm512_inserti32x4(all, (__m128i)load_eight(2), 2);
+  return reinterpret_cast<words>(_mm512_inserti32x4(all, (__m128i)load_eight(3), 3));
+#else
+  eight low = load_eight(0), high = load_eight(1);
+  return reinterpret_cast<words>(
+      __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+#endif
+}
+
+// Features in order, of the sums of what ``interleaved`` returned.
+template <size_t... i>
+inline std::pair<floats, floats> in_order(floats low, floats high, std::index_sequence<i...>) {
+  return {__builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES)...),
+          __builtin_shufflevector(low, high, (i / 8 * 4 + i % 4 + i / 4 % 2 * LANES + LANES / 2)...)};
+}
+
+constexpr int64_t LINE = 32;  // bfloat16 of a cache line
+
+// Fetches what the next block will read, little by little.
+inline void prefetch(const uint16_t* from, int64_t lines) {
+  for (int64_t i = 0; i < lines; i++) __builtin_prefetch(from + i * LINE, 0, 2);
+}
+
+// The first features of a row, zeros after them.
+inline row_halves load_features(const uint16_t* row, int64_t features) {
+  if (features >= PAIRED) return load<row_halves>(row);
+  row_halves value{};
+  std::memcpy(&value, row, features * sizeof(uint16_t));
+  return value;
+}
+
+}  // namespace
