@@ -90,7 +90,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self.native_layers = self._native_layers(kind)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
-        self._target, self.like = target, probe
+        self._target, self.like = target, probe.detach()
         self.reset()
         with torch.inference_mode():
             self._scores = self.scoring(target, probe)
