@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from mmspec import plugins
 from mmspec.checks import nearest, shown
 from mmspec.errors import SlowWarning, UserError, explained
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
@@ -57,7 +57,11 @@ def load_target(
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options)
         processor = adapter.processor_class.read(name, **options)
-    if where.type == "cpu" and (kind in QUANTISED or gguf.stored_form(name) is not None) and (why := cpu.problem()):
+    if (
+        where.type == "cpu"
+        and (kind in QUANTISED or gguf.stored_form(name) is not None)
+        and (why := cpu_library.problem())
+    ):
         warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
     if kind == "auto" and where.type == "cpu":
         kind = _cpu_dtype(name, model)
@@ -118,7 +122,7 @@ def known_options(function: str, options: Collection[str], known: Iterable[str])
 
 def _cpu_dtype(folder: str, model: Any) -> Any:
     """That of a GGUF file's own weights, where the kernels decode it exactly; else float32 for all but large models."""
-    if cpu.available() and (form := gguf.stored_form(folder)) is not None:
+    if cpu_library.available() and (form := gguf.stored_form(folder)) is not None:
         return form
     return torch.float32 if model.num_parameters() < _LARGE else "auto"
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 
-needs_kernels = pytest.mark.skipif(not cpu.available(), reason=f"C++ kernels: {cpu.problem()}")
+needs_kernels = pytest.mark.skipif(not cpu_library.available(), reason=f"C++ kernels: {cpu_library.problem()}")

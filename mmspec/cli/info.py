@@ -93,9 +93,9 @@ def _kernels() -> dict[str, str]:
     """Kernel implementation in use, by device, and that of packed weights on the CPU."""
     import torch
 
-    from mmspec.ops import cpu, kernels
+    from mmspec.ops import cpu_library, kernels
 
-    packed = "C++" if cpu.available() else f"torch ({cpu.problem() or 'MMSPEC_KERNELS'})"
+    packed = "C++" if cpu_library.available() else f"torch ({cpu_library.problem() or 'MMSPEC_KERNELS'})"
     in_use = {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
     return {**in_use, "cpu, packed weights": packed}
 

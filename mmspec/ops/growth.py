@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmspec.ops import cpu, kernels
+from mmspec.ops import cpu, cpu_library, kernels
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         from mmspec.ops import triton_growth
 
         return triton_growth.top_log_probs(logits, k)
-    if cpu.in_use(logits):
+    if cpu_library.in_use(logits):
         best, tokens = cpu.greatest(logits, k, log_softmax=True)
     else:
         best, tokens = logits.float().log_softmax(-1).topk(k, dim=-1)  # on a CPU faster than logsumexp

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mmspec.extras import missing
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, stored_layer
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
@@ -39,7 +39,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     merge_layers(decoder)
     kinds = {id(layer): kind for layer in decoder.modules()}
-    kinds[id(output)] = kind if kind not in QUANTISED else "int8" if cpu.available() else "float16"
+    kinds[id(output)] = kind if kind not in QUANTISED else "int8" if cpu_library.available() else "float16"
     _pack(model, kinds)
     if isinstance(head := model.get_output_embeddings(), BlockLinear):
         head.takes = torch.float32
@@ -52,7 +52,7 @@ def packed(layer: nn.Linear, kind: str) -> nn.Module:
     they take, else as bfloat16."""
     if stored := getattr(layer, "stored", None):
         return stored_layer(stored, layer.bias)
-    if kind in BLOCKS and cpu.available():
+    if kind in BLOCKS and cpu_library.available():
         return BLOCKS[kind](layer.weight, layer.bias)
     shape = layer.out_features, layer.in_features
     cls = KINDS[kind] if KINDS[kind].fits(*shape) else Bfloat16Linear
@@ -102,7 +102,7 @@ def _pack(module: nn.Module, kinds: dict[int, str]) -> None:
 
 def packs_bfloat16() -> bool:
     """Whether packed bfloat16 weights are faster: with the C++ kernels, or where torch has instructions for them."""
-    if cpu.available():
+    if cpu_library.available():
         return True
     has = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
     return any(check() for check in has if check is not None) and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -31,7 +31,7 @@ from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 AHEAD = 1024
@@ -186,7 +186,7 @@ class HiddenStateDrafter(TrainedDrafter):
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         """The network's layers in the C++ kernels; None where they do not take them."""
         network = self.network
-        if kind is None or not cpu.available() or not NativeLayers.takes(network.config):
+        if kind is None or not cpu_library.available() or not NativeLayers.takes(network.config):
             return None
         return NativeLayers([layer.parts for layer in network.layers], network.config, kind)
 

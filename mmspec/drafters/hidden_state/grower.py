@@ -15,7 +15,7 @@ from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.passes import allowed_slots
-from mmspec.ops import cpu
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 
@@ -94,7 +94,7 @@ class NativeCell:
         cell, config = network.cell, network.config
         if into.table is None or config.norm_output or config.hidden_size % LANES:
             return None
-        if not cpu.in_use(torch.empty(0, device=into.table.device)):
+        if not cpu_library.in_use(torch.empty(0, device=into.table.device)):
             return None
         own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
         layers = [layer for layer in map(BlockLinear.of, (into.over_x, cell.out, *own)) if layer is not None]

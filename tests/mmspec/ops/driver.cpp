@@ -23,7 +23,7 @@ int main(int, char** arguments) {
     int64_t rows = sizes[3];
     auto blocks = taken<uint8_t>(sizes[4]);
     auto x = taken<float>(rows * sizes[1]);
-    Linear layer{blocks.data(), nullptr, sizes[0], sizes[1], sizes[2]};
+    Linear layer{blocks.data(), nullptr, sizes[0], sizes[1], sizes[2], sizes[2], nullptr};
     out.resize(rows * layer.out);
     linear(&layer, x.data(), rows, out.data(), 1);
   } else {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BLOCKS
 from tests.compiled import needs_kernels
 from tests.mmspec.ops.test_cpu import layer_of, slots_of, softmax_attention
@@ -48,7 +48,7 @@ def run(program: Path, kernel: str, sizes: list[int], *tensors: Tensor) -> Tenso
 def test_products(program, kind, rows):
     layer, _ = layer_of(kind, 50, 192)
     x = torch.randn(rows, 192)
-    sizes = [cpu._KINDS[kind], 192, 50, rows, layer._blocks.numel()]
+    sizes = [cpu_library.KINDS.index(kind), 192, 50, rows, layer._blocks.numel()]
     found = run(program, "product", sizes, layer._blocks, x).view(rows, 50)
     if kind == "bfloat16":  # which sums in another order
         torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmspec.cli import main
-from mmspec.ops import compiler, cpu
+from mmspec.ops import compiler, cpu_library
 from tests.model_folders import save_text_model
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -180,13 +180,13 @@ def test_a_cache_without_execution(source: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """No kernels loaded, and an empty cache."""
-    cpu._library.cache_clear()
+    cpu_library.library.cache_clear()
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("MMSPEC_KERNELS", "auto")
-    monkeypatch.setattr(cpu, "_has_instructions", lambda: True)
+    monkeypatch.setattr(cpu_library, "_has_instructions", lambda: True)
     yield monkeypatch
     monkeypatch.undo()
-    cpu._library.cache_clear()
+    cpu_library.library.cache_clear()
 
 
 def test_without_a_compiler_torchs_kernels_run(fresh: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_without_a_compiler_torchs_kernels_run(fresh: pytest.MonkeyPatch) -> Non
 
     fresh.setenv("PATH", "")
     fresh.delenv("CXX", raising=False)
-    assert not cpu.available()
-    assert cpu.problem() == "expected a C++ compiler (g++ or clang++), found none"
+    assert not cpu_library.available()
+    assert cpu_library.problem() == "expected a C++ compiler (g++ or clang++), found none"
     assert type(packed(torch.nn.Linear(64, 32), "int4")) is Int4Linear
 
 
@@ -209,13 +209,13 @@ def test_the_command_line_says_so_in_one_line(
     )
     for path, dtype, lines in (("", "int4", [line]), ("", "float32", []), (os.environ["PATH"], "int4", [])):
         fresh.setenv("PATH", path)
-        cpu._library.cache_clear()
+        cpu_library.library.cache_clear()
         options = ["--model", model, "--dtype", dtype, "--drafter", "none", "--max-new-tokens", "2", "--json"]
         assert main(["generate", "A", *options]) == 0
         assert [one for one in capfd.readouterr().err.splitlines() if "slower" in one] == lines
 
 
 def test_other_processors_have_torchs_kernels(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(cpu, "_has_instructions", lambda: False)
-    assert not cpu.available()
-    assert cpu.problem() == "expected a processor with AVX2"
+    fresh.setattr(cpu_library, "_has_instructions", lambda: False)
+    assert not cpu_library.available()
+    assert cpu_library.problem() == "expected a processor with AVX2"

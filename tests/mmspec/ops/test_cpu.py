@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec import ops
-from mmspec.ops import compiler, cpu
+from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import GROUP
 from tests.compiled import needs_kernels
@@ -230,7 +230,7 @@ def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_p
     file = tmp_path / "portable.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-DMMSPEC_PORTABLE"]
     subprocess.run(
-        [compiler.find_compiler(), *flags, "-o", str(file), str(cpu._SOURCE)], check=True, capture_output=True
+        [compiler.find_compiler(), *flags, "-o", str(file), str(cpu_library.SOURCE)], check=True, capture_output=True
     )
     library = ctypes.CDLL(str(file))
     layer, _ = layer_of(kind, 50, 72)
@@ -246,7 +246,7 @@ def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_p
 
 def test_reference_kernels_can_be_chosen(monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")
-    assert not cpu.available()
+    assert not cpu_library.available()
 
 
 @needs_kernels

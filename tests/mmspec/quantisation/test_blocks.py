@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the C++ kernels")
+pytestmark = pytest.mark.skipif(not cpu_library.available(), reason="needs the C++ kernels")
 
 
 def _layers(kind: str) -> list[BlockLinear]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.ops import compiler, cpu
+from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear, place_together
 from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
 from mmspec.quantisation.linear import GROUP
@@ -22,7 +22,7 @@ from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows, stored
 
 THREADS = (1, 2, 3)
-BUILDS = {"portable": ["-O1", "-DMMSPEC_PORTABLE"], "AVX2": [*cpu._FLAGS, *cpu._AVX2_FLAGS]}
+BUILDS = {"portable": ["-O1", "-DMMSPEC_PORTABLE"], "AVX2": [*cpu_library._FLAGS, *cpu_library._AVX2_FLAGS]}
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def quantised(x: Tensor) -> Tensor:
 
 
 def test_every_kind_of_weights_has_a_layer() -> None:
-    assert set(cpu._KINDS) == {*BLOCKS, *(cls.kind for cls, _ in FORMATS.values())}
+    assert set(cpu_library.KINDS) == {*BLOCKS, *(cls.kind for cls, _ in FORMATS.values())}
 
 
 @pytest.mark.parametrize("rows", [1, 16, 50])
@@ -132,7 +132,7 @@ def test_other_builds_give_the_same_bits(build: str, tmp_path: Path) -> None:
     """What other processors run: without vector instructions, and with vectors of 256 bits."""
     file = tmp_path / "other.so"
     flags = ["-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", *BUILDS[build]]
-    command = [compiler.find_compiler(), *flags, "-o", str(file), str(cpu._SOURCE)]
+    command = [compiler.find_compiler(), *flags, "-o", str(file), str(cpu_library.SOURCE)]
     subprocess.run(command, check=True, capture_output=True)
     library = ctypes.CDLL(str(file))
     x = torch.cat([torch.randn(9, 512), F.pad(torch.full((1, 500), 3.0), (0, 12))])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmspec
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 from mmspec.quantisation.linear import GROUP, quantise_int4
 from mmspec.targets.packing import KINDS, drafter_kind, pack_drafter, packed
 
@@ -22,8 +22,8 @@ SHAPES = [(192, 576), (576, 1536), (48, 64)]
 def kernels(request, monkeypatch):
     """C++ kernels, and torch's own."""
     monkeypatch.setenv("MMSPEC_KERNELS", request.param)
-    if request.param == "auto" and not cpu.available():
-        pytest.skip(f"C++ kernels: {cpu.problem()}")
+    if request.param == "auto" and not cpu_library.available():
+        pytest.skip(f"C++ kernels: {cpu_library.problem()}")
 
 
 def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[nn.Module, Tensor]:

@@ -20,12 +20,12 @@ from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation, rotary_frequencies
 from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import run
-from mmspec.ops import cpu
+from mmspec.ops import cpu_library
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
 EAGLE3 = {**SHAPE, "layers": 2}
 CLOSE = {"atol": 5e-3, "rtol": 5e-3}  # attention rounds to bfloat16
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ kernels")
+pytestmark = pytest.mark.skipif(not cpu_library.available(), reason="no C++ kernels")
 
 NETWORKS: dict[str, Callable[[], Any]] = {
     "eagle": lambda: EagleNetwork(EagleConfig(**SHAPE)),

@@ -1,0 +1,142 @@
+"""The C++ kernels of ``cpp`` as a library: its structures, its functions, and where it runs; ``cpu.py`` calls them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.ops import compiler
+
+SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+_AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
+KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/products.h``
+
+
+NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
+
+
+class Linear(ctypes.Structure):
+    kept: Any  # what its pointers lead to
+    _fields_ = [
+        ("blocks", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "features")),
+        ("rest", ctypes.c_void_p),
+    ]
+
+
+class Layer(ctypes.Structure):
+    kept: Any
+    _fields_ = [
+        *((name, Linear) for name in ("qkv", "read", "gate_up", "down")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in NORMS),
+        *((f"{name}_epsilon", ctypes.c_float) for name in ("attention", "mlp", "after", "head")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "gelu", "parts", "normed_residual")),
+    ]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "mask", "read")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
+        *((name, ctypes.c_int64) for name in ("mask_row", "mask_node")),
+    ]
+
+
+class Pass(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "hidden", "start")),
+        *((name, ctypes.c_void_p) for name in ("x", "rotation", "states", "middle", "cache")),
+        ("cache_part", ctypes.c_int64),
+        ("attention", Attention),
+    ]
+
+
+class Cell(ctypes.Structure):
+    _fields_ = [
+        *((name, Linear) for name in ("into", "out", "guess", "head")),
+        *((name, ctypes.c_void_p) for name in ("table", "norm", "norm_bias")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+class Markov(ctypes.Structure):
+    _fields_ = [
+        ("out", Linear),
+        ("table", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("draft_ids", ctypes.c_void_p),
+    ]
+
+
+def available() -> bool:
+    """Whether the kernels run here: with AVX2, a C++ compiler, and ``auto`` as ``MMSPEC_KERNELS``."""
+    return os.environ.get("MMSPEC_KERNELS", "auto") == "auto" and isinstance(library(), ctypes.CDLL)
+
+
+def in_use(x: Tensor) -> bool:
+    """Whether the kernels take a tensor and are loaded: what needs no packed weights does not wait for a compiler."""
+    ready = library.cache_info().currsize > 0 and available()
+    return ready and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def problem() -> str | None:
+    """Why the kernels cannot be compiled or loaded here; None if they can."""
+    loaded = library()
+    return loaded if isinstance(loaded, str) else None
+
+
+def functions() -> Any:
+    loaded = library()
+    if isinstance(loaded, str):  # weights that another machine has packed
+        raise UserError(f"weights packed for the C++ kernels need them, load the model here: {loaded}")
+    return loaded
+
+
+@cache
+def library() -> ctypes.CDLL | str:
+    """The compiled kernels, or why there are none."""
+    if not _has_instructions():
+        return "expected a processor with AVX2"
+    try:
+        loaded = compiler.load(SOURCE, flags())
+    except compiler.CompilerError as error:
+        return str(error)
+    pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    address = ctypes.POINTER
+    loaded.linear.argtypes = [address(Linear), pointer, count, pointer, threads]
+    loaded.attention_inputs.argtypes = [address(Layer), pointer, pointer, count, pointer, threads]
+    loaded.attention.argtypes = [address(Attention), threads]
+    loaded.layer_outputs.argtypes = [address(Layer), pointer, pointer, count, pointer, pointer, threads]
+    loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
+    loaded.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
+    loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
+    counts, outputs = [count] * 3, [pointer] * 4
+    loaded.draft_level.argtypes = [address(Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
+    loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *[pointer] * 3]
+    without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
+    for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_level", "draft_slots"):
+        getattr(loaded, name).restype = None
+    return loaded
+
+
+def _has_instructions() -> bool:
+    """Without them torch's kernels are faster."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def flags() -> list[str]:
+    """Compiler flags. Without VNNI, vectors of 256 bits are as fast as those of 512."""
+    vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
+    return _FLAGS if vnni else [*_FLAGS, *_AVX2_FLAGS]
