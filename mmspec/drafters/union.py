@@ -120,6 +120,7 @@ class Union(Drafter):
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
             gains = [max(0, len(tokens) - 1 - most) for tokens, most in zip(emitted, best, strict=True)]
             self._trials[place].add(fmean(gains) - seconds / pace)
+        self._drafts = {}  # not every step drafts
 
 
 def _depth(children: list[dict[int, int]], tokens: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ import torch
 from mmspec import UserError
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, learns, lend, members
-from mmspec.core.tree import build_tree
+from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
@@ -120,3 +120,12 @@ def test_rows_that_have_finished_count_for_no_member():
     time.sleep(0.05)
     union.observe(tree, verdict, None)
     assert [trial._gains[0] for trial in union._trials] == pytest.approx([1.0, 0.0], abs=0.4)
+
+
+def test_steps_that_do_not_draft_count_for_no_member():
+    union = Union([Fixed(7, 0.0), Fixed(8, 0.0)])
+    tree = union.propose(torch.tensor([3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
+    root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since
+    union.observe(root, accept_path(root, torch.tensor([[7], [7]])), None)
+    assert [len(trial._gains) for trial in union._trials] == [1, 1]
