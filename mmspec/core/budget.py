@@ -62,9 +62,12 @@ class Budget:
     Attributes:
         remaining: (set by the engine) drafts that the longest unfinished row can still accept.
         floor: minimum path probability of a candidate.
+        least_gain: a tree gets another level while that adds more expected tokens per row.
+        levels: (set by drafters that draft level by level) levels of the step's tree.
     """
 
     floor = 0.002
+    levels = 1
     adapts = False  # whether sizes follow the clock
 
     def __init__(self, nodes: int = 16, depth: int = 12) -> None:
@@ -86,9 +89,9 @@ class Budget:
         """Whether to draft at all in this step."""
         return self.remaining > 0 and self.nodes > 0
 
-    def deeper(self, gain: float) -> bool:
-        """Whether to grow one more tree level, expected to add ``gain`` tokens per row."""
-        return True
+    @property
+    def least_gain(self) -> float:
+        return 0.0
 
     def prune(self, tree: TokenTree) -> TokenTree:
         """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""

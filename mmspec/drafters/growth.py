@@ -103,7 +103,7 @@ def grow_tree(
     seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it
     for _ in range(1, deepest):
         score, beam, at = ops.next_beam(scores[-1], tokens[-1], top_k)
-        if not fixed and not budget.deeper(float(score.exp().sum()) / batch):
+        if not fixed and float(score.exp().sum()) / batch <= budget.least_gain:
             break
         child, log_prob = extend(beam, at // children)
         children = child.shape[2]
@@ -111,7 +111,7 @@ def grow_tree(
         seen += tokens[-1].shape[1]
         tokens.append(child.flatten(1))
         scores.append((score[:, :, None] + log_prob).flatten(1))
-    levels = len(tokens) if deepest else 0
+    levels = budget.levels = len(tokens) if deepest else 0
     parents = [torch.zeros_like(first[0])]
     if extended:
         parents.append(torch.cat(extended, 1).repeat_interleave(children, dim=1))

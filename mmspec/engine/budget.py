@@ -54,7 +54,7 @@ class AdaptiveBudget(MeasuredBudget):
         self._batch = 0  # largest batch since drafting was last tried anew
         self._draft = _DRAFT  # draft cost per step, after a step that also drafted
         self._drafted = self._timed = False  # whether the last step drafted; whether draft cost was measured
-        self._levels, self._level = 1, 0.0  # tree levels of this step, cost per level
+        self._level = 0.0  # draft cost per tree level
         self._tokens, self._time = 1.0, 1.0  # recent tokens and time
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
@@ -78,13 +78,12 @@ class AdaptiveBudget(MeasuredBudget):
         self._trial.rest = int(self._trial.rest * (1.0 - share))
 
     def drafts(self) -> bool:
-        self._levels = 1
+        self.levels = 1
         return not self._trial.rests() and super().drafts()
 
-    def deeper(self, gain: float) -> bool:
-        pays = gain * self._time / self._tokens > self._level
-        self._levels += pays
-        return pays
+    @property
+    def least_gain(self) -> float:
+        return self._level * self._tokens / self._time
 
     def prune(self, tree: TokenTree) -> TokenTree:
         return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
@@ -124,7 +123,7 @@ class AdaptiveBudget(MeasuredBudget):
                 drafted = min(drafted, 3 * self._draft)
             if self._drafted:
                 self._draft += (0.2 if self._timed else 1.0) * (drafted - self._draft)
-                self._level, self._timed = self._draft / self._levels, True
+                self._level, self._timed = self._draft / self.levels, True
             spent += drafted
         self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)

@@ -225,47 +225,16 @@ def _pass(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) 
 
 
 def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> Cell:
-    """The weights of a recurrent cell, for ``draft_level``; sizes of states and of what ``into`` returns are multiples
+    """The weights of a recurrent cell, for ``draft_cells``; sizes of states and of what ``into`` returns are multiples
     of 16.
 
     Args:
-        layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_level``.
+        layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_cells``.
         table: (tokens, into.outputs) float32, contiguous: what ``into`` adds for each token, its bias included.
         norm: a ``torch.nn.LayerNorm`` with float32 weights.
     """
     pointers = table.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr()
     return Cell(*layers, *pointers, norm.eps)
-
-
-def draft_level(
-    weights: Cell, carried: Tensor, origin: Tensor, tokens: Tensor, k: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A level of a draft tree: ``carried <- norm(carried + out(silu(table[token] + into(carried))))``, and the best
-    tokens by ``head(guess(carried))``.
-
-    Args:
-        weights: of ``cell_weights``.
-        carried: (batch, entries, hidden) float32, contiguous: the states of the level before.
-        origin: (batch, beam) int64, the entry that each token was drafted from.
-        tokens: (batch, beam) int64, rows of the table.
-        k: children per token, at most the head's outputs.
-
-    Returns:
-        New states (batch, beam, hidden), guesses (batch, beam, guess.outputs), children's tokens and log probabilities
-        (batch, beam, k) in descending order.
-    """
-    (batch, entries, hidden), beam = carried.shape, origin.shape[1]
-    state = carried.new_empty(batch, beam, hidden)
-    guesses = carried.new_empty(batch, beam, weights.guess.outputs)
-    best = carried.new_empty(batch, beam, k)
-    children = torch.empty(batch, beam, k, dtype=torch.int64)
-    origin, tokens = origin.contiguous(), tokens.contiguous()
-    cpu_library.functions().draft_level(
-        *(weights, carried.data_ptr(), entries, origin.data_ptr(), tokens.data_ptr(), batch * beam, beam, k),
-        *(state.data_ptr(), guesses.data_ptr(), best.data_ptr(), children.data_ptr()),
-        torch.get_num_threads(),
-    )
-    return state, guesses, children, best
 
 
 def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Markov:
@@ -294,18 +263,77 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
     """
     batch, slots, vocab = logits.shape
     k = min(width, vocab)
-    beams = [1]
-    for _ in range(slots - 1):
-        beams.append(min(width, beams[-1] * k))
-    nodes = 1 + min(nodes, sum(beams) * k)
-    tokens, parents = (torch.empty(batch, nodes, dtype=torch.int64) for _ in range(2))
-    log_probs = logits.new_empty(batch, nodes)
-    pointers = tokens.data_ptr(), parents.data_ptr(), log_probs.data_ptr()
+    nodes = 1 + min(nodes, _candidates(k, k, width, slots))
+    tree = _tree(batch, nodes)
     logits, last = logits.contiguous(), last.contiguous()
     cpu_library.functions().draft_slots(
-        weights, logits.data_ptr(), last.data_ptr(), batch, slots, width, nodes, *pointers
+        weights, logits.data_ptr(), last.data_ptr(), batch, slots, width, nodes, *_pointers(tree)
     )
-    return tokens, parents, log_probs
+    return tree
+
+
+def draft_cells(
+    weights: Cell,
+    carried: Tensor,
+    first: tuple[Tensor, Tensor],
+    last: Tensor,
+    draft_ids: Tensor | None,
+    width: int,
+    levels: int,
+    least_gain: float,
+    nodes: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """The trees of the most probable paths by a recurrent cell.
+
+    A token's state is ``norm(before + out(silu(table[token] + into(before))))``, ``before`` being the state that it was
+    drafted from; its children's logits are ``head(guess(state))``.
+
+    Args:
+        weights: of ``cell_weights``.
+        carried: (batch, hidden) float32, the states that the first level is drafted from.
+        first: the first level, tokens (batch, k) int64, rows of the table, and log probabilities, in descending order.
+        last: (batch,) int64, the roots.
+        draft_ids: (n,) int64, the target's token of each row of the table; None is the identity.
+        width: nodes extended per level, and children per node.
+        levels: maximum depth.
+        least_gain: of a level, see ``Budget.least_gain``.
+        nodes: maximum number of nodes besides the root.
+
+    Returns:
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
+        the number of levels.
+    """
+    (batch, k), later = first[0].shape, min(width, weights.head.outputs)
+    most = 1 + min(nodes, _candidates(k, later, width, levels))
+    tree = _tree(batch, most)
+    inputs = [x.contiguous() for x in (carried, *first, last)]
+    ids = None if draft_ids is None else draft_ids.data_ptr()
+    grown: int = cpu_library.functions().draft_cells(
+        *(weights, *(x.data_ptr() for x in inputs), ids, batch, k, width, levels, least_gain, most),
+        *(*_pointers(tree), torch.get_num_threads()),
+    )
+    if grown < levels:
+        most = 1 + min(nodes, _candidates(k, later, width, grown))
+        tree = tree[0][:, :most], tree[1][:, :most], tree[2][:, :most]
+    return tree, grown
+
+
+def _candidates(first: int, children: int, width: int, levels: int) -> int:
+    """Candidates of a tree whose first level has ``first`` nodes, and whose levels extend ``width`` nodes each."""
+    total = level = first
+    for _ in range(levels - 1):
+        level = min(width, level) * children
+        total += level
+    return total
+
+
+def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
+    return tokens, parents, torch.empty(batch, nodes)
+
+
+def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tree]
 
 
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:

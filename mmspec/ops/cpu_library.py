@@ -122,11 +122,13 @@ def library() -> ctypes.CDLL | str:
     loaded.decode.argtypes = loaded.write_keys_values.argtypes = [address(Pass), threads]
     loaded.greatest_of_rows.argtypes = [pointer, count, count, count, threads, pointer, pointer, threads]
     loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
-    counts, outputs = [count] * 3, [pointer] * 4
-    loaded.draft_level.argtypes = [address(Cell), pointer, count, pointer, pointer, *counts, *outputs, threads]
-    loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *[pointer] * 3]
+    tree = [pointer] * 3
+    loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *tree]
+    limits = [*[count] * 4, ctypes.c_float, count]
+    loaded.draft_cells.argtypes = [address(Cell), *[pointer] * 5, *limits, *tree, threads]
+    loaded.draft_cells.restype = count
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
-    for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_level", "draft_slots"):
+    for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None
     return loaded
 

@@ -1,5 +1,6 @@
 """The front door: answers, batches, streams and mistakes, with a model of bytes that says what a script wants."""
 
+import threading
 from copy import deepcopy
 
 import pytest
@@ -117,7 +118,26 @@ def test_streamed_pieces_are_whole_characters(name):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     assert [piece.stats is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-    assert len(pieces) > 5
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_piece_arrives_before_the_answer_is_complete(name):
+    """The model waits with the third token until the first piece is there."""
+    received = threading.Event()
+    before = len(ids_of(PROMPT))
+
+    class Waiting(Script):
+        def __call__(self, ids, scores):
+            if ids.shape[1] > before + 1:
+                assert received.wait(20)
+            return super().__call__(ids, scores)
+
+    processor = Waiting(ids_of(TEXT), before)
+    pieces = []
+    for piece in pipeline(DRAFTERS[name]()).stream(PROMPT, **{**scripted(), "logits_processor": [processor]}):
+        pieces.append(piece)
+        received.set()
+    assert len(pieces) > 1
 
 
 def test_nothing_of_a_stop_string_is_shown_early():

@@ -230,6 +230,10 @@ class HiddenStateDrafter(TrainedDrafter):
         self.cache.offset = 0
         predicted, carried = self.network.begin(self._output.data[: len(token)])
         first = self.children(predicted, carried)
+        deepest = min(self.depth, budget.max_depth)
+        if self.native is not None and not self.static_shapes and deepest <= self.slots:
+            limits = {"depth": deepest, "nodes": self.total_tokens}
+            return self.native.grow(token, carried, first, self.draft_ids, budget, self.top_k, **limits)
         levels = TreeGrower(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
@@ -67,7 +69,7 @@ class TokenLinear:
 
 
 class NativeCell:
-    """A network's cell in the C++ kernels: one call per tree level.
+    """A network's cell in the C++ kernels: a tree is one call.
 
     Args:
         norm: the cell's.
@@ -81,7 +83,6 @@ class NativeCell:
         self._table = table.float().contiguous()
         self._norm = copy.deepcopy(norm).float()
         self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
-        self._dtype = norm.weight.dtype
 
     @classmethod
     def of(cls, network: Any, into: TokenLinear, head: Any) -> NativeCell | None:
@@ -92,7 +93,7 @@ class NativeCell:
             head: gives the draft vocabulary's logits of predicted states.
         """
         cell, config = network.cell, network.config
-        if into.table is None or config.norm_output or config.hidden_size % LANES:
+        if into.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
             return None
         if not cpu_library.in_use(torch.empty(0, device=into.table.device)):
             return None
@@ -106,14 +107,31 @@ class NativeCell:
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeCell:
         return self  # as above
 
-    def __call__(self, carried: Tensor, origin: Tensor, beam: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Carried states, inputs of the head, (batch, beam, any), and the children's tokens and log probabilities,
-        (batch, beam, k); see ``mmspec.ops.cpu.draft_level``."""
-        k = min(k, self._layers[-1].out_features)
-        state, predicted, tokens, log_probs = cpu.draft_level(
-            self._weights, carried.float().contiguous(), origin, beam, k
+    def grow(
+        self,
+        token: Tensor,
+        carried: Tensor,
+        first: tuple[Tensor, Tensor],
+        draft_ids: Tensor | None,
+        budget: Budget,
+        top_k: int,
+        *,
+        depth: int,
+        nodes: int,
+    ) -> TokenTree:
+        """Grow a tree; see ``grow_tree``.
+
+        Args:
+            carried: (batch, hidden), the states that the first level was drafted from.
+            draft_ids: (n,) int64, the target's tokens of the draft vocabulary; None is the identity.
+        """
+        tokens, log_probs = first
+        tree, budget.levels = cpu.draft_cells(
+            *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
+            *(top_k, depth, budget.least_gain, min(nodes, budget.nodes)),
         )
-        return state, predicted.to(self._dtype), tokens, log_probs
+        tokens, parents, log_probs = tree
+        return TokenTree(tokens, parents, log_probs=log_probs, check=False)
 
 
 class TreeGrower:
@@ -134,10 +152,6 @@ class TreeGrower:
         drafter = self._drafter
         self._block.append((beam, self._predicted, origin))
         if len(self._block) < self._slots:
-            if drafter.native is not None and not drafter.static_shapes:
-                outputs = drafter.native(self._carried, origin, beam, drafter.top_k)
-                self._carried, self._predicted, tokens, log_probs = outputs
-                return drafter.adjusted(tokens, log_probs, self._predicted, self._carried)
             carried, network = take(self._carried, origin), drafter.network
             self._carried = network.cell.carry(drafter.into(beam, carried), carried)
             if network.config.rank:

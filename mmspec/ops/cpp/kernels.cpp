@@ -1,5 +1,5 @@
 // CPU kernels: products with quantised weights, tree attention, what a decoder layer does around them, the greatest
-// logits, sampling, and a level of a draft tree.
+// logits, sampling, and draft trees.
 //
 // Every row of a result has the same bits for any number of rows and threads, and a node's attention for any layout of
 // the slots that it attends to: a token in a tree gets exactly what it gets in plain decoding.
@@ -8,20 +8,6 @@
 #include "drafting.h"
 
 namespace {
-
-// LayerNorm of a row; ``features`` is a multiple of LANES.
-void centre(float* row, int64_t features, const float* weight, const float* bias, float epsilon) {
-  floats total{}, square{};
-  for (int64_t i = 0; i < features; i += LANES) total += load<floats>(row + i);
-  floats mean = splat(sum(total) / float(features));
-  for (int64_t i = 0; i < features; i += LANES) {
-    floats x = load<floats>(row + i) - mean;
-    square = fma(x, x, square);
-  }
-  floats factor = splat(1 / std::sqrt(sum(square) / float(features) + epsilon));
-  for (int64_t i = 0; i < features; i += LANES)
-    store(row + i, fma((load<floats>(row + i) - mean) * factor, load<floats>(weight + i), load<floats>(bias + i)));
-}
 
 // Norms and turns some heads, whose features to be turned together are neighbours; null ``norm`` is none.
 void turn_heads(float* head, int64_t count, int64_t head_dim, const float* norm, float epsilon, const float* rotation) {
@@ -76,13 +62,6 @@ struct Pass {
   uint16_t* cache;  // bfloat16
   int64_t cache_part;  // stride between the keys and the values of a layer
   Attention attention;
-};
-
-// A recurrent cell that drafts: its layers over a carried state, what it reads of each token, and its LayerNorm.
-struct Cell {
-  Linear into, out, guess, head;  // the head takes the guess, which is of the carried state
-  const float *table, *norm, *norm_bias;  // (tokens, into.out): the product with the token's embedding, and the bias
-  float epsilon;
 };
 
 // out (rows, out) = x (rows, in) W^T + bias
@@ -180,80 +159,6 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
                        int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t row = 0; row < rows; row++) tokens[row] = quantile_of(x + row * count, count, uniform[row]);
-}
-
-// A level of a draft tree: the cell takes the tokens of a beam and the states that they were drafted from, and returns
-// their children, the k best tokens with their log probabilities, (rows, k) each.
-// before: (batch, wide, hidden); rows = batch * beam; origin: (rows), each row's state among its batch row's;
-// carried: (rows, hidden), the new states; guesses: (rows, guess.out).
-void draft_level(const Cell* cell, const float* before, int64_t wide, const int64_t* origin, const int64_t* tokens,
-                 int64_t rows, int64_t beam, int64_t k, float* carried, float* guesses, float* best,
-                 int64_t* children, int threads) {
-  const Linear &into = cell->into, &out = cell->out, &guess = cell->guess, &head = cell->head;
-  int64_t width = out.out;
-  Rows &operand = inputs, &gated = hidden;
-  std::vector<float>& between = gates;
-  int64_t widest = std::max(into.out, head.out);
-  if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
-  operand.shape(std::max(width, head.in));
-  gated.shape(into.out);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  for (int64_t first = 0; first < rows; first += CHUNK) {
-    int64_t count = std::min(CHUNK, rows - first);
-    float *state = carried + first * width, *read = between.data();
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
-      int64_t from = (first + row) / beam * wide + origin[first + row];
-      std::memcpy(state + row * width, before + from * width, width * sizeof(float));
-      std::memcpy(read + row * into.out, cell->table + tokens[first + row] * into.out, into.out * sizeof(float));
-    }
-#pragma omp single
-    operand.shape(width);
-    take(into, operand, state, count);
-    product(into, operand, count, read, read);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++)
-      for (int64_t i = row * into.out; i < (row + 1) * into.out; i += LANES)
-        store(read + i, silu(load<floats>(read + i)));
-    take(out, gated, read, count);
-    product(out, gated, count, state, state);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++)
-      centre(state + row * width, width, cell->norm, cell->norm_bias, cell->epsilon);
-    take(guess, operand, state, count);
-    product(guess, operand, count, guesses + first * guess.out);
-#pragma omp single
-    operand.shape(head.in);
-    take(head, operand, guesses + first * guess.out, count);
-    product(head, operand, count, read);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
-      const float* logits = read + row * head.out;
-      float* top = best + (first + row) * k;
-      greatest_of(logits, head.out, k, top, children + (first + row) * k);
-      float total = top[0] + std::log(total_of(logits, head.out, top[0]));
-      for (int64_t i = 0; i < k; i++) top[i] -= total;
-    }
-  }
-}
-
-// Trees of the best candidates over slots: tokens (batch, nodes) int64, the first of them ``last`` (batch), parents, -1
-// for the first, and log probabilities, in descending order. logits: (batch, slots, draft tokens).
-void draft_slots(const Markov* markov, const float* logits, const int64_t* last, int64_t batch, int64_t slots,
-                 int64_t width, int64_t nodes, int64_t* tokens, int64_t* parents, float* log_probs) {
-  SlotScratch scratch;
-  for (int64_t row = 0; row < batch; row++) {
-    const float* own = logits + row * slots * markov->out.out;
-    Candidates found = slot_candidates(*markov, own, slots, last[row], width, scratch);
-    std::vector<int64_t> order = found.best(0, nodes - 1), place(found.scores.size() + 1);
-    int64_t at = row * nodes;
-    tokens[at] = last[row], parents[at] = -1, log_probs[at] = 0;
-    for (size_t node = 0; node < order.size(); node++) {
-      int64_t from = order[node];
-      place[from + 1] = node + 1, at++;
-      tokens[at] = found.tokens[from], log_probs[at] = found.scores[from], parents[at] = place[found.parents[from]];
-    }
-  }
 }
 
 // Keys and values to the slots of a cache from ``start`` on; ``from``: (rows, stride), those of a node are neighbours.

@@ -121,38 +121,38 @@ def test_an_empty_grant_is_plain_decoding():
     assert tree.nodes == 1
 
 
-def test_the_budget_is_asked_before_each_level():
+class Priced(Budget):
+    """Levels must add more than ``least_gain``."""
+
+    least_gain = 0.0
+
+    def __init__(self, least_gain):
+        super().__init__(64, 5)
+        self.least_gain = least_gain
+
+
+@pytest.mark.parametrize(("least_gain", "levels"), [(0.0, 5), (0.06, 5), (0.07, 4), (0.2, 3), (0.25, 2), (0.5, 1)])
+def test_a_level_must_add_enough_tokens(least_gain, levels):
     """Two tokens of chance one half each; the beam keeps one node, which is reached with half the mass per level."""
-    gains = []
-
-    class Spy(Budget):
-        def deeper(self, gain):
-            gains.append(gain)
-            return True
-
     half = torch.tensor([[0.5, 0.5]]).log()
     children = torch.tensor([[1, 2]])
     extend = lambda beam, origin: (children[None], half[None])  # noqa: E731
-    tree = grow_tree(torch.tensor([0]), (children, half), extend, Spy(64, 5), 1)
-    assert tree.max_depth == 5
-    assert gains == pytest.approx([0.5, 0.25, 0.125, 0.0625])
+    budget = Priced(least_gain)
+    tree = grow_tree(torch.tensor([0]), (children, half), extend, budget, 1)
+    assert tree.max_depth == budget.levels == levels
 
 
-@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("batch", [2, 5])
 def test_a_level_is_judged_by_what_it_adds_to_each_row(batch):
     """Row i is reached with a chance of 1 / (i + 1) per level."""
-    gains = []
-
-    class Spy(Budget):
-        def deeper(self, gain):
-            gains.append(gain)
-            return True
-
     chance = 1 / torch.arange(1.0, batch + 1)[:, None]
     token = torch.zeros(batch, dtype=torch.long)
     first = token[:, None], chance.log()
-    grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), Spy(64, 4), 1)
-    assert gains == pytest.approx([float((chance**level).mean()) for level in (1, 2, 3)])
+    for level in (1, 2, 3):
+        for factor in (0.999, 1.001):
+            budget = Priced(float((chance**level).mean()) * factor)
+            grow_tree(token, first, lambda beam, _: (beam[:, :, None], chance.log()[:, None]), budget, 1)
+            assert budget.levels == level + (factor < 1)
 
 
 @pytest.mark.parametrize("stride", [1, 3])

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec import ops
+from mmspec.core.budget import Budget
+from mmspec.drafters.growth import grow_tree
 from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import GROUP
@@ -88,30 +90,41 @@ def test_the_greatest_codes_do_not_saturate(kind):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("batch", "beam", "entries"), [(1, 1, 1), (2, 4, 4), (3, 50, 4)])
-def test_a_tree_level_is_that_of_torch(kind, batch, beam, entries):
+@pytest.mark.parametrize(
+    ("batch", "width", "depth", "least_gain"), [(1, 4, 6, 0), (3, 50, 3, 0), (2, 4, 6, 0.5), (2, 4, 1, 0)]
+)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, mapped, monkeypatch):
     """Inner width, tokens and rank differ from the states' width; 150 rows are more than are computed at a time."""
+    torch.manual_seed(batch)
     shapes = {"into": (48, 64), "out": (64, 48), "guess": (20, 64), "head": (90, 20)}
-    layers = {name: layer_of(kind, *shape, bias=name in ("guess", "head"))[0] for name, shape in shapes.items()}
-    table, norm = torch.randn(90, 48), torch.nn.LayerNorm(64, 1e-5)
+    layers = {name: layer_of("float32", *shape, bias=name in ("guess", "head"))[0] for name, shape in shapes.items()}
+    table, norm = torch.randn(90, 48), torch.nn.LayerNorm(64, 1e-5).requires_grad_(False)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
-    carried = torch.randn(batch, entries, 64)
-    origin, tokens = torch.randint(entries, (batch, beam)), torch.randint(90, (batch, beam))
     weights = cpu.cell_weights([layer.native for layer in layers.values()], table, norm)
     product = lambda name, x: layers[name](x)  # noqa: E731
-    before = carried.gather(1, origin[..., None].expand(-1, -1, 64))
-    state = norm(before + product("out", F.silu(table[tokens] + product("into", before))))
-    guess = product("guess", state)
-    expected = product("head", guess).log_softmax(-1).topk(5)
+    carried, last, ids = torch.randn(batch, 64), torch.arange(7, 7 + batch), torch.randperm(200)[:90]
+    first = torch.randn(batch, 90).log_softmax(-1).topk(5)[::-1]
+    states = [carried[:, None]]
+
+    def extend(beam, origin):
+        before = states[-1].gather(1, origin[..., None].expand(-1, -1, 64))
+        states.append(norm(before + product("out", F.silu(table[beam] + product("into", before)))))
+        return product("head", product("guess", states[-1])).log_softmax(-1).topk(min(width, 90))[::-1]
+
+    budget = Budget(200, depth)
+    monkeypatch.setattr(Budget, "least_gain", least_gain)
+    expected = grow_tree(last, first, extend, budget, width)
     for count in THREADS:
         torch.set_num_threads(count)
-        found = cpu.draft_level(weights, carried, origin, tokens, 5)
-        tolerance = {"atol": 1e-4, "rtol": 1e-4} if kind == "float32" else {"atol": 0.1, "rtol": 0.05}
-        for mine, theirs in zip(found, (state, guess, expected.indices, expected.values), strict=True):
-            if mine.dtype == torch.int64 and kind == "bfloat16":
-                continue  # roundings of the states may exchange neighbours
-            torch.testing.assert_close(mine, theirs, **tolerance)
+        found, levels = cpu.draft_cells(
+            weights, carried, first, last, ids if mapped else None, width, depth, least_gain, 200
+        )
+        assert levels == budget.levels
+        tokens = torch.cat([last[:, None], ids[expected.tokens[:, 1:]]], dim=1) if mapped else expected.tokens
+        assert torch.equal(found[0], tokens)
+        assert torch.equal(found[1], expected.parents)
+        torch.testing.assert_close(found[2], expected.log_probs, atol=1e-4, rtol=1e-4)
 
 
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
