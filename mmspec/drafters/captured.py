@@ -141,9 +141,9 @@ class CapturedDrafter(Drafter):
     def _merged(self) -> Inputs:
         """Inputs of all pending steps merged into one; empty if there are none."""
         steps, self._pending = self._pending, []
-        if not steps:
-            return ()
         accepted = [sum(counts) for counts in zip(*(counts for _, counts in steps), strict=True)]
+        if not any(accepted):
+            return ()
         if len(steps) == 1:
             merged = [x[:, : max(accepted)] for x in steps[0][0][:-1]]
         else:
