@@ -18,6 +18,7 @@ _HELP = {
     "caption": "Describe an image, a video, or a folder of them.",
     "generate": "Answer a text prompt.",
     "train": "Train models and drafters.",
+    "tune": "Find the fastest drafter for your prompts.",
     "eval": "Measure quality, acceptance and speed.",
     "serve": "Serve a model through OpenAI's API.",
     "demo": "Open the web demo.",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +98,27 @@ def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[Data
     files = [single] if single.is_file() else sorted(folder.glob("*.jsonl"))
     if not files:
         raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
-    number = 0
-    for file in files:
-        with explained(f"{file}: expected a JSONL file in UTF-8", OSError, UnicodeDecodeError):
-            lines = file.read_text(encoding="utf-8").splitlines()
-        for line_number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {line_number}"
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{where}: expected a JSON object, received {error}") from error
-            if not isinstance(values, dict):
-                raise UserError(f"{where}: expected a JSON object, received {type(values).__name__}")
-            yield DatasetRow(values, where, number, file.parent)
-            number += 1
-            if number == limit:
-                return
+    rows = (row for file in files for row in rows_of(file))
+    for number, row in enumerate(islice(rows, limit)):
+        yield replace(row, number=number)
+
+
+def rows_of(file: Path) -> Iterator[DatasetRow]:
+    """The rows of a JSON Lines file.
+
+    Raises:
+        UserError: it cannot be read, or a line is not a JSON object.
+    """
+    with explained(f"{file}: expected a JSONL file in UTF-8", OSError, UnicodeDecodeError):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number + 1}"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: expected a JSON object, received {error}") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{where}: expected a JSON object, received {type(values).__name__}")
+        yield DatasetRow(values, where, number, file.parent)
