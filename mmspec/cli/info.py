@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import click
 
 from mmspec import __version__, plugins
 from mmspec.cli.options import json_option
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.errors import UserError
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
 _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample")
@@ -19,13 +22,16 @@ _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_v
 
 @click.command()
 @click.argument("model", required=False)
+@click.option("--drafters", is_flag=True, help="Show only the drafters for MODEL: those at hand, the default first.")
 @json_option
-def info(model: str | None, as_json: bool) -> None:
+def info(model: str | None, drafters: bool, as_json: bool) -> None:
     """Show devices, versions, attention in use, models with their sampling defaults, targets and drafters.
 
     MODEL, a registered name or a folder, shows that model alone instead of all registered ones.
     """
-    facts = collect(model)
+    if drafters and model is None:
+        raise UserError("--drafters needs a model: expected mmspec info MODEL --drafters, received none")
+    facts = {"drafters": drafters_of(model)} if drafters and model else collect(model)
     if as_json:
         click.echo(json.dumps(facts))
         return
@@ -61,6 +67,31 @@ def collect(model: str | None = None) -> dict[str, Any]:
         "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
         "calibrations": str(cache_folder()),
     }
+
+
+def drafters_of(model: str) -> list[dict[str, Any]]:
+    """The drafters that a model can use, as JSON values: those at hand, the default first, then those that need a
+    checkpoint, with the command that trains one."""
+    from mmspec.drafters.registry import drafter_specs, drafters_for
+
+    specs, ready = {spec.name: spec for spec in drafter_specs()}, drafters_for(Path(plugins.model_path(model)))
+    entries: list[dict[str, Any]] = [
+        {"name": name, "default": place == 0, "ready": True, "summary": _summary(name, specs)}
+        for place, name in enumerate(ready)
+    ]
+    for spec in specs.values():
+        if spec.name not in ready:
+            train = f"mmspec train {spec.train} --model {model}" if spec.train else None
+            entries.append({"name": spec.name, "ready": False, "train": train, "summary": spec.summary})
+    return entries
+
+
+def _summary(name: str, specs: Mapping[str, DrafterSpec]) -> str:
+    if name in specs:
+        return specs[name].summary
+    return (
+        f"one tree of {' and '.join(name.split('+'))}" if "+" in name else "the drafter in the model's folder, if any"
+    )
 
 
 def _version(package: str) -> str | None:
@@ -138,6 +169,19 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         size = f"{m['name']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
         return f"{size}; defaults of requests: {defaults}" if defaults else size
 
+    def drafter(d: dict[str, Any]) -> str:
+        name = f"{d['name']} (default)" if d.get("default") else d["name"]
+        return ": ".join(filter(None, (name, d["summary"])))
+
+    def needed(d: dict[str, Any]) -> str:
+        return f"{drafter(d)}; {d['train']}" if d["train"] else drafter(d)
+
+    if facts.keys() == {"drafters"}:
+        ready = [d for d in facts["drafters"] if d["ready"]]
+        return [
+            ("at hand", [drafter(d) for d in ready]),
+            ("with a checkpoint", [needed(d) for d in facts["drafters"] if d not in ready]),
+        ]
     return [
         ("mmspec", [facts["mmspec"]]),
         ("python", [f"{facts['python']} on {facts['platform']}"]),
@@ -147,6 +191,6 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
         ("models", [model(m) for m in facts["models"]]),
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
-        ("drafters", [f"{d['name']}: {d['summary']}" for d in facts["drafters"]]),
+        ("drafters", [drafter(d) for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),
     ]

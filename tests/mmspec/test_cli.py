@@ -159,6 +159,21 @@ def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_p
     assert missing["problem"].startswith("expected a model in")
 
 
+def test_drafters_of_a_model(run: Run) -> None:
+    found = json.loads(run("info", "tiny-llava", "--drafters", "--json")[1])["drafters"]
+    assert [entry["name"] for entry in found if entry["ready"]] == ["flash", "msd", "recycle", "ngram", "suffix"]
+    assert [entry["name"] for entry in found if entry.get("default")] == ["flash"]
+    trained = {entry["name"]: entry["train"] for entry in found if not entry["ready"]}
+    assert trained["eagle3"] == "mmspec train eagle3 --model tiny-llava"
+    assert trained["mtp"] is None
+    status, out, _ = run("info", "tiny-llava", "--drafters")
+    words = " ".join(out.split())
+    assert status == 0
+    assert words.startswith("at hand flash (default): MSD with compressed images")
+    assert words.index("with a checkpoint") < words.index("mmspec train eagle3 --model tiny-llava")
+    assert_user_error(run("info", "--drafters"), "--drafters needs a model: expected mmspec info MODEL --drafters")
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
