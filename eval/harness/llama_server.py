@@ -11,13 +11,11 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from mmspec import plugins
 from mmspec.errors import UserError, explained
-from mmspec.targets.gguf import file_in
+from mmspec.eval.harness.peers import Completion, gguf_file
 
 CONTEXT = 8192
 """Tokens of a prompt and its answer."""
@@ -25,24 +23,6 @@ CONTEXT = 8192
 _HOST = "127.0.0.1"
 _COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
 _TIMEOUT = 600.0  # seconds, for loading the model and for each request
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A greedy answer.
-
-    Attributes:
-        tokens: generated token ids, the end-of-sequence token included.
-        seconds: decode time after the first token, as the server measures it.
-    """
-
-    tokens: list[int]
-    seconds: float
-
-    @property
-    def token_seconds(self) -> float:
-        """Decode time per token after the first."""
-        return self.seconds / (len(self.tokens) - 1)
 
 
 class LlamaServer:
@@ -59,9 +39,7 @@ class LlamaServer:
     """
 
     def __init__(self, program: str, model: str, threads: int, speculation: str = "") -> None:
-        file = file_in(plugins.model_path(model))
-        if file is None:
-            raise UserError(f"llama.cpp decodes GGUF files: expected a model of that format, received {model!r}")
+        file = gguf_file("llama.cpp", model)
         with socket.socket() as unused:
             unused.bind((_HOST, 0))
             self._port = unused.getsockname()[1]

@@ -19,8 +19,8 @@ from mmspec.core.drafter import Drafter, fork, lend
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
-from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.memory import peak_memory, reset_peak_memory
+from mmspec.eval.harness.peers import Peer
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -52,10 +52,10 @@ class TimedBatch:
 
     Attributes:
         answers: new tokens of each row.
-        stats: of each row. For transformers they hold acceptance lengths only. None for its batches and for llama.cpp.
+        stats: of each row. For transformers they hold acceptance lengths only. None for its batches and other engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``mmspec.eval.harness.memory``; None for llama.cpp, another process.
+        memory: peak memory in bytes, see ``mmspec.eval.harness.memory``; None for other engines.
     """
 
     answers: list[list[int]]
@@ -78,7 +78,7 @@ class Method:
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
-        server: llama.cpp, which then decodes.
+        peer: another engine, which then decodes.
         budget: an adaptive budget with what it has learnt.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
@@ -92,7 +92,7 @@ class Method:
     nodes: int | None = 0
     target: TransformersTarget | None = None
     generate_options: dict[str, Any] | None = None
-    server: LlamaServer | None = None
+    peer: Peer | None = None
     budget: MeasuredBudget | None = None
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Method:
     def fork(self, target: TransformersTarget) -> Method:
         """An unmeasured copy that keeps what drafter and budget have learnt, and learns separately from here on."""
         drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
-        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, self.server, budget)
+        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, self.peer, budget)
 
     def clear(self) -> None:
         """Drop the measurements; drafter and budget keep what they have learnt."""
@@ -249,8 +249,8 @@ def _decode(
     reset_peak_memory(pipe.target.device)
     if method.generate_options is not None:
         return _generate(pipe, method.generate_options, requests, options)
-    if method.server is not None:
-        return _complete(pipe, method.server, requests, options)
+    if method.peer is not None:
+        return _complete(pipe, method.peer, requests, options)
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
@@ -297,13 +297,11 @@ def _generate(
     return TimedBatch(answers, stats, seconds, peak_memory(ids.device))
 
 
-def _complete(
-    pipe: Pipeline, server: LlamaServer, requests: Sequence[dict[str, Any]], options: DecodingOptions
-) -> TimedBatch:
-    """Decode one request greedily by llama.cpp, from the same prompt tokens."""
+def _complete(pipe: Pipeline, peer: Peer, requests: Sequence[dict[str, Any]], options: DecodingOptions) -> TimedBatch:
+    """Decode one request greedily by another engine, from the same prompt tokens."""
     start = clock()
     (prompt,) = pipe.encode(requests).input_ids.tolist()
-    answer = server.complete(prompt, options.max_new_tokens)
+    answer = peer.complete(prompt, options.max_new_tokens)
     return TimedBatch([answer.tokens], [], {"total": clock() - start, "decoding": answer.seconds})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,11 @@ from mmspec.engine.calibrate import cost_table, describe
 from mmspec.engine.stats import Stats
 from mmspec.errors import first_line
 from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.openvino import OpenVino
+from mmspec.eval.harness.peers import Peer
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
-from mmspec.eval.suite.methods import BASELINE, PLAIN, parse_methods
+from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.sample import Sample
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.tasks import TASKS
@@ -52,9 +54,11 @@ class Evaluator:
             torch.set_num_threads(self.settings.threads)
         pipe = mmspec.load(self.settings.model, drafter=None, device=self.settings.device, dtype=self.settings.dtype)
         self.pipe = pipe
-        program, model = self.settings.llama_server, self.settings.model
-        llama = None if program is None else partial(LlamaServer, program, model, torch.get_num_threads())
-        self.methods = parse_methods(self.settings.methods, pipe.target, llama)
+        program, model, threads = self.settings.llama_server, self.settings.model, torch.get_num_threads()
+        peers: dict[str, Callable[[str], Peer]] = {OPENVINO: partial(OpenVino, model, threads)}
+        if program is not None:
+            peers[LLAMA] = partial(LlamaServer, program, model, threads)
+        self.methods = parse_methods(self.settings.methods, pipe.target, peers)
         self.refused: dict[tuple[str, float, int], str] = {}
         self._samples: dict[str, list[Sample]] = {}
         self._warm_up()
@@ -122,8 +126,8 @@ class Evaluator:
 
     def _find_refused(self, requests: Sequence[dict[str, Any]], size: int, temperature: float) -> None:
         for method in self.methods:
-            if method.server is not None and (size > 1 or temperature > 0):
-                self.refused[method.name, temperature, size] = "llama.cpp decodes greedily, one request at a time"
+            if method.peer is not None and (size > 1 or temperature > 0):
+                self.refused[method.name, temperature, size] = "other engines decode greedily, one request at a time"
             if method.generate_options:  # transformers' speculation does not support every model and batch
                 try:
                     run_interleaved(self.pipe, requests, [method], 1, DecodingOptions(8, temperature))
@@ -144,8 +148,8 @@ def _method_results(
     Returns:
         By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``stats`` of rows, peak ``memory``,
         and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` where it is not. The
-        reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of llama.cpp are not
-        compared: None.
+        reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of other engines are
+        not compared: None.
     """
     greedy = options.temperature == 0
     reference = batches[BASELINE if greedy else PLAIN][0].answers
@@ -155,8 +159,8 @@ def _method_results(
         first = rounds[0]
         equal: list[bool | None] = [None] * len(first.answers)
         differences = []
-        # llama.cpp rounds otherwise, transformers draws other random numbers.
-        if method.server is None and (greedy or method.generate_options is None):
+        # Other engines round otherwise, transformers draws other random numbers.
+        if method.peer is None and (greedy or method.generate_options is None):
             for row, expected in enumerate(reference):
                 other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)
                 equal[row] = other is None

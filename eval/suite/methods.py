@@ -5,6 +5,8 @@
     assisted:FOLDER     transformers' assisted decoding, with a small model of the same vocabulary
     llama.cpp           llama.cpp's plain decoding of the same GGUF file, greedy, one request at a time
     llama.cpp:TYPE      its speculation: TYPE is a --spec-type of llama-server, and further options after blanks
+    openvino            OpenVINO GenAI's plain decoding of the same GGUF file, likewise
+    openvino:lookup     its prompt lookup
     none                our plain decoding
     SPEC[@SHAPE]        our speculative decoding; SPEC is a drafter as for ``mmspec.load``, or new:NAME, which ignores
                         the checkpoint in the target's folder; SHAPE is ``tree`` (default, adaptive size), a number of
@@ -17,19 +19,19 @@ that need nothing but the target's folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
-from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.peers import Peer
 from mmspec.eval.harness.timing import Method
 from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
-BASELINE, PLAIN, LLAMA = "generate", "none", "llama.cpp"
+BASELINE, PLAIN, LLAMA, OPENVINO = "generate", "none", "llama.cpp", "openvino"
 
 _LOOKUP = {"prompt_lookup_num_tokens": 10}  # as in transformers' documentation and Spec-Bench's PLD
 
@@ -42,12 +44,12 @@ def auto_methods(home: Path) -> list[str]:
 
 
 def parse_methods(
-    specs: str, target: TransformersTarget, llama: Callable[[str], LlamaServer] | None = None
+    specs: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]] | None = None
 ) -> list[Method]:
     """The methods of a ``--methods`` option, after both baselines.
 
     Args:
-        llama: starts a server with this speculation.
+        peers: other engines by name, which are started with a speculation.
 
     Raises:
         UserError: an unknown method, or a duplicate label.
@@ -57,7 +59,7 @@ def parse_methods(
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
     methods: dict[str, Method] = {}
     for spec in dict.fromkeys([BASELINE, PLAIN, *listed]):
-        method = _parse_method(spec, home, target, llama)
+        method = _parse_method(spec, home, target, peers or {})
         if method.name in methods:
             raise UserError(f"every method needs its own label (LABEL=METHOD): {method.name!r} is given twice")
         methods[method.name] = method
@@ -65,7 +67,7 @@ def parse_methods(
 
 
 def _parse_method(
-    spec: str, home: str, target: TransformersTarget, llama: Callable[[str], LlamaServer] | None
+    spec: str, home: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]]
 ) -> Method:
     labelled = re.fullmatch(r"([^=/]+)=(.+)", spec)
     label, method = labelled.groups() if labelled else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
@@ -78,10 +80,11 @@ def _parse_method(
     if method.startswith("assisted:"):
         assistant = _load_assistant(method.removeprefix("assisted:"), target)
         return Method(label, generate_options={"assistant_model": assistant})
-    if method.partition(":")[0] == LLAMA:
-        if llama is None:
-            raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
-        return Method(label, server=llama(method.partition(":")[2]))
+    engine, _, speculation = method.partition(":")
+    if engine == LLAMA and engine not in peers:
+        raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
+    if engine in peers:
+        return Method(label, peer=peers[engine](speculation))
     selected, nodes = parse_shape(method)
     drafter = make_drafter(selected, home)
     if drafter is None:

@@ -22,8 +22,8 @@ class SuiteSettings(Checked):
     methods: str = option(
         "auto",
         TEXT,
-        "generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], none, or DRAFTER[@tree|@chain[N]|@NODES], optionally "
-        "LABEL=...",
+        "generate, lookup, assisted:FOLDER, llama.cpp[:TYPE], openvino[:lookup], none, or "
+        "DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
     )
     data: str | None = option(None, settable(TEXT))
     limit: int | None = option(None, settable(whole(1)), "Samples per task; by default all, or 64 of drawn tasks.")

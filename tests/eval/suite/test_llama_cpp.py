@@ -66,7 +66,7 @@ def test_samples_and_batches_are_left_out(run: tuple[Path, dict[str, Any]]) -> N
         (name, *condition) for name in ("llama.cpp", SPECULATION) for condition in conditions
     }
     report = (out / "run" / "report.md").read_text()
-    assert "- `llama.cpp`, batch 2: llama.cpp decodes greedily, one request at a time" in report
+    assert "- `llama.cpp`, batch 2: other engines decode greedily, one request at a time" in report
     first, second = (part.splitlines() for part in report.split("\n## ")[1:3])
     assert "vs llama.cpp" in first[2]
     assert "vs llama.cpp" not in second[2]  # without it the column is empty, and left out
