@@ -194,6 +194,9 @@ class DFlashOptions(BlockLoss, NetworkOptions):
     markov_rank: int | None = again(
         DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none.", default=None
     )
+    markov_type: Literal["vanilla", "gated", "rnn"] | None = again(
+        DFlashConfig, "markov_type", "Correct by that token alone, gated by the state, or by all tokens.", default=None
+    )
     confidence: Literal["none", "state", "markov"] | None = again(
         DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None
     )

@@ -41,9 +41,20 @@ def test_nodes_have_the_probabilities_of_a_loop(layout, rank, confidence, tmp_pa
     check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, skip=(1, 4), depth=BLOCK)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("kind", "from_anchor"), [("gated", True), ("rnn", True), ("rnn", False)])
+def test_gated_and_recurrent_heads(kind, from_anchor, static, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    plain = reference()
+    config, tensors = with_heads(*published(plain, LAYOUTS[from_anchor]), kind=kind, from_anchor=from_anchor)
+    drafter = drafter_of(tmp_path, config, tensors)
+    assert (drafter.network.config.markov_type, drafter.network.config.from_anchor) == (kind, from_anchor)
+    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, skip=(1, 4), depth=BLOCK)
+
+
 def test_nodes_while_sampling(tmp_path):
     plain, params = reference(), SamplingParams(temperature=1.0)
-    config, tensors = with_heads(*published(plain, "speculators"))
+    config, tensors = with_heads(*published(plain, "speculators"), kind="rnn")
     drafter = drafter_of(tmp_path, config, tensors)
     check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, params=params)
 
@@ -99,7 +110,7 @@ def test_levels_give_the_most_probable_paths(nodes):
     g = torch.Generator().manual_seed(nodes)
     shares = torch.randn(4, 6, 6, generator=g).log_softmax(-1)  # level, parent, child
 
-    def children(level, parents):
+    def children(level, parents, above):
         log_probs, tokens = shares[level][parents].sort(-1, descending=True)
         return tokens, log_probs
 
@@ -131,8 +142,9 @@ def test_defaults_of_speculators_and_of_flat_configurations(tmp_path):
     assert (network.from_anchor, network.markov_rank, network.confidence) == (True, 6, "markov")
 
 
-def test_every_tensor_missing_further_or_misshapen_is_named(tmp_path):
-    config, tensors = with_heads(*published(reference(), "speculators"))
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_every_tensor_missing_further_or_misshapen_is_named(kind, tmp_path):
+    config, tensors = with_heads(*published(reference(), "speculators"), kind=kind)
     for name in (name for name in tensors if "_head" in name):
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
         for changed, said in (
@@ -149,8 +161,9 @@ def test_every_tensor_missing_further_or_misshapen_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("markov_head_type", "gated", "markov_head_type must be 'vanilla': got 'gated'"),
-        ("markov_head_type", "rnn", "markov_head_type must be 'vanilla': got 'rnn'"),
+        ("markov_head_type", "lstm", "markov_head_type must be 'vanilla' or 'gated' or 'rnn': got 'lstm'"),
+        ("markov_head_type", "gated", "missing markov_head.gate_proj.bias, markov_head.gate_proj.weight"),
+        ("markov_head_type", "rnn", "missing markov_head.joint_proj.bias, markov_head.joint_proj.weight"),
         ("markov_rank", -1, "markov_rank must be a whole number >= 0: got -1"),
         ("markov_rank", 0, "markov_rank must be positive for a confidence head that reads the Markov head: got 0"),
         ("markov_rank", 7, r"confidence_head.proj.weight must be \(1, 55\) by config.json: got \(1, 54\)"),
