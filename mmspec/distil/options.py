@@ -195,7 +195,10 @@ class DFlashOptions(BlockLoss, NetworkOptions):
         DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none.", default=None
     )
     markov_type: Literal["vanilla", "gated", "rnn"] | None = again(
-        DFlashConfig, "markov_type", "Correct by that token alone, gated by the state, or by all tokens.", default=None
+        DFlashConfig,
+        "markov_type",
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+        default=None,
     )
     confidence: Literal["none", "state", "markov"] | None = again(
         DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None

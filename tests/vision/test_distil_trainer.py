@@ -294,9 +294,20 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
 
 def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     """And are what another run starts with."""
-    heads = ["--markov-rank", "16", "--confidence", "markov", "--from-anchor", "--loss", "tv", "--causal", "1"]
+    heads = ["--markov-rank", "16", "--markov-type", "rnn", "--confidence", "markov", "--from-anchor", "--causal", "1"]
     train(
-        tmp_path / "a", "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *heads, *DFLASH, command=dflash
+        tmp_path / "a",
+        "--steps",
+        "60",
+        "--rate",
+        "1e-2",
+        "--draft-vocabulary",
+        "40",
+        "--loss",
+        "tv",
+        *heads,
+        *DFLASH,
+        command=dflash,
     )
     first, last = (row for row in rows(tmp_path / "a") if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]
@@ -305,7 +316,8 @@ def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[.
     drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
     assert isinstance(drafter, DFlash)
     config = drafter.network.config
-    assert (config.markov_rank, config.markov_inputs, config.markov_outputs, config.causal) == (16, 320, 40, [1])
+    assert (config.markov_type, config.markov_rank, config.causal) == ("rnn", 16, [1])
+    assert (config.markov_inputs, config.markov_outputs) == (320, 40)
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids

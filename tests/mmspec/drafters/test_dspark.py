@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.dflash.drafter import DFlash
@@ -13,10 +16,18 @@ from mmspec.drafters.dflash.published import convert
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.slots import grow_levels
 from mmspec.ops import kernels
+from mmspec.targets.packing import pack_model
+from tests.compiled import needs_kernels
 from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, with_heads, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import dflash_network, text_inputs, vision_inputs
+
+
+def _network(model, kind):
+    heads = {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
+    return dflash_network(model, window=0, sliding=[], from_anchor=True, **heads)
+
 
 LAYOUTS = ["z-lab", "speculators"]
 
@@ -123,6 +134,35 @@ def test_levels_give_the_most_probable_paths(nodes):
     for row, root in enumerate((2, 5)):
         best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
         assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_trees_beside_quantised_weights(kind):
+    """A vanilla head's tree is a call of the kernels, equal to the one that the others have from torch."""
+    model = copy.deepcopy(shared_model("llama"))
+    pack_model(model, "int8")
+    inputs, options = text_inputs(3), {"max_new_tokens": 12, "eos_token_id": None}
+    plain = mmspec.generate(model, drafter=None, **options, **inputs)
+    drafter = DFlash(_network(model, kind), top_k=3, total_tokens=12)
+    trees = []
+
+    def propose(token, budget):
+        trees.append([grow(token, budget)])
+        native, drafter._markov = drafter._markov, None
+        trees[-1].append(grow(token, budget))
+        drafter._markov = native
+        return trees[-1][0]
+
+    grow, drafter.grow = drafter.grow, propose
+    found = mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs)
+    assert (drafter._markov is not None) == (kind == "vanilla")
+    assert torch.equal(found, plain)
+    assert len(trees) > 2
+    for ours, theirs in trees:
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.parents, theirs.parents)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------- checkpoints
