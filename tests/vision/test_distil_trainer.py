@@ -176,9 +176,11 @@ def test_a_low_rank_head_excludes_further_passes(train: Callable[..., str], tmp_
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk"])
-def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path, loss: str) -> None:
-    options = ["--loss", loss, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
+@pytest.mark.parametrize("objective", ["--loss kl", "--loss lk", "--parallel --keep 0.8"])
+def test_a_head_learns_to_predict_its_target(
+    model: str, train: Callable[..., str], tmp_path: Path, objective: str
+) -> None:
+    options = [*objective.split(), "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
     said = train(tmp_path, *options, command=eagle3)
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]
@@ -188,6 +190,7 @@ def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., st
     drafter = make_drafter(str(tmp_path / DRAFTER))
     assert isinstance(drafter, Eagle3)
     assert (drafter.top_k, drafter.depth, drafter.total_tokens, len(drafter.draft_ids)) == (4, 4, 12, 40)
+    assert (drafter.network.config.mask_token_id is not None) == ("parallel" in objective)
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
