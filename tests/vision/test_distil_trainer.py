@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,21 @@ def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_
     start = ["--start", str(tmp_path / "a" / DRAFTER), "--draft-vocabulary", "10"]
     with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
         train(tmp_path / "other", "--steps", "1", *start, *EAGLE3, command=eagle3)
+
+
+def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[..., str], tmp_path: Path) -> None:
+    masks, kept = [], []
+    for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
+        options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
+        train(tmp_path / name, "--steps", "1", "--rate", "1e-12", "--prompts", "0", *options, command=eagle3)
+        masks.append(make_drafter(str(tmp_path / name / DRAFTER)).network.config.mask_token_id)
+        kept.append(saved(tmp_path / name))
+    assert masks == [None, masks[1], masks[1], None]
+    assert masks[1] is not None
+    assert kept[1].keys() - kept[0].keys() == {"mask_hidden"}
+    for before, after in pairwise(kept):
+        for name in before.keys() & after.keys():
+            torch.testing.assert_close(before[name], after[name], atol=1e-6, rtol=0)
 
 
 def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
