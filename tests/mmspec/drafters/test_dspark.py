@@ -219,6 +219,11 @@ def test_configurations_that_cannot_be_are_refused_by_name(layout, field, value,
     assert "\n" not in str(caught.value)
 
 
+def test_a_type_without_a_markov_head_is_refused():
+    with pytest.raises(UserError, match="markov_rank must be positive for a gated Markov head: got 0"):
+        dflash_network(shared_model("llama"), markov_type="gated")
+
+
 def test_a_markov_head_of_other_draft_tokens_than_the_output_layers_is_refused(tmp_path):
     config, tensors = with_heads(*published(reference(), "z-lab"))
     drafter, model = drafter_of(tmp_path, config, tensors), shared_model("llama")
