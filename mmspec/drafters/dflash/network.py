@@ -164,7 +164,8 @@ class DFlashNetwork(nn.Module):
             return self.markov_gate(torch.cat([states, embeds], dim=-1)).sigmoid() * embeds, None
         memory = torch.zeros_like(embeds) if memory is None else memory
         gate, candidate, out = self.markov_cell(torch.cat([memory, embeds, states], dim=-1)).chunk(3, dim=-1)
-        return out.tanh(), torch.lerp(candidate.tanh(), memory, gate.sigmoid())
+        kept = gate.sigmoid()
+        return out.tanh(), kept * memory + (1.0 - kept) * candidate.tanh()
 
 
 def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:

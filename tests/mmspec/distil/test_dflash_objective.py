@@ -108,6 +108,17 @@ def test_blocks_equal_those_run_alone(loss, narrow, heads, kind, causal, tmp_pat
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_heads_of_dspark_in_bfloat16(kind, tmp_path):
+    target, batch = TransformersTarget(shared_model("llama")), random_batch()
+    shape, ours, _, _ = convert(*with_heads(*published(reference(), "z-lab"), kind=kind, from_anchor=False), "here")
+    network = load_network(DFlashNetwork, shape, ours, tmp_path)
+    whole = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    torch.testing.assert_close(half, whole, rtol=0.02, atol=0.0)
+
+
 def test_anchors_are_drawn_from_the_answers_without_repetition(tmp_path):
     """As many as the losses need, another draw with another seed."""
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
