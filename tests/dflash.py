@@ -66,16 +66,21 @@ def write(folder, config, tensors):
     return folder
 
 
-def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed=3):
+def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed=3, kind="vanilla", from_anchor=True):
     """A checkpoint with the heads of DSpark, as speculators and DeepSpec write them."""
     g = torch.Generator().manual_seed(seed)
-    own = {"sample_from_anchor": True, "markov_rank": rank, "enable_confidence_head": confidence != "none"}
-    own |= {"confidence_head_with_markov": confidence == "markov", "markov_head_type": "vanilla"}
+    own = {"sample_from_anchor": from_anchor, "markov_rank": rank, "enable_confidence_head": confidence != "none"}
+    own |= {"confidence_head_with_markov": confidence == "markov", "markov_head_type": kind}
     named = {"speculators_model_type": "dspark"} if "speculators_model_type" in config else {}
     made = {**config, "architectures": ["DSparkDraftModel"], **named, **own}
     shapes = {}
     if rank:
         shapes |= {f"markov_head.markov_{one}.weight": (n, rank) for one, n in (("w1", VOCAB), ("w2", outputs))}
+    if kind == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, WIDTH + rank), "markov_head.gate_proj.bias": (rank,)}
+    if kind == "rnn":
+        read = 2 * rank + WIDTH
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, read), "markov_head.joint_proj.bias": (3 * rank,)}
     if confidence != "none":
         read = WIDTH + rank * (confidence == "markov")
         shapes |= {"confidence_head.proj.weight": (1, read), "confidence_head.proj.bias": (1,)}
@@ -110,20 +115,40 @@ def log_probs(model, target, states, positions, last, head=None):
     return (target.head if head is None else head)(states).log_softmax(-1)
 
 
+def markov_logits(tensors, states, tokens):
+    """The Markov head's correction at the last of a block's first positions, given the token before each of them."""
+    own = {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items() if "markov_head." in name}
+    memory = torch.zeros(own["markov_w1.weight"].shape[1])
+    for state, token in zip(states, tokens, strict=True):
+        embed = latent = own["markov_w1.weight"][token]
+        if "gate_proj.weight" in own:
+            read = own["gate_proj.weight"] @ torch.cat([state, embed]) + own["gate_proj.bias"]
+            latent = embed / (1 + (-read).exp())
+        if "joint_proj.weight" in own:
+            read = own["joint_proj.weight"] @ torch.cat([memory, embed, state]) + own["joint_proj.bias"]
+            gate, candidate, out = read.chunk(3)
+            kept = 1 / (1 + (-gate).exp())
+            memory, latent = kept * memory + (1 - kept) * candidate.tanh(), out.tanh()
+    return own["markov_w2.weight"] @ latent
+
+
 @torch.no_grad()
-def path_gain(states, scores, tensors, last, path, index):
+def path_gain(block, scores, tensors, last, path, index, first):
     """Probability of a path of tokens, slot by slot, with the heads of DSpark that ``tensors`` has.
 
     Args:
-        states, scores: of each slot, the network's and the output layer's.
+        block: the network's states.
+        scores: of each slot, the output layer's.
         index: the row of the output layer of each token.
+        first: position of the first slot in the block.
     """
     gain = 1.0
     for slot, token in enumerate(path):
-        logits, read, previous = scores[slot], states[slot], path[slot - 1] if slot else last
+        logits, at = scores[slot], first + slot
+        read, before = block[at], [*[last] * first, last, *path[:slot]]
         if "markov_head.markov_w1.weight" in tensors:
-            embed = tensors["markov_head.markov_w1.weight"][previous]
-            logits = logits + tensors["markov_head.markov_w2.weight"] @ embed
+            embed = tensors["markov_head.markov_w1.weight"][before[-1]]
+            logits = logits + markov_logits(tensors, block[: at + 1], before)
             if "confidence_head.proj.weight" in tensors and tensors["confidence_head.proj.weight"].shape[1] > WIDTH:
                 read = torch.cat([read, embed])
         if "confidence_head.proj.weight" in tensors:
@@ -137,8 +162,9 @@ def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=False, i
     """Decode; every node must have the probability of the reference, and every output token be right.
 
     Args:
-        tensors: of a checkpoint with the heads of DSpark, whose first slot is the last token's position.
+        tensors: of a checkpoint with the heads of DSpark.
     """
+    first = drafter.network.config.first
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
     layers = plain.config.target_layer_ids
     last = len(model.get_decoder().layers) - 1
@@ -150,10 +176,10 @@ def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=False, i
             with torch.no_grad():
                 states[last] = model.get_decoder().norm(states[last])
         read = [states[layer] for layer in layers]
-        block = block_states(plain, target, read, axes.amax(0), said[-1], causal)[0 if tensors else 1 :]
+        block = block_states(plain, target, read, axes.amax(0), said[-1], causal)
         with torch.no_grad():
-            scores = (target.head if head is None else head)(block)
+            scores = (target.head if head is None else head)(block[first:])
         index = {token: number for number, token in enumerate(range(scores.shape[1]) if ids is None else ids)}
-        return [path_gain(block, scores, tensors or {}, said[-1], path, index) for path in paths]
+        return [path_gain(block, scores, tensors or {}, said[-1], path, index, first) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)

@@ -16,6 +16,8 @@ from mmspec.distil.options import DFlashOptions, Eagle3Options
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
 
+    With --parallel, a P-EAGLE head, which drafts all levels in one pass.
+
     Image positions are placeholder tokens to it. Run the same command again to resume an interrupted run. The drafter
     is written to OUT/drafter, metrics to OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m
     mmspec.cli.drafters eagle3 OPTIONS`.

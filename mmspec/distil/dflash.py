@@ -12,10 +12,10 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.dflash_objective import DFlashObjective
 from mmspec.distil.options import DFlashOptions
 from mmspec.distil.run import draft_vocabulary, train_drafter
-from mmspec.distil.start import load_shared_weights, output_rows
+from mmspec.distil.start import load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
+from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.hidden_state.rope import rotary_of
@@ -68,19 +68,8 @@ def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None
         return replace(start.network.config, **given)
     new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
     if "mask_token_id" not in new:
-        new["mask_token_id"] = _mask_token(pipe)
+        new["mask_token_id"] = mask_token(pipe)
     return DFlashConfig.like(decoder, **new)
-
-
-def _mask_token(pipe: Pipeline) -> int:
-    """A token that answers do not contain and whose embedding is not zero, which attention could not turn."""
-    tokenizer, vocab = pipe.io.tokenizer, pipe.target.config.vocab_size
-    named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
-    for token in [*(token for token in named if token is not None and token < vocab), vocab - 1]:
-        embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))
-        if token not in pipe.target.eos_token_ids and bool(embedding.any()):
-            return int(token)
-    raise UserError("mask_token_id must be given for this target: its tokenizer has no unused token")
 
 
 @torch.no_grad()

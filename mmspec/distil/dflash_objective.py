@@ -25,7 +25,7 @@ class DFlashObjective(BlockLoss):
     """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
 
     An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
-    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the token before.
+    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
     A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
     11).
 
@@ -66,13 +66,16 @@ class DFlashObjective(BlockLoss):
         scoring = network.lm_head if network.config.head else head
         alive = followed.gather(1, anchors)
         count = int(alive.sum())
+        memory = network.first_memory(states, batch.tokens.gather(1, anchors))
+        memory = None if memory is None else memory[alive]
         for slot in range(1, network.config.drafts + 1):
             at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
-            alive = alive & followed.gather(1, at)
+            before, alive = alive, alive & followed.gather(1, at)
             if not bool(alive.any()):
                 break
             read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
-            scores, confidence = network.corrected(scoring(read), read, previous)
+            memory = None if memory is None else memory[alive[before]]
+            scores, confidence, memory = network.corrected(scoring(read), read, previous, memory)
             truth = goal[index.gather(1, at)[alive]]
             loss, found = self._slot(scores, confidence, truth)
             metrics |= {f"{name}_{slot}": value for name, value in found.items()}

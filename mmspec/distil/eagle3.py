@@ -11,7 +11,7 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.eagle3_objective import Eagle3Objective
 from mmspec.distil.options import Eagle3Options
 from mmspec.distil.run import draft_vocabulary, train_drafter
-from mmspec.distil.start import head_weight, load_shared_weights, output_rows
+from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
@@ -37,9 +37,7 @@ def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversat
         draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
-        if start.network.config.mask_token_id is not None:
-            raise UserError(f"{options.start}: expected an EAGLE-3 head, received a P-EAGLE head")
-    config = _network_config(options, target, draft_ids, start)
+    config = _network_config(options, pipe, draft_ids, start)
     network = Eagle3Network(config).to(target.device, torch.float32)
     if start is not None:
         load_shared_weights(start, network, options.start)
@@ -53,13 +51,16 @@ def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversat
 
 
 def _network_config(
-    options: Eagle3Options, target: Any, draft_ids: torch.Tensor | None, start: Eagle3 | None
+    options: Eagle3Options, pipe: Pipeline, draft_ids: torch.Tensor | None, start: Eagle3 | None
 ) -> Eagle3Config:
-    given = options.part(Eagle3Config.__dataclass_fields__)
+    given: dict[str, Any] = options.part(Eagle3Config.__dataclass_fields__)
     given |= {"states": len(given["reads"])} if "reads" in given else {}
-    head = output_rows(target) if draft_ids is None else len(draft_ids)
-    if start is not None:
-        before = start.network.config
-        return replace(before, **given, head=head if before.head else 0)
+    before = None if start is None else start.network.config
+    mask = None if before is None else before.mask_token_id
+    if options.parallel is not None:
+        mask = (mask_token(pipe) if mask is None else mask) if options.parallel else None
+    head = output_rows(pipe.target) if draft_ids is None else len(draft_ids)
+    if before is not None:
+        return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
     new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
-    return Eagle3Config.like(target.config, **new, head=head)
+    return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)

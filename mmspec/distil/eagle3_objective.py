@@ -29,7 +29,10 @@ class Eagle3Objective(Eagle3Passes):
 
     The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
     predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
-    as a node at depth s of a tree does.
+    as a node at depth s of a tree does. With a mask token (P-EAGLE, arXiv 2602.01469), entries of later passes take it
+    and the learnt state in place of their token and the predicted state.
+
+    A further pass keeps a chain with probability ``keep`` (conditional drop-token, arXiv 2602.01469, section 4).
 
     The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
     """
@@ -50,7 +53,8 @@ class Eagle3Objective(Eagle3Passes):
             target: for its frozen embedding and head.
             batch: features of conversations, with the layers that the network reads.
             draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator, progress: unused; part of the interface of objectives.
+            generator: draws the chains that a pass keeps.
+            progress: unused; part of the interface of objectives.
         """
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
@@ -61,7 +65,7 @@ class Eagle3Objective(Eagle3Passes):
         assert batch.layers is not None, "the extractor reads the network's layers"
         goal = _goal(target, batch.hidden[:, 1:][wanted], draft_ids)
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of an entry in ``goal``
-        embeds = _embeddings(network, target, batch)[:, 1:]
+        embeds = _embeddings(network, target, batch.tokens[:, 1:])
         rotary, _ = rotary_of(network.config)
         rotary.reserve(embeds.shape[1], embeds)
         caches = [PassCache() for _ in network.layers]
@@ -79,10 +83,15 @@ class Eagle3Objective(Eagle3Passes):
         for number in range(self.passes):
             if number:
                 entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
-                valid = valid & wanted.gather(1, entry)
-                if not bool(valid.any()):
+                kept = torch.rand(valid.shape, generator=generator, device=valid.device) < self.keep
+                places, valid = packing(kept & valid & wanted.gather(1, entry), left=False)
+                if places.shape[1] == 0:
                     break
-                state, _ = network.begin(network(network.combine(take(embeds, entry), state), rotary(entry), attend))
+                entry = entry.gather(1, places)
+                for cache in caches:
+                    cache.keep_chains(places)
+                x = _inputs(network, target, take(embeds, entry), take(state, places))
+                state, _ = network.begin(network(x, rotary(entry), attend))
             scores = _scores(network, target, state[valid], draft_ids)
             truth = goal[index.gather(1, entry)[valid]]
             loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
@@ -106,10 +115,18 @@ def _scores(network: Eagle3Network, target: Target, state: Tensor, draft_ids: Te
     return network.scores(target.head if draft_ids is None else target.narrow_head(draft_ids), state)
 
 
-def _embeddings(network: Eagle3Network, target: Target, batch: Features) -> Tensor:
-    """Embeddings of all tokens, those of placeholders included, (batch, length, hidden)."""
+def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:
+    """Layer inputs of a further pass, (batch, chains, 2 * hidden), from its tokens' embeddings and predicted states."""
+    if (mask := network.config.mask_token_id) is None:
+        return network.combine(embeds, state)
+    embed = _embeddings(network, target, torch.tensor([[mask]], device=embeds.device))
+    return network.combine(embed, network.project(network.mask_hidden)).expand(*embeds.shape[:2], -1)
+
+
+def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tensor:
+    """Embeddings of tokens, those of placeholders included, (batch, length, hidden)."""
     rows = network.config.embedding or target.config.vocab_size  # type: ignore[attr-defined]
-    tokens = batch.tokens.masked_fill(batch.tokens >= rows, 0)
+    tokens = tokens.masked_fill(tokens >= rows, 0)
     if network.config.embedding:
         return network.embed_tokens(tokens)
     with torch.no_grad():

@@ -108,7 +108,10 @@ class HeadOptions(Passes, NetworkOptions):
 class Eagle3Passes(Passes):
     """Settings of EAGLE-3's objective."""
 
-    passes: int = again(Passes, "passes", default=5)
+    passes: int = again(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
+    keep: float = option(
+        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,13 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
         default=None,
         default_text="inputs",
         declared=("--outputs/--inputs",),
+    )
+    parallel: bool | None = option(
+        None,
+        settable(FLAG),
+        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
+        default_text="one pass per level",
+        declared=("--parallel/--sequential",),
     )
     norm_before_residual: bool | None = again(
         Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state.", default=None
@@ -193,6 +203,12 @@ class DFlashOptions(BlockLoss, NetworkOptions):
     )
     markov_rank: int | None = again(
         DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none.", default=None
+    )
+    markov_type: Literal["vanilla", "gated", "rnn"] | None = again(
+        DFlashConfig,
+        "markov_type",
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+        default=None,
     )
     confidence: Literal["none", "state", "markov"] | None = again(
         DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None

@@ -25,6 +25,15 @@ class PassCache:
         """Sets the entries at which chains start, after the first pass: (batch, chains) int64."""
         self._starts = starts
 
+    def keep_chains(self, places: Tensor) -> None:
+        """Drops all chains but those at these places, (batch, kept) int64."""
+        assert self._starts is not None, "start_chains comes first"
+        self._starts = self._starts.gather(1, places)
+        for parts in (self._keys, self._values):
+            for number, part in enumerate(parts[1:], start=1):
+                index = places[:, None, :, None, None].expand(-1, part.shape[1], -1, *part.shape[3:])
+                parts[number] = part.gather(2, index)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Appends the keys and values of a pass; returns the attention output of its queries.
 

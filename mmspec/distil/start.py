@@ -1,4 +1,4 @@
-"""Initial weights of hidden-state drafters: those of the target's head, or of another drafter."""
+"""What hidden-state drafters start from: weights of the target's head or of another drafter, and a mask token."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.core.target import Target
+from mmspec.drafters.dflash.drafter import plain_embedding
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
 
 
 @torch.no_grad()
@@ -24,6 +26,20 @@ def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
 def output_rows(target: Target) -> int:
     """Tokens that the target's output layer has."""
     return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
+
+
+def mask_token(pipe: Pipeline) -> int:
+    """A token for masks: one that answers do not contain, if the tokenizer has it, else the last that ends no answer.
+
+    Its embedding is not zero, which attention could not turn.
+    """
+    tokenizer, vocab = pipe.io.tokenizer, pipe.target.config.vocab_size
+    named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
+    for token in [*(token for token in named if token is not None and token < vocab), *reversed(range(vocab))]:
+        embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))
+        if token not in pipe.target.eos_token_ids and bool(embedding.any()):
+            return int(token)
+    raise UserError("expected a target with a token for masks, received one whose embeddings are all zero")
 
 
 def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
@@ -40,7 +41,7 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
 
 
 def _grow_on_device(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget, nodes: int) -> TokenTree:
-    def children(level: int, parents: Tensor) -> tuple[Tensor, Tensor]:
+    def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
         shared = (-1, parents.shape[1], -1)
         return tokens[:, level, None].expand(shared), log_probs[:, level, None].expand(shared)
 
@@ -50,7 +51,7 @@ def _grow_on_device(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Bu
 
 def grow_levels(
     token: Tensor,
-    children: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+    children: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
     budget: Budget,
     top_k: int,
     *,
@@ -61,17 +62,19 @@ def grow_levels(
 
     Args:
         token: (batch,) int64, the roots.
-        children: given a level, from 0 on, and its parents, (batch, width) int64, returns their children as
+        children: given a level, from 0 on, its parents' tokens, (batch, width) int64, and the place of each parent's
+            own parent among those of the level before, (batch, width) int64, returns their children as
             ``(tokens, log_probs)``, (batch, width, children) each, in descending order.
         budget: limits depth and size.
         top_k: nodes extended per level.
         depth, nodes: limits of the drafter.
     """
     levels = iter(range(1, depth))
-    tokens, log_probs = children(0, token[:, None])
+    tokens, log_probs = children(0, token[:, None], torch.zeros_like(token[:, None]))
 
     def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-        return children(next(levels), beam)
+        level = next(levels)
+        return children(level, beam, origin if level > 1 else torch.zeros_like(beam))  # all descend from the root
 
     return grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, top_k, depth=depth, nodes=nodes)
 

@@ -27,8 +27,8 @@ from tests.tiny.models import (
 
 def _dspark_network(model: Any, **changes: Any) -> Any:
     vocab = model.config.get_text_config().vocab_size
-    heads = {"markov_rank": 6, "markov_inputs": vocab, "markov_outputs": vocab, "confidence": "markov"}
-    return dflash_network(model, **{**heads, "from_anchor": True, **changes})
+    heads = {"markov_rank": 6, "markov_inputs": vocab, "markov_outputs": vocab, "markov_type": "rnn"}
+    return dflash_network(model, **{**heads, "confidence": "markov", "from_anchor": True, **changes})
 
 
 NETWORKS: dict[str, Callable[..., Any]] = {

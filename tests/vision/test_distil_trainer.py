@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,11 @@ def test_a_low_rank_head_excludes_further_passes(train: Callable[..., str], tmp_
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk"])
-def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path, loss: str) -> None:
-    options = ["--loss", loss, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
+@pytest.mark.parametrize("objective", ["--loss kl", "--loss lk", "--parallel --keep 0.8"])
+def test_a_head_learns_to_predict_its_target(
+    model: str, train: Callable[..., str], tmp_path: Path, objective: str
+) -> None:
+    options = [*objective.split(), "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
     said = train(tmp_path, *options, command=eagle3)
     first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]
@@ -188,6 +191,7 @@ def test_a_head_learns_to_predict_its_target(model: str, train: Callable[..., st
     drafter = make_drafter(str(tmp_path / DRAFTER))
     assert isinstance(drafter, Eagle3)
     assert (drafter.top_k, drafter.depth, drafter.total_tokens, len(drafter.draft_ids)) == (4, 4, 12, 40)
+    assert (drafter.network.config.mask_token_id is not None) == ("parallel" in objective)
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
@@ -222,6 +226,21 @@ def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_
     start = ["--start", str(tmp_path / "a" / DRAFTER), "--draft-vocabulary", "10"]
     with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
         train(tmp_path / "other", "--steps", "1", *start, *EAGLE3, command=eagle3)
+
+
+def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[..., str], tmp_path: Path) -> None:
+    masks, kept = [], []
+    for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
+        options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
+        train(tmp_path / name, "--steps", "1", "--rate", "1e-12", "--prompts", "0", *options, command=eagle3)
+        masks.append(make_drafter(str(tmp_path / name / DRAFTER)).network.config.mask_token_id)
+        kept.append(saved(tmp_path / name))
+    assert masks == [None, masks[1], masks[1], None]
+    assert masks[1] is not None
+    assert kept[1].keys() - kept[0].keys() == {"mask_hidden"}
+    for before, after in pairwise(kept):
+        for name in before.keys() & after.keys():
+            torch.testing.assert_close(before[name], after[name], atol=1e-6, rtol=0)
 
 
 def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
@@ -294,9 +313,20 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
 
 def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     """And are what another run starts with."""
-    heads = ["--markov-rank", "16", "--confidence", "markov", "--from-anchor", "--loss", "tv", "--causal", "1"]
+    heads = ["--markov-rank", "16", "--markov-type", "rnn", "--confidence", "markov", "--from-anchor", "--causal", "1"]
     train(
-        tmp_path / "a", "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *heads, *DFLASH, command=dflash
+        tmp_path / "a",
+        "--steps",
+        "60",
+        "--rate",
+        "1e-2",
+        "--draft-vocabulary",
+        "40",
+        "--loss",
+        "tv",
+        *heads,
+        *DFLASH,
+        command=dflash,
     )
     first, last = (row for row in rows(tmp_path / "a") if row["event"] == "held-out")
     assert last["loss"] < 0.8 * first["loss"]
@@ -305,7 +335,8 @@ def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[.
     drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
     assert isinstance(drafter, DFlash)
     config = drafter.network.config
-    assert (config.markov_rank, config.markov_inputs, config.markov_outputs, config.causal) == (16, 320, 40, [1])
+    assert (config.markov_type, config.markov_rank, config.causal) == ("rnn", 16, [1])
+    assert (config.markov_inputs, config.markov_outputs) == (320, 40)
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids

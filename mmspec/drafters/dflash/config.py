@@ -27,6 +27,8 @@ class DFlashConfig(HeadShape):
         from_anchor: the last token's position predicts, too: position k gives the (k+1)-th token after the last.
         markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 is none.
         markov_inputs, markov_outputs: tokens that the Markov head corrects after, and those that it corrects.
+        markov_type: of the Markov head: its correction depends on the token before alone, is gated by the position's
+            state, or comes from a recurrent state over the block's tokens so far (rnn).
         confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
     """
 
@@ -40,6 +42,7 @@ class DFlashConfig(HeadShape):
     markov_rank: int = option(0, whole(0, 2**16))
     markov_inputs: int = option(0, whole(0, 2**24))
     markov_outputs: int = option(0, whole(0, 2**24))
+    markov_type: str = option("vanilla", choice("vanilla", "gated", "rnn"))
     confidence: str = option("none", choice("none", "state", "markov"))
 
     def __post_init__(self) -> None:
@@ -56,6 +59,8 @@ class DFlashConfig(HeadShape):
         for tokens in (self.markov_inputs, self.markov_outputs):
             if bool(tokens) != bool(self.markov_rank):
                 raise UserError(f"markov_inputs and markov_outputs must be given with markov_rank only: got {tokens}")
+        if self.markov_type != "vanilla" and not self.markov_rank:
+            raise UserError(f"markov_rank must be positive for a {self.markov_type} Markov head: got 0")
         if self.head and self.markov_rank and self.markov_outputs != self.head:
             raise UserError(f"markov_outputs must be the {self.head} rows of the head: got {self.markov_outputs}")
         if self.confidence == "markov" and not self.markov_rank:

@@ -1,8 +1,9 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
 One pass of the network drafts all levels of a tree, see ``slots``. With a Markov head (DSpark, arXiv 2607.05147) the
-children of a node depend on its token: the exact distributions of all nodes that a level extends are one product. The
-probability of a path is the product of its tokens' probabilities and of the confidences at their parents (section 3.2).
+children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The exact
+distributions of all nodes that a level extends are one product. The probability of a path is the product of its tokens'
+probabilities and of the confidences at their parents (section 3.2).
 
 Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
 are the target's, of a target with several axes the largest of them.
@@ -29,6 +30,7 @@ from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.native import NativeMarkov
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import convert, read_published
+from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import allowed_slots
@@ -157,28 +159,38 @@ class DFlash(PositionedDrafter):
         config = self.network.config
         nodes = min(self.total_tokens, budget.nodes)
         deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
-        states = self._denoise(token)[:, config.first : config.first + deepest]
+        block = self._denoise(token)
+        states = block[:, config.first : config.first + deepest]
         assert self._scores is not None, "attach comes first"
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
             tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if not config.markov_rank:
-            return grow_slots(token, *self._ranked(scores, states, token[:, None]), budget, self.total_tokens)
+            tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
+            return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+        memory = self.network.first_memory(block, token)
+        memory = None if memory is None else memory[:, None]
 
-        def children(level: int, parents: Tensor) -> tuple[Tensor, Tensor]:
-            return self._ranked(scores[:, level, None], states[:, level, None], parents)
+        def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal memory
+            before = None if memory is None else take(memory, above)
+            slot = scores[:, level, None], states[:, level, None]
+            tokens, log_probs, memory = self._ranked(*slot, parents, before)
+            return tokens, log_probs
 
         return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
 
-    def _ranked(self, scores: Tensor, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's tokens that are most probable and their log probabilities, (batch, nodes, top_k); arguments as
-        for ``DFlashNetwork.corrected``."""
-        scores, confidence = self.network.corrected(scores, states, previous)
+    def _ranked(
+        self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The target's tokens that are most probable and their log probabilities, (batch, nodes, top_k), and the memory
+        after them; arguments as for ``DFlashNetwork.corrected``."""
+        scores, confidence, memory = self.network.corrected(scores, states, previous, memory)
         tokens, log_probs = ops.top_log_probs(scores, self.top_k)
         if confidence is not None:
             log_probs = log_probs + F.logsigmoid(confidence.float())[..., None]
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs, memory
 
     def _denoise(self, token: Tensor) -> Tensor:
         """The network's outputs over a block per row, (batch, block, hidden)."""

@@ -99,7 +99,7 @@ def _speculators(network: DFlashConfig, target: Any) -> dict[str, Any]:
     heads = {
         "confidence_head_with_markov": network.confidence == "markov",
         "enable_confidence_head": network.confidence != "none",
-        "markov_head_type": "vanilla",
+        "markov_head_type": network.markov_type,
         "markov_rank": network.markov_rank,
     }
     return {

@@ -27,10 +27,11 @@ class NativeMarkov:
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
-        """The native form of a network's head; None where the kernels do not take it, or a confidence head adds to the
-        scores."""
+        """The native form of a network's head; None where the kernels do not take it: it is gated or recurrent, or a
+        confidence head adds to the scores."""
         config = network.config
-        if not config.markov_rank or config.confidence != "none" or not isinstance(network.markov_out, BlockLinear):
+        alone = config.markov_type == "vanilla" and config.confidence == "none"
+        if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):
             return None
         return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
 

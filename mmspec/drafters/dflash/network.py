@@ -5,7 +5,13 @@ one state per token that the target has processed: the outputs of several target
 the same for every layer. Position k of the block, normed, gives the logits of the k-th token after the last.
 
 DSpark (arXiv 2607.05147) adds a Markov head, a correction of these logits by the token before, and a confidence head,
-the probability that a token drafted from them is accepted.
+the probability that a token drafted from them is accepted. The Markov head has three types (deepseek-ai/DeepSpec),
+with the embedding e of the token before, the position's state h and, of a recurrent head, the memory m of the
+positions before, 0 at the block's first:
+
+- vanilla: ``W e``;
+- gated: ``W (sigmoid(G [h; e]) * e)``;
+- rnn: ``W tanh(o)`` with ``[g; c; o] = J [m; e; h]``, then ``m = sigmoid(g) * m + (1 - sigmoid(g)) * tanh(c)``.
 """
 
 from __future__ import annotations
@@ -81,6 +87,10 @@ class DFlashNetwork(nn.Module):
         if config.markov_rank:
             self.markov_embed = nn.Embedding(config.markov_inputs, config.markov_rank)
             self.markov_out = nn.Linear(config.markov_rank, config.markov_outputs, bias=False)
+        if config.markov_type == "gated":
+            self.markov_gate = nn.Linear(width + config.markov_rank, config.markov_rank)
+        if config.markov_type == "rnn":
+            self.markov_cell = nn.Linear(2 * config.markov_rank + width, 3 * config.markov_rank)
         if config.confidence != "none":
             self.confidence = nn.Linear(width + config.markov_rank * (config.confidence == "markov"), 1)
 
@@ -105,25 +115,57 @@ class DFlashNetwork(nn.Module):
             x = layer(x, rotation, partial(attend, layer=number))
         return self.norm(x)
 
-    def corrected(self, scores: Tensor, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+    def corrected(
+        self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits after given tokens, by the Markov head, and the confidence head's logits of acceptance.
 
         Args:
             scores: (..., drafts), logits of the output layer.
             states: (..., hidden), that it read.
             previous: (...) int64, the target's tokens before; each dimension of the others may be 1.
+            memory: (..., rank), of a recurrent Markov head before the positions; None is zero.
 
         Returns:
-            (..., drafts), the given ones without a Markov head; (...), None without a confidence head.
+            (..., drafts), the given ones without a Markov head; (...), None without a confidence head; (..., rank), the
+            memory after the positions, None without a recurrent Markov head.
         """
         config, read = self.config, states
         if config.markov_rank:
-            # A target may have more tokens than the drafter was trained for.
-            embeds = self.markov_embed(previous.masked_fill(previous >= config.markov_inputs, 0))
-            scores = scores + self.markov_out(embeds)
+            embeds = self._markov_embeds(previous)
+            latent, memory = self._latent(embeds, states, memory)
+            scores = scores + self.markov_out(latent)
             if config.confidence == "markov":
                 read = torch.cat([states.expand(*embeds.shape[:-1], -1), embeds], dim=-1)
-        return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1)
+        return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1), memory
+
+    def first_memory(self, states: Tensor, last: Tensor) -> Tensor | None:
+        """Memory of a recurrent Markov head before the first position that predicts; None is zero.
+
+        Args:
+            states: (..., block, hidden), of a block.
+            last: (...) int64, its first token.
+        """
+        if self.config.markov_type != "rnn" or self.config.from_anchor:
+            return None
+        return self._latent(self._markov_embeds(last), states[..., 0, :], None)[1]
+
+    def _markov_embeds(self, tokens: Tensor) -> Tensor:
+        # A target may have more tokens than the drafter was trained for.
+        embeds: Tensor = self.markov_embed(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
+        return embeds
+
+    def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""
+        if self.config.markov_type == "vanilla":
+            return embeds, None
+        states = states.expand(*embeds.shape[:-1], -1)
+        if self.config.markov_type == "gated":
+            return self.markov_gate(torch.cat([states, embeds], dim=-1)).sigmoid() * embeds, None
+        memory = torch.zeros_like(embeds) if memory is None else memory
+        gate, candidate, out = self.markov_cell(torch.cat([memory, embeds, states], dim=-1)).chunk(3, dim=-1)
+        kept = gate.sigmoid()
+        return out.tanh(), kept * memory + (1.0 - kept) * candidate.tanh()
 
 
 def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:

@@ -45,6 +45,7 @@ _UNSUPPORTED = (
     "shift_label",
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_AFFINE = ("weight", "bias")
 _CAUSAL = ("causal_head", "causal", "is_causal")
 _ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 
@@ -106,8 +107,13 @@ def published_parts(network: DFlashConfig, renamed: bool = False) -> Parts:
     if network.markov_rank:
         parts["markov_embed.weight"] = [("markov_head.markov_w1.weight", network.markov_inputs)]
         parts["markov_out.weight"] = [("markov_head.markov_w2.weight", network.markov_outputs)]
+    if network.markov_type == "gated":
+        parts |= {f"markov_gate.{one}": [(f"markov_head.gate_proj.{one}", network.markov_rank)] for one in _AFFINE}
+    if network.markov_type == "rnn":
+        rows = 3 * network.markov_rank
+        parts |= {f"markov_cell.{one}": [(f"markov_head.joint_proj.{one}", rows)] for one in _AFFINE}
     if network.confidence != "none":
-        parts |= {f"confidence.{one}": [(f"confidence_head.proj.{one}", 1)] for one in ("weight", "bias")}
+        parts |= {f"confidence.{one}": [(f"confidence_head.proj.{one}", 1)] for one in _AFFINE}
     for number in range(network.layers):
         at = f"layers.{number}"
         layer: Parts = {
@@ -211,8 +217,9 @@ def _heads(
     fields: dict[str, Any] = {"from_anchor": _flag(settings, "sample_from_anchor", dspark, source)}
     rank = _number({"markov_rank": 256 if nested else 0, **settings}, "markov_rank", source, 0)
     if rank:
-        vanilla = choice("vanilla")
-        vanilla.check(f"{source}/config.json: markov_head_type", settings.get("markov_head_type") or "vanilla")
+        kind = settings.get("markov_head_type") or "vanilla"
+        kinds = choice("vanilla", "gated", "rnn")
+        fields["markov_type"] = kinds.check(f"{source}/config.json: markov_head_type", kind)
         fields |= {"markov_rank": rank, "markov_inputs": vocab or 0, "markov_outputs": head or vocab or 0}
     alpha = settings.get("confidence_head_alpha")
     if _flag(settings, "enable_confidence_head", nested or bool(alpha), source):

@@ -233,7 +233,7 @@ def exported(folder, config, tensors, *more):
     return main(["export", *(part for name, at in named.items() for part in (name, str(folder / at))), *more])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "causal", "vocabulary"])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn", "causal", "vocabulary"])
 def test_blocks_in_speculators_format_are_the_same(kind, tmp_path):
     """With an output layer and embedding of their own, too."""
     config, tensors = dflash.published(dflash.reference(), "speculators")
@@ -243,8 +243,9 @@ def test_blocks_in_speculators_format_are_the_same(kind, tmp_path):
         tensors["t2d"] = torch.zeros(101, dtype=torch.bool).index_fill(0, ids, True)
         tensors["lm_head.weight"] = torch.randn(len(ids), dflash.WIDTH)
         tensors["embed_tokens.weight"] = torch.randn(101, dflash.WIDTH)
-    if kind in ("dspark", "vocabulary"):
-        config, tensors = dflash.with_heads(config, tensors, outputs=config.get("draft_vocab_size", 101))
+    if kind not in ("dflash", "causal"):
+        outputs, named = config.get("draft_vocab_size", 101), {} if kind == "vocabulary" else {"kind": kind}
+        config, tensors = dflash.with_heads(config, tensors, outputs=outputs, **named)
     config["sliding_window_non_causal"] = kind != "causal"
     assert exported(tmp_path, config, tensors) == 0
     out = load_file(tmp_path / "out" / "model.safetensors")

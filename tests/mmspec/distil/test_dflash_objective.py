@@ -13,7 +13,7 @@ from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import convert
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.dflash import BLOCK, WIDTH, block_states, published, reference, with_heads
+from tests.dflash import BLOCK, WIDTH, block_states, markov_logits, published, reference, with_heads
 from tests.tiny import shared_model
 
 
@@ -31,30 +31,32 @@ def random_batch():
     return Features(tokens, hidden, torch.full((2, 13, 48), torch.nan), visual, answer, keep, layers)
 
 
-def plain_losses(plain, target, batch, loss, ids, heads, causal):
+def plain_losses(plain, target, batch, loss, ids, heads, causal, first):
     """Losses of each slot, of one block after another; ``heads`` are published tensors of DSpark, or none."""
-    found = [[] for _ in range(0 if heads else 1, BLOCK)]
+    found = [[] for _ in range(first, BLOCK)]
     for row in range(len(batch.tokens)):
         said = batch.answer[row].nonzero().flatten().tolist()
         for anchor in said:
             states = batch.layers[row, :anchor].split(48, dim=-1)
             last = int(batch.tokens[row, anchor])
-            block = block_states(plain, target, states, torch.arange(anchor), last, causal)[0 if heads else 1 :]
+            block = block_states(plain, target, states, torch.arange(anchor), last, causal)
             for slot in range(1, len(found) + 1):
                 if anchor + slot not in said:
                     break
                 goal = target.head(batch.hidden[row, anchor + slot - 1])[ids].softmax(-1)
-                logits, embed = target.head(block[slot - 1])[ids], None
+                state, embed = block[first + slot - 1], None
+                logits = target.head(state)[ids]
                 if "markov_head.markov_w1.weight" in heads:
-                    embed = heads["markov_head.markov_w1.weight"][batch.tokens[row, anchor + slot - 1]]
-                    logits = logits + heads["markov_head.markov_w2.weight"] @ embed
+                    before = [*[last] * first, *batch.tokens[row, anchor : anchor + slot]]
+                    embed = heads["markov_head.markov_w1.weight"][before[-1]]
+                    logits = logits + markov_logits(heads, block[: first + slot], before)
                 scores = logits.log_softmax(-1)
                 kl, accepted = -(goal * scores).sum(), torch.minimum(goal, scores.exp()).sum()
                 share = math.exp(-3 * accepted.item())
                 total = kl if loss == "kl" else share * kl + (1 - share) * (1 - accepted)
                 if loss == "tv":
                     total = 0.1 * kl + 0.9 * (goal - scores.exp()).abs().sum()
-                found[slot - 1].append((total, confidence_loss(heads, block[slot - 1], embed, accepted)))
+                found[slot - 1].append((total, confidence_loss(heads, state, embed, accepted)))
     return [torch.tensor(losses) for losses in found]
 
 
@@ -69,22 +71,24 @@ def confidence_loss(heads, state, embed, accepted):
 
 
 @pytest.mark.parametrize(
-    ("loss", "narrow", "heads", "causal"),
+    ("loss", "narrow", "heads", "kind", "causal"),
     [
-        ("kl", False, None, False),
-        ("lk", True, None, False),
-        ("lk", False, None, True),
-        ("tv", True, None, True),
-        ("tv", False, "markov", False),
-        ("kl", False, "state", False),
-        ("kl", False, "none", True),
+        ("kl", False, None, "vanilla", False),
+        ("lk", True, None, "vanilla", False),
+        ("lk", False, None, "vanilla", True),
+        ("tv", True, None, "vanilla", True),
+        ("tv", False, "markov", "vanilla", False),
+        ("kl", False, "state", "gated", False),
+        ("kl", False, "none", "rnn", True),
+        ("kl", False, "markov", "rnn from masks", False),
     ],
 )
-def test_blocks_equal_those_run_alone(loss, narrow, heads, causal, tmp_path):
+def test_blocks_equal_those_run_alone(loss, narrow, heads, kind, causal, tmp_path):
     target, plain, batch = TransformersTarget(shared_model("llama")), reference(), random_batch()
     config, tensors = published(plain, "z-lab")
     if heads is not None:
-        config, tensors = with_heads(config, tensors, confidence=heads)
+        named = {"kind": kind.split()[0], "from_anchor": "from" not in kind}
+        config, tensors = with_heads(config, tensors, confidence=heads, **named)
     config["dflash_config"]["causal_head"] = causal
     own = {name: tensor for name, tensor in tensors.items() if "_head." in name}
     shape, ours, _, _ = convert(config, tensors, "here")
@@ -92,7 +96,7 @@ def test_blocks_equal_those_run_alone(loss, narrow, heads, causal, tmp_path):
     ids = torch.arange(0, 101, 2 if narrow else 1)
     output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, ids if narrow else None)
     with torch.no_grad():
-        expected = plain_losses(plain, target, batch, loss, ids, own, causal)
+        expected = plain_losses(plain, target, batch, loss, ids, own, causal, shape.first)
     total = sum(math.exp(-k / 2.0) * losses.sum() / len(expected[0]) for k, losses in enumerate(expected))
     assert float(output.total.detach()) == pytest.approx(float(total), rel=1e-4)
     assert len(expected) == shape.drafts
@@ -102,6 +106,17 @@ def test_blocks_equal_those_run_alone(loss, narrow, heads, causal, tmp_path):
         assert output.metrics.get(f"confidence_{slot}", 0.0) == pytest.approx(confidences, rel=1e-3)
     gradients = torch.autograd.grad(output.total, list(network.parameters()))
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_heads_of_dspark_in_bfloat16(kind, tmp_path):
+    target, batch = TransformersTarget(shared_model("llama")), random_batch()
+    shape, ours, _, _ = convert(*with_heads(*published(reference(), "z-lab"), kind=kind, from_anchor=False), "here")
+    network = load_network(DFlashNetwork, shape, ours, tmp_path)
+    whole = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    torch.testing.assert_close(half, whole, rtol=0.02, atol=0.0)
 
 
 def test_anchors_are_drawn_from_the_answers_without_repetition(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import convert
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.eagle3 import GEMMA4, LLAMA3, PlainHead, cut, head_tensors
+from tests.eagle3 import GEMMA4, LLAMA3, PEAGLE, PlainHead, cut, head_tensors
 from tests.tiny import shared_model
 
 
@@ -62,6 +63,7 @@ def plain_losses(plain, target, batch, passes, loss):
         (cut(LLAMA3), "A"),
         (cut(LLAMA3, fc_norm=True, norm_output=True), "A"),
         (cut(GEMMA4, [0, 1], norm_before_fc=True, num_hidden_layers=2), "B"),
+        (cut(PEAGLE, [0, 1, 2], fc_norm=True, norm_output=True, num_hidden_layers=2), "B"),
     ],
 )
 @pytest.mark.parametrize(("passes", "loss"), [(1, "kl"), (4, "kl"), (4, "lk")])
@@ -92,6 +94,29 @@ def test_passes_equal_chains(config, layout, passes, loss, tmp_path):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [cut(LLAMA3), cut(PEAGLE, [0, 1, 2])])
+def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, tmp_path):
+    target, layout = TransformersTarget(shared_model("llama")), "B" if "transformer_layer_config" in config else "A"
+    tensors = head_tensors(config, layout)
+    shape, ours, draft_ids, _ = convert(config, tensors, "here")
+    network, batch = load_network(Eagle3Network, shape, ours, tmp_path), random_batch(target, 3)
+    generator = torch.Generator().manual_seed(3)
+    output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, target, batch, draft_ids, generator)
+    with torch.no_grad():
+        plain = plain_losses(PlainHead(config, tensors, target.embed), target, batch, 3, "kl")
+    total = plain[0].mean()
+    assert output.metrics["token_1"] == pytest.approx(total.item(), rel=1e-4)
+    for depth in (2, 3):
+        losses, mean = plain[depth - 1].tolist(), output.metrics[f"token_{depth}"]
+        subsets = (some for count in range(1, len(losses)) for some in combinations(losses, count))
+        kept = next(some for some in subsets if sum(some) / len(some) == pytest.approx(mean, rel=1e-5))
+        assert depth == 3 or len(kept) < len(losses)
+        total = total + 0.5 ** (depth - 1) * sum(kept) / len(plain[0])
+    torch.testing.assert_close(output.total.detach(), total, rtol=1e-4, atol=1e-5)
+    none = Eagle3Objective(3, decay=0.5, keep=0.0)(network, target, batch, draft_ids)
+    assert float(none.total.detach()) == pytest.approx(plain[0].mean().item(), rel=1e-4)
 
 
 def test_a_batch_without_answers_has_no_loss(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.dflash.drafter import DFlash
@@ -13,10 +16,18 @@ from mmspec.drafters.dflash.published import convert
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.slots import grow_levels
 from mmspec.ops import kernels
+from mmspec.targets.packing import pack_model
+from tests.compiled import needs_kernels
 from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, with_heads, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import dflash_network, text_inputs, vision_inputs
+
+
+def _network(model, kind):
+    heads = {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
+    return dflash_network(model, window=0, sliding=[], from_anchor=True, **heads)
+
 
 LAYOUTS = ["z-lab", "speculators"]
 
@@ -41,9 +52,20 @@ def test_nodes_have_the_probabilities_of_a_loop(layout, rank, confidence, tmp_pa
     check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, skip=(1, 4), depth=BLOCK)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("kind", "from_anchor"), [("gated", True), ("rnn", True), ("rnn", False)])
+def test_gated_and_recurrent_heads(kind, from_anchor, static, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    plain = reference()
+    config, tensors = with_heads(*published(plain, LAYOUTS[from_anchor]), kind=kind, from_anchor=from_anchor)
+    drafter = drafter_of(tmp_path, config, tensors)
+    assert (drafter.network.config.markov_type, drafter.network.config.from_anchor) == (kind, from_anchor)
+    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, skip=(1, 4), depth=BLOCK)
+
+
 def test_nodes_while_sampling(tmp_path):
     plain, params = reference(), SamplingParams(temperature=1.0)
-    config, tensors = with_heads(*published(plain, "speculators"))
+    config, tensors = with_heads(*published(plain, "speculators"), kind="rnn")
     drafter = drafter_of(tmp_path, config, tensors)
     check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, tensors=tensors, params=params)
 
@@ -99,7 +121,7 @@ def test_levels_give_the_most_probable_paths(nodes):
     g = torch.Generator().manual_seed(nodes)
     shares = torch.randn(4, 6, 6, generator=g).log_softmax(-1)  # level, parent, child
 
-    def children(level, parents):
+    def children(level, parents, above):
         log_probs, tokens = shares[level][parents].sort(-1, descending=True)
         return tokens, log_probs
 
@@ -112,6 +134,35 @@ def test_levels_give_the_most_probable_paths(nodes):
     for row, root in enumerate((2, 5)):
         best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
         assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_trees_beside_quantised_weights(kind):
+    """A vanilla head's tree is a call of the kernels, equal to the one that the others have from torch."""
+    model = copy.deepcopy(shared_model("llama"))
+    pack_model(model, "int8")
+    inputs, options = text_inputs(3), {"max_new_tokens": 12, "eos_token_id": None}
+    plain = mmspec.generate(model, drafter=None, **options, **inputs)
+    drafter = DFlash(_network(model, kind), top_k=3, total_tokens=12)
+    trees = []
+
+    def propose(token, budget):
+        trees.append([grow(token, budget)])
+        native, drafter._markov = drafter._markov, None
+        trees[-1].append(grow(token, budget))
+        drafter._markov = native
+        return trees[-1][0]
+
+    grow, drafter.grow = drafter.grow, propose
+    found = mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs)
+    assert (drafter._markov is not None) == (kind == "vanilla")
+    assert torch.equal(found, plain)
+    assert len(trees) > 2
+    for ours, theirs in trees:
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.parents, theirs.parents)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -131,8 +182,9 @@ def test_defaults_of_speculators_and_of_flat_configurations(tmp_path):
     assert (network.from_anchor, network.markov_rank, network.confidence) == (True, 6, "markov")
 
 
-def test_every_tensor_missing_further_or_misshapen_is_named(tmp_path):
-    config, tensors = with_heads(*published(reference(), "speculators"))
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_every_tensor_missing_further_or_misshapen_is_named(kind, tmp_path):
+    config, tensors = with_heads(*published(reference(), "speculators"), kind=kind)
     for name in (name for name in tensors if "_head" in name):
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
         for changed, said in (
@@ -149,8 +201,9 @@ def test_every_tensor_missing_further_or_misshapen_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("markov_head_type", "gated", "markov_head_type must be 'vanilla': got 'gated'"),
-        ("markov_head_type", "rnn", "markov_head_type must be 'vanilla': got 'rnn'"),
+        ("markov_head_type", "lstm", "markov_head_type must be 'vanilla' or 'gated' or 'rnn': got 'lstm'"),
+        ("markov_head_type", "gated", "missing markov_head.gate_proj.bias, markov_head.gate_proj.weight"),
+        ("markov_head_type", "rnn", "missing markov_head.joint_proj.bias, markov_head.joint_proj.weight"),
         ("markov_rank", -1, "markov_rank must be a whole number >= 0: got -1"),
         ("markov_rank", 0, "markov_rank must be positive for a confidence head that reads the Markov head: got 0"),
         ("markov_rank", 7, r"confidence_head.proj.weight must be \(1, 55\) by config.json: got \(1, 54\)"),
@@ -164,6 +217,11 @@ def test_configurations_that_cannot_be_are_refused_by_name(layout, field, value,
     with pytest.raises(UserError, match=said) as caught:
         drafter_of(tmp_path, {**config, field: value}, tensors)
     assert "\n" not in str(caught.value)
+
+
+def test_a_type_without_a_markov_head_is_refused():
+    with pytest.raises(UserError, match="markov_rank must be positive for a gated Markov head: got 0"):
+        dflash_network(shared_model("llama"), markov_type="gated")
 
 
 def test_a_markov_head_of_other_draft_tokens_than_the_output_layers_is_refused(tmp_path):
