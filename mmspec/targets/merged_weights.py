@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 from typing import Any, Self
 
@@ -37,8 +38,8 @@ class Norm(nn.Module):
 
 def norm_of(norm: Any) -> Norm:
     """An RMSNorm of transformers, whose gain is its weight or, in Gemma, 1 more."""
-    weight = norm.weight.detach()
-    gain, applied = weight.float(), norm(torch.ones_like(weight)).float()
+    gain = norm.weight.detach().float()
+    applied = copy.deepcopy(norm).float()(torch.ones_like(gain))  # in bfloat16, a large gain and 1 more are the same
     if (applied - gain - 1).abs().max() < (applied - gain).abs().max():
         gain = gain + 1
     return Norm(gain, _epsilon(norm))
