@@ -22,7 +22,8 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
-from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError
@@ -177,25 +178,13 @@ class Small(CapturedDrafter):
         write_last(self._output, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        lm, reach, levels = self.lm, Reach(), 0
-        lm.runner.forget_nodes()
-        # Of a model with recurrent layers, each pass runs all nodes: its states cannot be extended by uncommitted ones.
-        whole = None if lm.decoder.layers is None else _Whole(len(token), token.device)
+        passes = LevelPasses(self.lm.runner, self.lm.decoder.layers is not None)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal levels
-            depth, width = torch.full_like(beam, levels), beam.shape[1]
-            nodes = (beam if self._shared is None else self._own[beam], depth, reach(origin))
-            if whole is not None:
-                nodes = whole.extended(*nodes)
-            states = lm.runner.forward_nodes(*nodes)[:, -width:]
-            if whole is None:
-                lm.runner.keep_nodes(depth)
-            levels += 1
-            return self._children(states)
+            return self._children(passes(beam if self._shared is None else self._own[beam], origin))
 
         tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
-        lm.runner.forget_nodes()
+        passes.end()
         if self._shared is not None:
             tree.tokens[:, 1:] = self._theirs[tree.tokens[:, 1:]]
         return tree
@@ -207,20 +196,6 @@ class Small(CapturedDrafter):
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         head = self.lm.head if self._shared is None else self._narrow
         return ops.top_log_probs(head(hidden), self.top_k)
-
-
-class _Whole:
-    """All nodes of a tree so far: tokens, depths and ancestors."""
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self._tokens = self._depth = torch.empty(batch, 0, dtype=torch.long, device=device)
-        self._reach = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
-
-    def extended(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a level; arguments and result as of ``Runner.forward_nodes``."""
-        self._tokens, self._depth = torch.cat([self._tokens, tokens], 1), torch.cat([self._depth, depth], 1)
-        self._reach = torch.cat([F.pad(self._reach, (0, tokens.shape[1])), reach], dim=1)
-        return self._tokens, self._depth, self._reach
 
 
 def _tokenizer(model: Any) -> Any:

@@ -221,7 +221,7 @@ class Stack:
 
     def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
         first = self._layers[0]
-        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) == len(self._layers)
+        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
         if not (small and stored) or self._weights is None:
             return None
@@ -254,6 +254,16 @@ def merge_layers(decoder: nn.Module) -> None:
         for index in range(len(layers)):
             layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
         Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
+
+
+def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
+    """The first layers of a decoder with the same weights, as those of a decoder of their own."""
+    first: list[Any] = list(layers[:count])
+    if all(isinstance(layer, MergedLayer) for layer in first):
+        first = [copy.copy(layer) for layer in first]
+        first[-1].last = True
+        Stack(first)
+    return nn.ModuleList(first)
 
 
 def _has_parts(layer: Any) -> bool:

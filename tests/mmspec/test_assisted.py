@@ -47,6 +47,13 @@ def test_prompt_lookup():
     assert drafted(model, inputs, prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == "ngram"
 
 
+def test_early_exit():
+    model, inputs = text_model("llama"), text_inputs(1, 9)
+    assert drafted(model, inputs, assistant_early_exit=1) == "early-exit"
+    theirs = model.generate(**inputs, **OPTIONS, assistant_early_exit=1)
+    assert torch.equal(theirs, model.generate(**inputs, **OPTIONS))
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_causal_language_model(name):
     assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"

@@ -77,6 +77,8 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
     spec = drafter_spec(VARIANTS.get(name, name))
     if name == "small":
         return spec.load()(text_model("llama"), top_k=TREE["top_k"])
+    if name == "early-exit":
+        return spec.load()(1, top_k=TREE["top_k"])
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}
