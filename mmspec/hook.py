@@ -63,8 +63,7 @@ def decode(
     Args:
         drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
             the model also keeps tree sizes and captured graphs. ``"auto"`` is the drafter that arguments of assisted
-            generation ask for (``assistant_model``, ``assistant_early_exit``, ``use_mtp``, ``prompt_lookup_num_tokens``), if
-            there are any.
+            generation ask for (``assistant_model``, ``use_mtp``, ...), if there are any.
         num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
             alias.
         streamer: receives token by token (batch 1), without the prompt.

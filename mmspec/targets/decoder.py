@@ -20,7 +20,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import NAME, PassAttention
-from mmspec.targets.decoder_layer import first_layers
+from mmspec.targets.decoder_layer import MergedLayer, Stack
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
@@ -233,7 +233,7 @@ class Decoder:
         beginning = copy.copy(self._module)
         vars(beginning).pop("forward", None)  # of the whole decoder
         beginning._modules = {
-            name: first_layers(part, count) if part is self._stack else part
+            name: _first_layers(part, count) if part is self._stack else part
             for name, part in beginning._modules.items()
         }
         return beginning
@@ -249,6 +249,16 @@ class Decoder:
     def _in_dtype(self, hidden: Tensor) -> Tensor:
         """Last hidden states in the dtype of the weights: Mamba-2 returns float32."""
         return hidden.to(self._embedding.weight.dtype)
+
+
+def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
+    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
+    first: list[Any] = list(layers[:count])
+    if all(isinstance(layer, MergedLayer) for layer in first):
+        first = [copy.copy(layer) for layer in first]
+        first[-1].last = True
+        Stack(first)
+    return nn.ModuleList(first)
 
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}

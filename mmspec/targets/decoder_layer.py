@@ -256,16 +256,6 @@ def merge_layers(decoder: nn.Module) -> None:
         Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
 
 
-def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
-    """The first layers of a decoder with the same weights, as those of a decoder of their own."""
-    first: list[Any] = list(layers[:count])
-    if all(isinstance(layer, MergedLayer) for layer in first):
-        first = [copy.copy(layer) for layer in first]
-        first[-1].last = True
-        Stack(first)
-    return nn.ModuleList(first)
-
-
 def _has_parts(layer: Any) -> bool:
     """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
     names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
@@ -129,5 +128,5 @@ def test_numbers_of_layers(layers):
 
 
 def test_no_number():
-    with pytest.raises(UserError, match="^early-exit takes a number of layers, as in early-exit:4: got 'half'$"):
+    with pytest.raises(UserError, match=r"^early-exit takes a number of layers, as in early-exit:4: got 'half'$"):
         make_drafter("early-exit:half")
