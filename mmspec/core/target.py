@@ -50,6 +50,8 @@ class Prompt:
         inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
         stacked: the prompts that were stacked to this one.
+        kept: (batch, length) bool, the positions that are prefilled, no padding among them, the last of each row always;
+            None prefills all.
     """
 
     input_ids: Tensor
@@ -57,6 +59,7 @@ class Prompt:
     inputs: dict[str, Any] = field(default_factory=dict)
     padding_in_history: bool = False
     stacked: Sequence[Prompt] = ()
+    kept: Tensor | None = None
 
     @property
     def singles(self) -> Sequence[Prompt]:

@@ -262,7 +262,7 @@ def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
 
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
-_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict"}
+_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict", "logits_to_keep"}
 """Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
 
 

@@ -1,6 +1,8 @@
-"""Draft models with another tokenizer, and with recurrent layers."""
+"""Draft models with another tokenizer, with recurrent layers, and with images."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from mmspec.drafters.vocabulary import SharedTokens
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
-from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs, text_model
+from tests.tiny.configs import IMAGE, VIDEO, VOCAB
+from tests.tiny.models import text_inputs, text_model, vision_inputs
 from tests.vocabularies import LETTERS, pair, smaller, words
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
@@ -107,3 +109,74 @@ def test_draft_models_with_recurrent_layers(name):
         return [gain(rows[row] + said, path) for path in paths]
 
     check_drafts(model, inputs, Small(small, 3), gains, nodes=7, depth=3, skip=(2,), new=10)
+
+
+@torch.no_grad()
+def decoder_inputs(model, row):
+    """What a vision-language model passes to its language model, which is left out of the result."""
+    seen = {}
+
+    def note(module, args, inputs):
+        seen.update(inputs)
+
+    with model.get_decoder().register_forward_pre_hook(note, with_kwargs=True):
+        model(**row)
+    return seen
+
+
+@torch.no_grad()
+def after_pruned_prompt(model, row, share, tokens):
+    """(1 + len(tokens), vocabulary) logits after a prompt without some visual tokens and each further token."""
+    given, ids = decoder_inputs(model, row), row["input_ids"][0].tolist()
+    visual = [place for place, token in enumerate(ids) if token in (IMAGE, VIDEO)]
+    count = max(1, round(share * len(visual)))
+    chosen = [
+        place for rank, place in enumerate(visual) if (rank + 1) * count // len(visual) > rank * count // len(visual)
+    ]
+    assert len(chosen) == count
+    places = sorted({*range(len(ids))} - {*visual} | {*chosen})
+    embeds = given["inputs_embeds"][:, places]
+    embeds = torch.cat([embeds, model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))], dim=1)
+    known = given.get("position_ids")
+    known = torch.arange(len(ids))[None] if known is None else known
+    further = int(known[-1, ..., -1].max()) + 1 + torch.arange(len(tokens))
+    positions = torch.cat([known[..., places], further.expand(*known.shape[:-1], -1)], dim=-1)
+    deep = {}
+    if given.get("visual_pos_masks") is not None:
+        marks = torch.tensor([[*(place in chosen for place in places), *(False for _ in tokens)]])
+        ranks = [visual.index(place) for place in chosen]
+        deep = {
+            "visual_pos_masks": marks,
+            "deepstack_visual_embeds": [layer[ranks] for layer in given["deepstack_visual_embeds"]],
+        }
+    # Without a mask, transformers takes gaps between positions for ends of packed sequences.
+    given = {"inputs_embeds": embeds, "attention_mask": torch.ones(embeds.shape[:2]), "position_ids": positions}
+    hidden = model.get_decoder()(**given, **deep, use_cache=False)[0]
+    return model.get_output_embeddings()(hidden)[0, len(places) - 1 :]
+
+
+def smaller_vision(name, seed=3):
+    """A draft model of the target's family with other weights."""
+    model = copy.deepcopy(shared_model(name))
+    torch.manual_seed(seed)
+    for weight in model.get_decoder().parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    return model
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_vision_language_draft_models(name, share):
+    """Every node has the probability that the draft model gives it after the images, or a share of their tokens."""
+    batch = 1 if name == "llava_onevision" else 2  # without padding, and with
+    model, small, inputs = shared_model(name), smaller_vision(name), vision_inputs(name, batch)
+    rows = [row_of(inputs, number) for number in range(batch)]
+
+    def gain(row, tokens, path):
+        logits = after_pruned_prompt(small, row, share, tokens + path[:-1])[len(tokens) :]
+        return float(logits.log_softmax(-1)[range(len(path)), path].sum().exp())
+
+    def gains(target, row, said, paths):
+        return [gain(rows[row], said, path) for path in paths]
+
+    check_drafts(model, inputs, Small(small, 3, visual_share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
