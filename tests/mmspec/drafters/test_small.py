@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
@@ -16,7 +14,7 @@ from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VOCAB
-from tests.tiny.models import text_inputs, text_model, vision_inputs
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 from tests.vocabularies import LETTERS, pair, smaller, words
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
@@ -155,21 +153,12 @@ def after_pruned_prompt(model, row, share, tokens):
     return model.get_output_embeddings()(hidden)[0, len(places) - 1 :]
 
 
-def smaller_vision(name, seed=3):
-    """A draft model of the target's family with other weights."""
-    model = copy.deepcopy(shared_model(name))
-    torch.manual_seed(seed)
-    for weight in model.get_decoder().parameters():
-        weight.data += 0.1 * torch.randn_like(weight)
-    return model
-
-
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_vision_language_draft_models(name, share):
     """Every node has the probability that the draft model gives it after the images, or a share of their tokens."""
     batch = 1 if name == "llava_onevision" else 2  # without padding, and with
-    model, small, inputs = shared_model(name), smaller_vision(name), vision_inputs(name, batch)
+    model, small, inputs = shared_model(name), vision_model(name, seed=1), vision_inputs(name, batch)
     rows = [row_of(inputs, number) for number in range(batch)]
 
     def gain(row, tokens, path):
