@@ -50,8 +50,8 @@ class Prompt:
         inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
         stacked: the prompts that were stacked to this one.
-        kept: (batch, length) bool, the positions that are prefilled, no padding among them, the last of each row always;
-            None prefills all.
+        kept: (batch, length) bool, the positions that are prefilled, without padding and with each row's last; None
+            prefills all.
     """
 
     input_ids: Tensor

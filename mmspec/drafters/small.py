@@ -52,8 +52,8 @@ class Small(CapturedDrafter):
         visual_share: share of the visual tokens that a vision-language model gets, spread evenly over those of a row.
 
     Raises:
-        UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one without
-            tokenizers.
+        UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
+            without tokenizers.
     """
 
     learns: ClassVar[bool] = False
@@ -266,8 +266,10 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
-    """Split the text after ``small:`` into a model and arguments of ``Small``: ``MODEL@0.1`` keeps a tenth of the visual
-    tokens."""
+    """Split the text after ``small:`` into a model and arguments of ``Small``.
+
+    ``MODEL@0.1`` keeps a tenth of the visual tokens.
+    """
     model, at, share = argument.rpartition("@")
     if not at or not re.fullmatch(r"\d*\.?\d+", share):
         return argument, {}

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 import mmspec
 from mmspec import UserError, plugins
+from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.vocabulary import SharedTokens
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
-from tests.tiny.configs import IMAGE, VIDEO, VOCAB
+from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 from tests.vocabularies import LETTERS, pair, smaller, words
 
@@ -169,3 +173,38 @@ def test_vision_language_draft_models(name, share):
         return [gain(rows[row], said, path) for path in paths]
 
     check_drafts(model, inputs, Small(small, 3, visual_share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
+
+
+def test_a_folder_and_a_share(tmp_path):
+    vision_model("llava", seed=1).save_pretrained(tmp_path)
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    tokens = model.generate(**inputs, **OPTIONS)
+    prompts = []
+    for spec, length in (
+        (f"small:{tmp_path}@0.25", 8 + 4),
+        (f"small:{tmp_path}", 8 + 16),
+        (f"small:{tmp_path}@0", 8 + 1),
+    ):
+        drafter = make_drafter(spec)
+        begin = drafter.begin
+
+        def noted(prompt, output, history, drafter=drafter, begin=begin):
+            begin(prompt, output, history)
+            prompts.append(drafter.lm.runner.cache.length)
+
+        drafter.begin = noted
+        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+        assert prompts[-1] == length  # with the first token, where no image is read
+    with pytest.raises(UserError, match=r"^the share of visual tokens must be from 0 to 1: got 1.5$"):
+        make_drafter(f"small:{tmp_path}@1.5")
+
+
+def test_images_of_another_size_are_refused():
+    other = copy.deepcopy(VISION_CONFIGS["llava"]())
+    other.vision_config.image_size = 24
+    torch.manual_seed(0)
+    small = AutoModelForImageTextToText.from_config(other).eval()
+    with pytest.raises(
+        UserError, match="^the draft model must take the target's images and videos; with small:MODEL@0 "
+    ):
+        mmspec.generate(shared_model("llava"), drafter=Small(small), **vision_inputs("llava", 1), **OPTIONS)
