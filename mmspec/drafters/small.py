@@ -132,8 +132,8 @@ class Small(CapturedDrafter):
         return _DEPTH, _NODES
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        if self._sees(prompt, output.visual):
-            self._begin_with_media(prompt, history)
+        if (seen := self._seen(prompt, output.visual)) is not None:
+            self._begin_with_media(seen, history)
             return
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
         if output.visual is not None:
@@ -152,12 +152,12 @@ class Small(CapturedDrafter):
         read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), max_new_tokens=1024)
         self._output.append(read.features["last"][:, -1])
 
-    def _sees(self, prompt: Prompt, visual: Tensor | None) -> bool:
-        """Whether the model gets the images and videos of a prompt, whose tokens are at ``visual``."""
+    def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
+        """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
         if visual is None or self._shared is not None or not self.visual_share or not bool(visual.any()):
-            return False
+            return None
         own = self.lm.visual(prompt)
-        return own is not None and torch.equal(own, visual)
+        return None if own is None or not torch.equal(own, visual) else prompt.unencoded
 
     def _begin_with_media(self, prompt: Prompt, history: list[list[int]]) -> None:
         """Prefill images and videos too, and queue the first tokens."""

@@ -13,7 +13,7 @@ from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import registered_name
 from tests import dflash, gemma4, mtp, vocabularies
 from tests.tiny import shared_model
-from tests.tiny.models import text_inputs, text_model
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
 
@@ -57,6 +57,11 @@ def test_early_exit():
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_causal_language_model(name):
     assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"
+
+
+def test_a_vision_language_model():
+    asked = dict(assistant_model=vision_model("llava", seed=1))
+    assert drafted(shared_model("llava"), vision_inputs("llava", 1), **asked) == "small"
 
 
 def test_a_model_with_another_tokenizer():

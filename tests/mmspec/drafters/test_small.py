@@ -205,6 +205,28 @@ def test_images_of_another_size_are_refused():
     torch.manual_seed(0)
     small = AutoModelForImageTextToText.from_config(other).eval()
     with pytest.raises(
-        UserError, match="^the draft model must take the target's images and videos; with small:MODEL@0 "
+        UserError, match=r"^the draft model must take the target's images and videos; with small:MODEL@0 "
     ):
         mmspec.generate(shared_model("llava"), drafter=Small(small), **vision_inputs("llava", 1), **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_vision_language_model_drafts_for_itself_what_it_says(name, hooked):
+    """In ``generate``, which encodes the target's images before the drafter's prompt."""
+    model, inputs = shared_model(name), vision_inputs(name, 2)
+    asked = dict(drafter=Small(model, top_k=1), num_draft_tokens=4, return_dict_in_generate=True, **inputs, **OPTIONS)
+    out = model.generate(custom_generate=mmspec.decode, **asked) if hooked else mmspec.generate(model, **asked)
+    for stats in out.stats:
+        assert stats.accept_lengths[:-1] == [5] * (len(stats.accept_lengths) - 1)
+    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+
+
+def test_several_answers_to_one_image_are_drafted_without_it():
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 2}
+    answers = []
+    for drafter in (None, Small(vision_model("llava", seed=1))):
+        torch.manual_seed(0)
+        answers.append(mmspec.generate(model, drafter=drafter, num_draft_tokens=4, **inputs, **options))
+    assert torch.equal(*answers)
