@@ -86,7 +86,8 @@ class DrafterSpec:
             raise UserError(f"{self.name} needs a checkpoint: expected {self.name}:FOLDER, or the folder itself")
         if self.argument and not argument:
             raise UserError(f"the {self.name} drafter needs an argument: expected {self.name}:{self.argument}")
-        kind, options = self.load(), {}
+        kind = self.load()
+        options: dict[str, Any] = {}
         if argument and self.parse_argument is not None:
             argument, options = self.parse_argument(argument)
         if self.trusts and trust_remote_code:

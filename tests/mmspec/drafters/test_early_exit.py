@@ -88,7 +88,7 @@ def test_nodes_have_the_probabilities_of_the_first_layers(name):
 
 @pytest.mark.skipif(not cpu_library.available(), reason=f"the C++ kernels do not run: {cpu_library.problem()}")
 def test_packed_targets_run_the_first_layers_alone(monkeypatch):
-    """All of them in one call of the kernels; the keys and values of other layers stay as they are."""
+    """All of them in one call of the kernels; the target's passes stay calls of all layers."""
     model = llama(hidden_size=64, num_attention_heads=2, head_dim=32, intermediate_size=64)
     short = shortened(model, 2)
     pack_model(model, "bfloat16")
@@ -101,6 +101,8 @@ def test_packed_targets_run_the_first_layers_alone(monkeypatch):
     tree = drafter.propose(torch.tensor([7]), Budget(3, 3))
     assert len(counts) >= 3
     assert set(counts) == {2}
+    target.forward_tree(tree)
+    assert counts[-1] == 4
     path = tree.tokens[0].tolist()
     with torch.no_grad():
         logits = short(torch.tensor([history[:-1] + path])).logits[0, len(history) - 1 :].log_softmax(-1)
