@@ -113,3 +113,14 @@ def test_visual_positions_and_what_was_fed_there(name):
         torch.testing.assert_close(output.embeds[text], target.embed(ids)[text])
         assert not torch.allclose(output.embeds[~text], target.embed(ids)[~text])
     assert output.features["last"].shape == output.embeds.shape
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen3_vl"])
+def test_prompts_with_images_are_prefilled_in_chunks(name):
+    model = shared_model(name)
+    prompt = prompt_of(vision_inputs(name, 1))
+    *_, whole = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, None)
+    *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, 7)
+    assert len(earlier) == -(-prompt.input_ids.shape[1] // 7) - 1
+    torch.testing.assert_close(last.logits, whole.logits, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(last.features["last"], whole.features["last"], atol=2e-4, rtol=2e-4)
