@@ -160,7 +160,9 @@ class Decoder:
                 decoder_inputs = reached.inputs
         unknown = {name for name, value in decoder_inputs.items() if value is not None} - _SPLIT
         known = decoder_inputs.get("position_ids") is not None or not self.takes_positions
-        return None if unknown or not known else decoder_inputs
+        mask = decoder_inputs.get("attention_mask")
+        causal = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)  # images of Gemma 3 are not
+        return decoder_inputs if known and causal and not unknown else None
 
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]

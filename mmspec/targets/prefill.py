@@ -88,8 +88,7 @@ class Prefill:
             UserError: the decoder's inputs cannot be split by position.
         """
         inputs = self.decoder.chunk_inputs(call, self.cache)
-        mask = None if inputs is None else inputs.get("attention_mask")
-        if inputs is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        if inputs is None:
             raise UserError(
                 "visual tokens can be left out where attention is causal and each token's inputs are its own"
             )
