@@ -183,7 +183,8 @@ class Small(CapturedDrafter):
             self.queue((verdict.tokens,), verdict)
             return
         ids, lengths = self._translated([tokens for _, tokens in verdict.host], verdict.tokens.device)
-        self._pending.append(((ids, lengths), lengths.tolist()))
+        if any(counts := lengths.tolist()):  # tokens may have no text
+            self._pending.append(((ids, lengths), counts))
 
     def _translated(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """Own tokens of the target's, padded on the right, and their numbers, (batch,) int64."""

@@ -23,13 +23,9 @@ def drafted(model, inputs, **asked):
     expected = model.generate(**inputs, **OPTIONS)
     names = []
     given = {name: value for name, value in asked.items() if name not in ("tokenizer", "assistant_tokenizer")}
+    options = dict(**inputs, **OPTIONS, **asked, num_draft_tokens=4, return_dict_in_generate=True)
     for hooked in (True, False):
-        if hooked:
-            out = model.generate(
-                **inputs, **OPTIONS, **asked, custom_generate=mmspec.decode, return_dict_in_generate=True
-            )
-        else:
-            out = mmspec.generate(model, **inputs, **OPTIONS, **asked, return_dict_in_generate=True)
+        out = model.generate(custom_generate=mmspec.decode, **options) if hooked else mmspec.generate(model, **options)
         assert torch.equal(out.sequences, expected)
         names.append(out.stats[0].num_draft_tokens > 0)
     assert all(names)
