@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-    StopStringCriteria,
-)
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from mmspec import plugins
 from mmspec.checks import shown
@@ -29,7 +24,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import JointCriteria, Stopper
+from mmspec.engine.stopping import JointCriteria, Stopper, stopping_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
@@ -56,6 +51,7 @@ def decode(
     tokenizer: Any = None,
     assistant_model: Any = None,
     assistant_tokenizer: Any = None,
+    raw_inputs: dict[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> SpeculativeOutput | Tensor:
     """The decoding method for ``generate(custom_generate=...)``.
@@ -63,13 +59,15 @@ def decode(
     Args:
         drafter: as for ``mmspec.load``. A ``Drafter`` object keeps what it learns between calls; the ``Pipeline`` of
             the model also keeps tree sizes and captured graphs. ``"auto"`` is the drafter that arguments of assisted
-            generation ask for (``assistant_model``, ``use_mtp``, ``prompt_lookup_num_tokens``), if there are any.
+            generation ask for (``assistant_model``, ``use_mtp``, ...), if there are any.
         num_draft_tokens: draft tokens per step; None chooses the number that is expected to be fastest. ``nodes`` is an
             alias.
         streamer: receives token by token (batch 1), without the prompt.
         tokenizer: the model's, for an assistant with another one; stop strings are criteria here.
-        assistant_model: a model that drafts: any causal language model, a DFlash drafter or a Gemma-4 assistant.
+        assistant_model: a model that drafts: a language or vision-language model, a DFlash drafter or a Gemma-4
+            assistant.
         assistant_tokenizer: its tokenizer, if it is another one.
+        raw_inputs: arguments of ``generate``, for draft models: images that ``generate`` has encoded are among them.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
@@ -85,8 +83,8 @@ def decode(
         drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
-        prompt = _prompt(input_ids, model_kwargs)
-        stopper, joint = _stopping(stopping_criteria, input_ids, _padding(generation_config))
+        prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
+        stopper, joint = stopping_of(stopping_criteria, input_ids, _padding(generation_config))
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
         rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, joint, num_draft_tokens, streamer)
     finally:
@@ -185,6 +183,8 @@ def generate(
         )
     assistant = {name: arguments.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
 
+    raw_inputs = dict(arguments)
+
     def method(model: PreTrainedModel, input_ids: Tensor, **keywords: Any) -> SpeculativeOutput | Tensor:
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -195,6 +195,7 @@ def generate(
             num_draft_tokens=num_draft_tokens_of(num_draft_tokens, nodes),
             streamer=streamer,
             tokenizer=tokenizer,
+            raw_inputs=raw_inputs,
             **assistant,
             **keywords,
         )
@@ -216,7 +217,7 @@ def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str
         self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
         kept = {name: kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")}
-        kept |= {"streamer": streamer, "assistant_model": assistant_model}
+        kept |= {"streamer": streamer, "assistant_model": assistant_model, "raw_inputs": dict(kwargs)}
         passed = extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
         function = custom_generate
         while isinstance(function, functools.partial):
@@ -234,14 +235,16 @@ if hasattr(GenerationMixin, "_extract_generation_mode_kwargs"):  # a private met
     )
 
 
-def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt:
+def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any], raw_inputs: dict[str, Any] | None) -> Prompt:
     mask = model_kwargs.get("attention_mask")
+    own = ("input_ids", "inputs", "attention_mask", *model_kwargs)
     skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
     return Prompt(
         input_ids,
         None if mask is None or bool(mask.all()) else mask,
         {name: value for name, value in model_kwargs.items() if name not in skipped and value is not None},
         padding_in_history=True,
+        media={name: x for name, x in (raw_inputs or {}).items() if isinstance(x, Tensor) and name not in own},
     )
 
 
@@ -264,19 +267,6 @@ def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
     longest = max(len(row.token_ids) for row in rows)
     new = [row.token_ids + [padding] * (longest - len(row.token_ids)) for row in rows]
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
-
-
-def _stopping(criteria: Sequence[Any], input_ids: Tensor, padding: int) -> tuple[Stopper, JointCriteria | None]:
-    """A stopper for each row, and the criteria of several rows together, if there are any but length and
-    end of sequence, which need no call per token."""
-    limits = [c.max_length - input_ids.shape[1] for c in criteria if type(c) is MaxLengthCriteria]
-    eos = [int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()]
-    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-    if not others or len(input_ids) == 1:
-        return Stopper(min(limits), eos_token_ids=eos, criteria=others), None
-    pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own rule
-    joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None)
-    return Stopper(min(limits), eos_token_ids=eos), joint
 
 
 def _refuse_unsupported(

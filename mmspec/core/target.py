@@ -40,6 +40,10 @@ def layer_of(feature: Feature) -> tuple[int, bool] | None:
     return (int(feature.removeprefix(_OUTPUT)), True) if feature.startswith(_OUTPUT) else None
 
 
+_ENCODED = "mm_encoder_outputs"
+"""Argument of a model's forward that transformers' ``generate`` replaces images and videos by."""
+
+
 @dataclass
 class Prompt:
     """Encoded prompts of a batch.
@@ -50,6 +54,9 @@ class Prompt:
         inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
         stacked: the prompts that were stacked to this one.
+        kept: (batch, length) bool, the positions that are prefilled, without padding and with each row's last; None
+            prefills all.
+        media: inputs of images and videos, where ``inputs`` contains what the target has encoded them as.
     """
 
     input_ids: Tensor
@@ -57,6 +64,16 @@ class Prompt:
     inputs: dict[str, Any] = field(default_factory=dict)
     padding_in_history: bool = False
     stacked: Sequence[Prompt] = ()
+    kept: Tensor | None = None
+    media: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unencoded(self) -> Prompt | None:
+        """The prompt for another model, which encodes images and videos itself; None if they are not known."""
+        if _ENCODED not in self.inputs:
+            return self
+        others = {name: value for name, value in self.inputs.items() if name != _ENCODED}
+        return replace(self, inputs={**others, **self.media}, media={}) if self.media else None
 
     @property
     def singles(self) -> Sequence[Prompt]:
@@ -80,8 +97,9 @@ class Prompt:
                 return value
             return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
-        inputs = {name: moved(value) for name, value in self.inputs.items()}
-        return replace(self, input_ids=moved(self.input_ids), attention_mask=moved(self.attention_mask), inputs=inputs)
+        inputs, media = ({name: moved(x) for name, x in values.items()} for values in (self.inputs, self.media))
+        ids, mask = moved(self.input_ids), moved(self.attention_mask)
+        return replace(self, input_ids=ids, attention_mask=mask, inputs=inputs, media=media)
 
     @staticmethod
     def stack(prompts: Sequence[Prompt]) -> Prompt | None:

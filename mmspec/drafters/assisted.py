@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from mmspec.checks import shown
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.dflash.drafter import DFlash
+from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.gemma4 import MODEL_TYPES
 from mmspec.drafters.gemma4.drafter import Gemma4
 from mmspec.drafters.ngram import Ngram
@@ -41,10 +42,7 @@ def _assisted_drafter(config: GenerationConfig, assistant: Any, tokenizers: Any,
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise UserError("assistant_ensemble_weight changes the output, which drafters do not: expected None")
     if config.assistant_early_exit is not None:
-        raise UserError(
-            "assistant_early_exit has no drafter: expected another way to draft, such as drafter='ngram' or "
-            "drafter='small:MODEL'"
-        )
+        return EarlyExit(config.assistant_early_exit)
     if config.prompt_lookup_num_tokens is not None:
         return Ngram(config.max_matching_ngram_size) if config.max_matching_ngram_size else Ngram()
     if getattr(config, "use_mtp", None):

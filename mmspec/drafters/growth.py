@@ -89,7 +89,7 @@ def grow_tree(
         token: (batch,) int64, the roots.
         first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order.
         extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
-            (batch, width), undefined for the first beam, returns their children as ``(tokens, log_probs)``,
+            (batch, width), 0 for the first beam, returns their children as ``(tokens, log_probs)``,
             (batch, width, children) each.
         budget: limits depth and size.
         top_k: beam width.

@@ -1,19 +1,22 @@
-"""Draft-model drafter: a small causal language model with its own KV cache and recurrent states.
+"""Draft-model drafter: a small language model with its own KV cache and recurrent states.
 
-Text only: visual positions of the prompt are dropped. A model with another tokenizer drafts the tokens that both
-vocabularies have (arXiv 2502.05202).
+A vision-language model that marks images by the target's tokens gets the target's images and videos, with all of their
+tokens or a share (SpecVLM, arXiv 2508.16201, without its selection by attention); for other models, visual positions
+of the prompt are dropped. A model with another tokenizer drafts the tokens that both vocabularies have
+(arXiv 2502.05202).
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
@@ -22,10 +25,11 @@ from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
-from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.vocabulary import SharedTokens
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
@@ -40,15 +44,16 @@ class Small(CapturedDrafter):
     """Draft-model drafter.
 
     Args:
-        model: a causal language model, or its name or folder.
+        model: a causal or vision-language model, or its name or folder.
         top_k: nodes extended per level, and children per node.
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
+        visual_share: share of the visual tokens that a vision-language model gets, spread evenly over those of a row.
 
     Raises:
-        UserError: no model, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one without
-            tokenizers.
+        UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
+            without tokenizers.
     """
 
     learns: ClassVar[bool] = False
@@ -59,11 +64,14 @@ class Small(CapturedDrafter):
         top_k: int = 8,
         trust_remote_code: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
+        visual_share: float = 1.0,
     ) -> None:
+        if not 0 <= visual_share <= 1:
+            raise UserError(f"the share of visual tokens must be from 0 to 1: got {visual_share}")
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
-        self.top_k, self._tokenizers = top_k, tokenizers
+        self.top_k, self._tokenizers, self.visual_share = top_k, tokenizers, visual_share
         self._shared: SharedTokens | None = None
         super().__init__()
 
@@ -76,7 +84,7 @@ class Small(CapturedDrafter):
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
-        self.lm = TransformersTarget(self.model)
+        self.lm: TransformersTarget = plugins.target_class(self.model.config)(self.model)
         self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
 
     def attach(self, target: Target) -> None:
@@ -124,6 +132,9 @@ class Small(CapturedDrafter):
         return _DEPTH, _NODES
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        if (seen := self._seen(prompt, output.visual)) is not None:
+            self._begin_with_media(seen, history)
+            return
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
         if output.visual is not None:
             keep = keep * ~output.visual
@@ -140,6 +151,31 @@ class Small(CapturedDrafter):
         self.join(len(history), self.lm.decoder.static_shapes)
         read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), max_new_tokens=1024)
         self._output.append(read.features["last"][:, -1])
+
+    def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
+        """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
+        if visual is None or self._shared is not None or not self.visual_share or not bool(visual.any()):
+            return None
+        own = self.lm.visual(prompt)
+        return None if own is None or not torch.equal(own, visual) else prompt.unencoded
+
+    def _begin_with_media(self, prompt: Prompt, history: list[list[int]]) -> None:
+        """Prefill images and videos too, and queue the first tokens."""
+        device, before, new = prompt.input_ids.device, self.rows, len(history)
+        prompt = prompt.to(device, self.lm.dtype)
+        if self.visual_share < 1:
+            visual = self.lm.visual(prompt)
+            assert visual is not None
+            kept = evenly(visual, self.visual_share) | ~visual
+            prompt.kept = kept if prompt.attention_mask is None else kept & prompt.attention_mask.bool()
+        self.join(new, self.lm.decoder.static_shapes)
+        message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
+        with explained(message, ValueError, RuntimeError, TypeError):
+            read = self.lm.prefill(prompt, max_new_tokens=1024)
+        self._output.append(read.features["last"][:, -1])
+        first = on_device([[0]] * before + [[row[-1]] for row in history], device)
+        lengths = [0] * before + [1] * new
+        self._pending.append(((first, on_device(lengths, device)), lengths))
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
@@ -177,25 +213,13 @@ class Small(CapturedDrafter):
         write_last(self._output, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        lm, reach, levels = self.lm, Reach(), 0
-        lm.runner.forget_nodes()
-        # Of a model with recurrent layers, each pass runs all nodes: its states cannot be extended by uncommitted ones.
-        whole = None if lm.decoder.layers is None else _Whole(len(token), token.device)
+        passes = LevelPasses(self.lm.runner, self.lm.decoder.layers is not None)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal levels
-            depth, width = torch.full_like(beam, levels), beam.shape[1]
-            nodes = (beam if self._shared is None else self._own[beam], depth, reach(origin))
-            if whole is not None:
-                nodes = whole.extended(*nodes)
-            states = lm.runner.forward_nodes(*nodes)[:, -width:]
-            if whole is None:
-                lm.runner.keep_nodes(depth)
-            levels += 1
-            return self._children(states)
+            return self._children(passes(beam if self._shared is None else self._own[beam], origin))
 
         tree = grow_tree(token, self._children(self._output.data[: len(token)]), extend, budget, self.top_k)
-        lm.runner.forget_nodes()
+        passes.end()
         if self._shared is not None:
             tree.tokens[:, 1:] = self._theirs[tree.tokens[:, 1:]]
         return tree
@@ -209,18 +233,12 @@ class Small(CapturedDrafter):
         return ops.top_log_probs(head(hidden), self.top_k)
 
 
-class _Whole:
-    """All nodes of a tree so far: tokens, depths and ancestors."""
-
-    def __init__(self, batch: int, device: torch.device) -> None:
-        self._tokens = self._depth = torch.empty(batch, 0, dtype=torch.long, device=device)
-        self._reach = torch.empty(batch, 0, 0, dtype=torch.bool, device=device)
-
-    def extended(self, tokens: Tensor, depth: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a level; arguments and result as of ``Runner.forward_nodes``."""
-        self._tokens, self._depth = torch.cat([self._tokens, tokens], 1), torch.cat([self._depth, depth], 1)
-        self._reach = torch.cat([F.pad(self._reach, (0, tokens.shape[1])), reach], dim=1)
-        return self._tokens, self._depth, self._reach
+def evenly(tokens: Tensor, share: float) -> Tensor:
+    """A share of tokens, spread evenly over those of a row: (batch, length) bool, in and out."""
+    count = tokens.sum(1, keepdim=True)
+    kept = (count * share).round().long().clamp(min=1)
+    rank = tokens.long().cumsum(1)  # from 1
+    return tokens & (rank * kept // count.clamp(min=1) > (rank - 1) * kept // count.clamp(min=1))
 
 
 def _tokenizer(model: Any) -> Any:
@@ -242,14 +260,28 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
         )
     with cache_if_offline("drafter", location) as options:
         folder = completed.resolved(gguf.resolved(location))
-        return read_whole(AutoModelForCausalLM, folder, trust_remote_code=trust_remote_code, **options)
+        config = from_pretrained(AutoConfig, folder, trust_remote_code=trust_remote_code, **options)
+        kind = plugins.target_class(config).auto_class
+        return read_whole(kind, folder, trust_remote_code=trust_remote_code, **options)
+
+
+def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
+    """Split the text after ``small:`` into a model and arguments of ``Small``.
+
+    ``MODEL@0.1`` keeps a tenth of the visual tokens.
+    """
+    model, at, share = argument.rpartition("@")
+    if not at or not re.fullmatch(r"\d*\.?\d+", share):
+        return argument, {}
+    return model, {"visual_share": float(share)}
 
 
 SPEC = DrafterSpec(
     "small",
     "Small model",
-    "a small causal language model, as in assisted generation",
+    "a small language or vision-language model, as in assisted generation",
     Small,
     argument="MODEL",
+    parse_argument=parse_argument,
     trusts=True,
 )

@@ -31,7 +31,7 @@ class DrafterSpec:
             in the target's own folder.
         argument: what TEXT is, in capitals, if ``weights`` is ``"none"`` and it is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
-        parse_argument: splits TEXT into the checkpoint and the keyword arguments of ``from_checkpoint``.
+        parse_argument: splits TEXT into what the constructor or ``from_checkpoint`` takes first, and keyword arguments.
         trusts: whether the constructor takes ``trust_remote_code``.
         chains: whether it is offered as a chain (``NAME@chain``), too, where methods are listed.
         train: its command of ``mmspec train``, if any.
@@ -86,9 +86,14 @@ class DrafterSpec:
             raise UserError(f"{self.name} needs a checkpoint: expected {self.name}:FOLDER, or the folder itself")
         if self.argument and not argument:
             raise UserError(f"the {self.name} drafter needs an argument: expected {self.name}:{self.argument}")
-        kind, trust = self.load(), {"trust_remote_code": True} if self.trusts and trust_remote_code else {}
+        kind = self.load()
+        options: dict[str, Any] = {}
+        if argument and self.parse_argument is not None:
+            argument, options = self.parse_argument(argument)
+        if self.trusts and trust_remote_code:
+            options["trust_remote_code"] = True
         try:
-            return kind(argument, **trust) if argument else kind(**trust)
+            return kind(argument, **options) if argument else kind(**options)
         except TypeError as error:
             raise UserError(f"drafter {self.name!r} does not take the argument {argument!r}") from error
 

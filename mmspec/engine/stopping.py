@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from mmspec.errors import UserError
 
@@ -146,3 +147,22 @@ class JointCriteria:
                     f"pads rows: got shape {tuple(self._met.shape)} of all criteria together"
                 )
             self.ended = {row for row, met in enumerate(self._met.tolist()) if met}
+
+
+def stopping_of(criteria: Sequence[Any], input_ids: Tensor, padding: int) -> tuple[Stopper, JointCriteria | None]:
+    """The stopper of each row for transformers' criteria, and the criteria of several rows together, if there are any
+    but length and end of sequence, which need no call per token.
+
+    Args:
+        criteria: of a call of ``generate``, at least one of them ``MaxLengthCriteria``.
+        input_ids: (batch, length) int64, the prompts.
+        padding: token of ended rows.
+    """
+    limits = [c.max_length - input_ids.shape[1] for c in criteria if type(c) is MaxLengthCriteria]
+    eos = [int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()]
+    others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
+    if not others or len(input_ids) == 1:
+        return Stopper(min(limits), eos_token_ids=eos, criteria=others), None
+    pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own rule
+    joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None)
+    return Stopper(min(limits), eos_token_ids=eos), joint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import NAME, PassAttention
+from mmspec.targets.decoder_layer import MergedLayer, Stack
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
@@ -30,25 +32,29 @@ class Decoder:
 
     Args:
         model: its code and weights stay unmodified.
+        count: of its first layers, followed by the final norm; None runs all layers.
 
     Attributes:
-        config: of the text model.
+        config: of the text model, with all layers.
         attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for a model without any.
         takes_positions: whether the model's forward has ``position_ids``.
         has_position_axes: whether visual tokens have several positions each, which the model computes (Qwen-VL).
 
     Raises:
-        UserError: a part of the architecture cannot verify trees exactly.
+        UserError: a part of the architecture cannot verify trees exactly, or there are no ``count`` layers before the
+            last.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, count: int | None = None) -> None:
         self._model = model
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
         self.attention = PassAttention(model)
         self._module = decoder_of(model)
+        if count is not None:
+            self._module = self._beginning(count)
         self._alibi = Alibi(self._module) if Alibi.supports(self.config, self._module) else None
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
@@ -154,7 +160,9 @@ class Decoder:
                 decoder_inputs = reached.inputs
         unknown = {name for name, value in decoder_inputs.items() if value is not None} - _SPLIT
         known = decoder_inputs.get("position_ids") is not None or not self.takes_positions
-        return None if unknown or not known else decoder_inputs
+        mask = decoder_inputs.get("attention_mask")
+        causal = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)  # images of Gemma 3 are not
+        return decoder_inputs if known and causal and not unknown else None
 
     def prefill_chunk(
         self, given: dict[str, Any], part: slice, cache: TreeCache, names: Sequence[Feature]
@@ -219,12 +227,25 @@ class Decoder:
                     hooks.enter_context(layer.register_forward_pre_hook(partial(record_input, name), with_kwargs=True))
             yield features
 
+    def _beginning(self, count: int) -> Any:
+        """The decoder's modules with its first ``count`` layers alone."""
+        last = len(self._stack) - 1
+        if not 0 < count <= last:
+            raise UserError(f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}")
+        beginning = copy.copy(self._module)
+        vars(beginning).pop("forward", None)  # of the whole decoder
+        beginning._modules = {
+            name: _first_layers(part, count) if part is self._stack else part
+            for name, part in beginning._modules.items()
+        }
+        return beginning
+
     @cached_property
     def _stack(self) -> nn.ModuleList:
         count = self.config.num_hidden_layers
         stacks = [part for part in self._module.children() if isinstance(part, nn.ModuleList) and len(part) == count]
         if len(stacks) != 1:
-            raise UserError(f"features of layers need a decoder with one list of {count} layers: got {len(stacks)}")
+            raise UserError(f"single layers need a decoder with one list of {count} layers: got {len(stacks)}")
         return stacks[0]
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
@@ -232,8 +253,18 @@ class Decoder:
         return hidden.to(self._embedding.weight.dtype)
 
 
+def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
+    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
+    first: list[Any] = list(layers[:count])
+    if all(isinstance(layer, MergedLayer) for layer in first):
+        first = [copy.copy(layer) for layer in first]
+        first[-1].last = True
+        Stack(first)
+    return nn.ModuleList(first)
+
+
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
-_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict"}
+_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict", "logits_to_keep"}
 """Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
 
 

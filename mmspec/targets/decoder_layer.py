@@ -221,7 +221,7 @@ class Stack:
 
     def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
         first = self._layers[0]
-        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) == len(self._layers)
+        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
         if not (small and stored) or self._weights is None:
             return None

@@ -46,6 +46,8 @@ class Prefill:
         batch, length = ids.shape
         positions = self._positions()
         call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        if prompt.kept is not None:
+            return self._partly(call, prompt.kept)
         splits = chunk is not None and batch == 1 and length > chunk and mask is None
         inputs = self.decoder.chunk_inputs(call, cache) if splits else None
         if inputs is not None:
@@ -78,6 +80,39 @@ class Prefill:
         if embeds is not None:
             embeds = torch.cat([embeds[:, :first], self.embed(ids[:, first:])], dim=1)
         return TargetOutput(logits, features, self.visual, embeds, inputs["position_ids"], first)
+
+    def _partly(self, call: dict[str, Any], kept: Tensor) -> TargetOutput:
+        """Prefill the positions that are kept alone; the others have no states. Features are padded on the left.
+
+        Raises:
+            UserError: the decoder's inputs cannot be split by position.
+        """
+        inputs = self.decoder.chunk_inputs(call, self.cache)
+        if inputs is None:
+            raise UserError(
+                "visual tokens can be left out where attention is causal and each token's inputs are its own"
+            )
+        embeds = self.embed(call["input_ids"]) if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+        # A stable sort moves the tokens that are kept to the right.
+        order = kept.long().sort(dim=1, stable=True).indices[:, -int(kept.sum(1).max()) :]
+        chosen = kept.gather(1, order)
+        mask = None if bool(chosen.all()) else chosen.long()
+        part = {"inputs_embeds": embeds.gather(1, order[:, :, None].expand(-1, -1, embeds.shape[2]))}
+        positions = None
+        if (given := inputs.get("position_ids")) is not None:
+            positions = given.gather(-1, order.expand(given.shape[:-1] + order.shape[-1:]))
+        if self.decoder.takes_positions:
+            part["position_ids"] = positions
+        if (visual := inputs.get("visual_pos_masks")) is not None:
+            part["visual_pos_masks"] = visual.gather(1, order) & chosen
+            seen = kept[visual]
+            part["deepstack_visual_embeds"] = [layer[seen] for layer in inputs["deepstack_visual_embeds"]]
+        features = self.decoder.forward({**part, "attention_mask": mask}, self.cache, self.names)
+        self.cache.commit_prompt(order.shape[1], mask, len(order))
+        logits = self.head(features["last"][:, -1:])
+        return TargetOutput(
+            logits, {name: features[name] for name in self.names}, self.visual, part["inputs_embeds"], positions
+        )
 
     def _positions(self) -> Tensor | None:
         """``position_ids`` of the prompt, (batch, length) or (axes, batch, length); None if the model computes them."""

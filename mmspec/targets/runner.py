@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -56,6 +57,12 @@ class Runner(ABC):
     def version(self) -> tuple[Hashable, ...]:
         """Changes when a buffer that captured graphs read has been reallocated."""
         return self.cache.version, self._position.version, self._last_position.version
+
+    def through(self, decoder: Decoder) -> Self:
+        """A runner over the same sequences, whose passes run another decoder with the cache."""
+        view = copy.copy(self)
+        view._decoder = decoder
+        return view
 
     # ------------------------------------------------------------------ sequences join and leave
 

@@ -13,7 +13,7 @@ from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import registered_name
 from tests import dflash, gemma4, mtp, vocabularies
 from tests.tiny import shared_model
-from tests.tiny.models import text_inputs, text_model
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
 
@@ -23,12 +23,9 @@ def drafted(model, inputs, **asked):
     expected = model.generate(**inputs, **OPTIONS)
     names = []
     given = {name: value for name, value in asked.items() if name not in ("tokenizer", "assistant_tokenizer")}
-    options = {**OPTIONS, "num_draft_tokens": 4, "return_dict_in_generate": True}
+    options = dict(**inputs, **OPTIONS, **asked, num_draft_tokens=4, return_dict_in_generate=True)
     for hooked in (True, False):
-        if hooked:
-            out = model.generate(**inputs, **options, **asked, custom_generate=mmspec.decode)
-        else:
-            out = mmspec.generate(model, **inputs, **options, **asked)
+        out = model.generate(custom_generate=mmspec.decode, **options) if hooked else mmspec.generate(model, **options)
         assert torch.equal(out.sequences, expected)
         names.append(out.stats[0].num_draft_tokens > 0)
     assert all(names)
@@ -46,9 +43,21 @@ def test_prompt_lookup():
     assert drafted(model, inputs, prompt_lookup_num_tokens=4, max_matching_ngram_size=3) == "ngram"
 
 
+def test_early_exit():
+    model, inputs = text_model("llama"), text_inputs(1, 9)
+    assert drafted(model, inputs, assistant_early_exit=1) == "early-exit"
+    theirs = model.generate(**inputs, **OPTIONS, assistant_early_exit=1)
+    assert torch.equal(theirs, model.generate(**inputs, **OPTIONS))
+
+
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_causal_language_model(name):
     assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"
+
+
+def test_a_vision_language_model():
+    asked = dict(assistant_model=vision_model("llava", seed=1))
+    assert drafted(shared_model("llava"), vision_inputs("llava", 1), **asked) == "small"
 
 
 def test_a_model_with_another_tokenizer():

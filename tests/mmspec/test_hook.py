@@ -466,7 +466,10 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"penalty_alpha": 0.6, "top_k": 4}, "got contrastive search, "),
         ({"prompt_lookup_num_tokens": 3}, "^assisted generation chooses the drafter: .* no other one, got 'ngram'$"),
         ({"assistant_model": text_model("llama")}, "^assisted generation chooses the drafter: "),
-        ({"assistant_early_exit": 1}, "^assistant_early_exit has no drafter: expected another way to draft, such as "),
+        (
+            {"assistant_early_exit": 2, "drafter": "auto"},
+            "^an early exit must be after a layer before the last: expected 1 to 1, got 2$",
+        ),
         ({"assistant_ensemble_weight": 0.5}, "^assistant_ensemble_weight changes the output, which drafters do not"),
         ({"nodes": -1}, "^num_draft_tokens must be None or a whole number >= 0: got -1$"),
         ({"nodes": "8"}, "^num_draft_tokens must be None or a whole number >= 0: got '8'$"),

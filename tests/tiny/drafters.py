@@ -21,6 +21,7 @@ from tests.tiny.models import (
     msd_network,
     mtp_network,
     text_model,
+    vision_model,
     vispec_network,
 )
 
@@ -46,8 +47,8 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 }
 """A random network of each trained drafter, for a model."""
 
-VARIANTS = {"dspark": "dflash", "peagle": "eagle3"}
-"""Settings of registered drafters with which trees are grown in another way."""
+VARIANTS = {"dspark": "dflash", "peagle": "eagle3", "small-vision": "small"}
+"""Settings of registered drafters with which prompts are read or trees are grown in another way."""
 
 TREE = {"top_k": 3, "depth": 4, "total_tokens": 12}
 
@@ -77,6 +78,10 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
     spec = drafter_spec(VARIANTS.get(name, name))
     if name == "small":
         return spec.load()(text_model("llama"), top_k=TREE["top_k"])
+    if name == "small-vision":
+        return spec.load()(vision_model("llava", seed=1), top_k=TREE["top_k"], visual_share=0.4)
+    if name == "early-exit":
+        return spec.load()(1, top_k=TREE["top_k"])
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}

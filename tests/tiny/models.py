@@ -78,9 +78,9 @@ def _spread(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def vision_model(name: str) -> PreTrainedModel:
+def vision_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A random model of ``VISION_CONFIGS``."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = _spread(AutoModelForImageTextToText.from_config(VISION_CONFIGS[name]())).eval()
     head: Any = model.get_output_embeddings()
     head.weight.data[[IMAGE, VIDEO]] = 0  # never emit image tokens: the top logits are above 0

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
 import mmspec
 from mmspec import UserError, plugins
+from mmspec.core.target import Prompt
+from mmspec.drafters.small import Small
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampled
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
 from tests.tiny.cases import DRAFTERS_WITH_WEIGHTS, Case, compare_case
-from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS
+from tests.tiny.configs import IMAGE, TINY_SIZES, VIDEO, VISION_CONFIGS
 from tests.tiny.models import video_inputs, vision_inputs, vision_model
 
 
@@ -113,3 +116,45 @@ def test_visual_positions_and_what_was_fed_there(name):
         torch.testing.assert_close(output.embeds[text], target.embed(ids)[text])
         assert not torch.allclose(output.embeds[~text], target.embed(ids)[~text])
     assert output.features["last"].shape == output.embeds.shape
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen3_vl"])
+def test_prompts_with_images_are_prefilled_in_chunks(name):
+    model = shared_model(name)
+    prompt = prompt_of(vision_inputs(name, 1))
+    *_, whole = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, None)
+    *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(prompt, 8, 7)
+    assert len(earlier) == -(-prompt.input_ids.shape[1] // 7) - 1
+    torch.testing.assert_close(last.logits, whole.logits, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(last.features["last"], whole.features["last"], atol=2e-4, rtol=2e-4)
+
+
+def gemma3():
+    """Its image tokens attend to each other in both directions."""
+    sizes = {name: size for name, size in TINY_SIZES.items() if name != "pad_token_id"}
+    torch.manual_seed(0)
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config = Gemma3Config(
+        text_config=Gemma3TextConfig(**sizes, sliding_window=64, query_pre_attn_scalar=12),
+        vision_config=SiglipVisionConfig(**vision, image_size=16, patch_size=4),
+        mm_tokens_per_image=16,
+        image_token_index=IMAGE,
+        initializer_range=0.25,
+    )
+    ids = torch.tensor([[5, 6, 7, *[IMAGE] * 16, 8, 9, 10, 11, 12]])
+    pixels = torch.randn(1, 3, 16, 16)
+    return Gemma3ForConditionalGeneration(config).eval(), ids, pixels
+
+
+def test_images_with_attention_in_both_directions_are_prefilled_whole():
+    model, ids, pixels = gemma3()
+    inputs = {"pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+    with torch.no_grad():
+        expected = model(input_ids=ids, **inputs).logits[:, -1:]
+    for chunk in (None, 7):
+        *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(Prompt(ids, None, inputs), 8, chunk)
+        assert not earlier
+        torch.testing.assert_close(last.logits, expected, atol=2e-4, rtol=2e-4)
+    draft = Small(model, visual_share=0.5)
+    with pytest.raises(UserError, match=r"^visual tokens can be left out where attention is causal and each token's "):
+        mmspec.generate(model, input_ids=ids, drafter=draft, max_new_tokens=8, **inputs)

@@ -1,20 +1,24 @@
-"""Draft models with another tokenizer, and with recurrent layers."""
+"""Draft models with another tokenizer, with recurrent layers, and with images."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 import mmspec
 from mmspec import UserError, plugins
+from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.vocabulary import SharedTokens
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
-from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs, text_model
+from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 from tests.vocabularies import LETTERS, pair, smaller, words
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
@@ -107,3 +111,122 @@ def test_draft_models_with_recurrent_layers(name):
         return [gain(rows[row] + said, path) for path in paths]
 
     check_drafts(model, inputs, Small(small, 3), gains, nodes=7, depth=3, skip=(2,), new=10)
+
+
+@torch.no_grad()
+def decoder_inputs(model, row):
+    """What a vision-language model passes to its language model, which is left out of the result."""
+    seen = {}
+
+    def note(module, args, inputs):
+        seen.update(inputs)
+
+    with model.get_decoder().register_forward_pre_hook(note, with_kwargs=True):
+        model(**row)
+    return seen
+
+
+@torch.no_grad()
+def after_pruned_prompt(model, row, share, tokens):
+    """(1 + len(tokens), vocabulary) logits after a prompt without some visual tokens and each further token."""
+    given, ids = decoder_inputs(model, row), row["input_ids"][0].tolist()
+    visual = [place for place, token in enumerate(ids) if token in (IMAGE, VIDEO)]
+    count = max(1, round(share * len(visual)))
+    chosen = [
+        place for rank, place in enumerate(visual) if (rank + 1) * count // len(visual) > rank * count // len(visual)
+    ]
+    assert len(chosen) == count
+    places = sorted({*range(len(ids))} - {*visual} | {*chosen})
+    embeds = given["inputs_embeds"][:, places]
+    embeds = torch.cat([embeds, model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))], dim=1)
+    known = given.get("position_ids")
+    known = torch.arange(len(ids))[None] if known is None else known
+    further = int(known[-1, ..., -1].max()) + 1 + torch.arange(len(tokens))
+    positions = torch.cat([known[..., places], further.expand(*known.shape[:-1], -1)], dim=-1)
+    deep = {}
+    if given.get("visual_pos_masks") is not None:
+        marks = torch.tensor([[*(place in chosen for place in places), *(False for _ in tokens)]])
+        ranks = [visual.index(place) for place in chosen]
+        deep = {
+            "visual_pos_masks": marks,
+            "deepstack_visual_embeds": [layer[ranks] for layer in given["deepstack_visual_embeds"]],
+        }
+    # Without a mask, transformers takes gaps between positions for ends of packed sequences.
+    given = {"inputs_embeds": embeds, "attention_mask": torch.ones(embeds.shape[:2]), "position_ids": positions}
+    hidden = model.get_decoder()(**given, **deep, use_cache=False)[0]
+    return model.get_output_embeddings()(hidden)[0, len(places) - 1 :]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("name", ["llava", "llava_onevision", "qwen2_vl", "qwen3_vl", "qwen3_5"])
+def test_vision_language_draft_models(name, share):
+    """Every node has the probability that the draft model gives it after the images, or a share of their tokens."""
+    batch = 1 if name == "llava_onevision" else 2  # without padding, and with
+    model, small, inputs = shared_model(name), vision_model(name, seed=1), vision_inputs(name, batch)
+    rows = [row_of(inputs, number) for number in range(batch)]
+
+    def gain(row, tokens, path):
+        logits = after_pruned_prompt(small, row, share, tokens + path[:-1])[len(tokens) :]
+        return float(logits.log_softmax(-1)[range(len(path)), path].sum().exp())
+
+    def gains(target, row, said, paths):
+        return [gain(rows[row], said, path) for path in paths]
+
+    check_drafts(model, inputs, Small(small, 3, visual_share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
+
+
+def test_a_folder_and_a_share(tmp_path):
+    vision_model("llava", seed=1).save_pretrained(tmp_path)
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    tokens = model.generate(**inputs, **OPTIONS)
+    prompts = []
+    for spec, length in (
+        (f"small:{tmp_path}@0.25", 8 + 4),
+        (f"small:{tmp_path}", 8 + 16),
+        (f"small:{tmp_path}@0", 8 + 1),
+    ):
+        drafter = make_drafter(spec)
+        begin = drafter.begin
+
+        def noted(prompt, output, history, drafter=drafter, begin=begin):
+            begin(prompt, output, history)
+            prompts.append(drafter.lm.runner.cache.length)
+
+        drafter.begin = noted
+        assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
+        assert prompts[-1] == length  # with the first token, where no image is read
+    with pytest.raises(UserError, match=r"^the share of visual tokens must be from 0 to 1: got 1.5$"):
+        make_drafter(f"small:{tmp_path}@1.5")
+
+
+def test_images_of_another_size_are_refused():
+    other = copy.deepcopy(VISION_CONFIGS["llava"]())
+    other.vision_config.image_size = 24
+    torch.manual_seed(0)
+    small = AutoModelForImageTextToText.from_config(other).eval()
+    with pytest.raises(
+        UserError, match=r"^the draft model must take the target's images and videos; with small:MODEL@0 "
+    ):
+        mmspec.generate(shared_model("llava"), drafter=Small(small), **vision_inputs("llava", 1), **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_vision_language_model_drafts_for_itself_what_it_says(name, hooked):
+    """In ``generate``, which encodes the target's images before the drafter's prompt."""
+    model, inputs = shared_model(name), vision_inputs(name, 2)
+    asked = dict(drafter=Small(model, top_k=1), num_draft_tokens=4, return_dict_in_generate=True, **inputs, **OPTIONS)
+    out = model.generate(custom_generate=mmspec.decode, **asked) if hooked else mmspec.generate(model, **asked)
+    for stats in out.stats:
+        assert stats.accept_lengths[:-1] == [5] * (len(stats.accept_lengths) - 1)
+    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+
+
+def test_several_answers_to_one_image_are_drafted_without_it():
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    options = {**OPTIONS, "do_sample": True, "num_return_sequences": 2}
+    answers = []
+    for drafter in (None, Small(vision_model("llava", seed=1))):
+        torch.manual_seed(0)
+        answers.append(mmspec.generate(model, drafter=drafter, num_draft_tokens=4, **inputs, **options))
+    assert torch.equal(*answers)

@@ -194,7 +194,7 @@ def check_answers(name, kind, batch, device="cpu"):
         steps = drafter._recycled if kind == "recycle" else drafter
         grown, updated = steps.captured
         assert grown > 0
-        assert updated > 0
+        assert updated > 0 or kind == "early-exit"  # whose states are the target's
 
 
 @pytest.mark.long
