@@ -45,4 +45,4 @@ def gguf_file(engine: str, model: str) -> str:
     file = file_in(plugins.model_path(model))
     if file is None:
         raise UserError(f"{engine} decodes GGUF files: expected a model of that format, received {model!r}")
-    return file
+    return str(file)

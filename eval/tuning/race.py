@@ -80,7 +80,7 @@ def race(
         All methods: those that are left first, each group from fast to slow.
     """
     start, plain = clock(), Method(PLAIN)
-    left, out = [Contender(method) for method in methods], []
+    left, out = [Contender(method) for method in methods], list[Contender]()
     warm_up, measured = (requests[:1], requests[1:]) if len(requests) > 1 else ([], requests)
     for request in warm_up:
         brief = replace(options, max_new_tokens=min(_WARM_UP, options.max_new_tokens))

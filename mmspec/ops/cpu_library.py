@@ -124,7 +124,7 @@ def library() -> ctypes.CDLL | str:
     loaded.quantiles_of_rows.argtypes = [pointer, count, count, pointer, pointer, threads]
     tree = [pointer] * 3
     loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *tree]
-    limits = [*[count] * 4, ctypes.c_float, count]
+    limits = count, count, count, count, ctypes.c_float, count
     loaded.draft_cells.argtypes = [address(Cell), *[pointer] * 5, *limits, *tree, threads]
     loaded.draft_cells.restype = count
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
