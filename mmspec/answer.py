@@ -69,7 +69,7 @@ class Answer:
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
-            eos_token_ids=pipe.target.eos_token_ids,
+            eos_token_ids=() if params.ignore_eos else pipe.target.eos_token_ids,
             stop=params.stop_strings,
             criteria=extras.stopping_criteria,
             tokenizer=pipe.io.tokenizer,

@@ -168,7 +168,7 @@ class Pipeline:
     def _connect(self, drafter: Drafter | None) -> None:
         """Make the parts that belong to this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
-        self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults()
+        self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
         self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
         self.engine = Engine.of(self.target, self.max_num_seqs)

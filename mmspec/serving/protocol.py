@@ -134,8 +134,8 @@ def _checked(name: str, rule: Rule) -> AfterValidator:
     return AfterValidator(partial(rule.check, name))
 
 
-_MAX_TOKENS = SamplingParams.rule("max_new_tokens")
-_OTHERWISE = ("max_new_tokens", *KINDS)  # by fields of OpenAI's
+_MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
+_OTHERWISE = ("max_new_tokens", "min_new_tokens", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 _Sampling = create_model(
     "_Sampling",
@@ -150,6 +150,7 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
     model: str
     n: int = Field(1, ge=1)
     max_tokens: Annotated[Any, _checked("max_tokens", _MAX_TOKENS)] = None
+    min_tokens: Annotated[Any, _checked("min_tokens", _MIN_TOKENS)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -194,21 +195,15 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
-        given = {name: getattr(self, name) for name in _SAMPLING}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given |= {"max_new_tokens": self.max_tokens, "min_new_tokens": self.min_tokens}
         unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
         unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
-        return SamplingParams(max_new_tokens=self.max_tokens, **given).over(unset)
+        return SamplingParams(**given).over(unset)
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""
         return None
-
-
-_NEUTRAL: dict[str, Sequence[Any]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-}
 
 
 class ChatRequest(_Request):
@@ -216,7 +211,6 @@ class ChatRequest(_Request):
 
     ignored = _IGNORED
     neutral: ClassVar = {
-        **_NEUTRAL,
         "tools": ([],),
         "functions": ([],),
         "tool_choice": ("none", "auto"),
@@ -261,7 +255,7 @@ class CompletionRequest(_Request):
     """``POST /v1/completions``."""
 
     ignored = _IGNORED
-    neutral: ClassVar = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+    neutral: ClassVar = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
     prompt: list[str] = Field(min_length=1, max_length=_MOST_ITEMS)
     logprobs: Annotated[Any, _checked("logprobs", LOGPROBS)] = None
 

@@ -78,9 +78,9 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("missing", {"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
     (
         "extra_forbidden",
-        {"presence_penalty": 1},
-        "presence_penalty",
-        "presence_penalty is not supported: expected it to be left out, got 1",
+        {"use_beam_search": True},
+        "use_beam_search",
+        "use_beam_search is not supported: expected it to be left out, got True",
     ),
     (
         "extra_forbidden",
