@@ -13,7 +13,7 @@ from mmspec.ops.transfer import on_device
 
 
 class AdditiveTerms(LogitsProcessor):
-    """Adds ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t, of which the output has n[t].
+    """Adds ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n counts it in the output.
 
     The formula of OpenAI's API (its reference, "Frequency and presence penalties"), with counts of the output alone as
     in vLLM.
