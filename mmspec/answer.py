@@ -16,7 +16,7 @@ from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import TokenLogprob
-from mmspec.targets.processor import Detokenizer
+from mmspec.targets.processor import Detokenizer, is_token_ids
 
 if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
@@ -60,7 +60,8 @@ class Answer:
         self.started = False
         params, extras = pipe.defaults.complete(call.params), call.extras
         constraint = pipe.grammar(params)
-        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
+        rendered = extras.chat_template and not is_token_ids(call.request["prompt"])
+        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
         prompt = pipe.encode([call.request], **call.inputs, **rendering)
         length, limit = prompt.input_ids.shape[1], pipe.context_limit
         if limit is not None and length >= limit:

@@ -240,12 +240,12 @@ class Pipeline:
         return self._grammars.compile(*params.constraint)
 
     def generate(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Generation:
         """Answer one prompt.
 
         Args:
-            prompt: text, or chat messages in transformers' format.
+            prompt: text, chat messages in transformers' format, or a list of token ids.
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
@@ -318,7 +318,7 @@ class Pipeline:
             self.engine.remove(answer.sequence for answer in started())
 
     def stream(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
@@ -328,7 +328,7 @@ class Pipeline:
         return stream_answer(self, call)
 
     def astream(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
         request = {"prompt": prompt, "images": images, "videos": videos}

@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
-from mmspec.targets.processor import Processor, render
+from mmspec.targets.processor import Processor, is_token_ids, render
 from mmspec.vision.decoding import Decoder
 from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
@@ -46,8 +46,9 @@ class VisionProcessor(Processor):
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
-            requests: ``{"prompt": text or chat messages, "images": one or several, "videos": one or several}`` each;
-                in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in order.
+            requests: ``{"prompt": text, chat messages or token ids, "images": one or several, "videos": one or
+                several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
+                order.
             chat_template: False takes text prompts without media as they are.
             frames: frames per video; None takes 8, or what ``fps`` gives.
             fps: sample at this rate instead, ``frames`` being the most that are taken.
@@ -61,6 +62,10 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
+        if any(as_ids := [is_token_ids(request["prompt"]) for request in requests]):
+            if not all(as_ids):
+                raise UserError("prompts of token ids cannot be encoded together with others")
+            return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
         images: list[list[Any]] = []

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 )
 @click.option("--allow-urls", is_flag=True, help="Download images and videos of requests from public addresses.")
 @click.option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    help="What requests call the model instead of --model; repeatable, responses have the first.",
+)
+@click.option(
     "--prefix-cache",
     type=click.IntRange(0),
     default=512,

@@ -39,18 +39,20 @@ class Format(ABC):
         model: name of the model.
         decode: token id to text.
         n: choices per prompt.
-        choices: choices of the request.
-        logprobs: whether log probabilities were asked for.
+        before: text before each choice's own.
+        alternatives: per token whose log probabilities are asked for; None if no log probabilities are.
     """
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, decode: Callable[[int], str], n: int, choices: int, *, logprobs: bool) -> None:
-        self._decode, self._n, self._logprobs = decode, n, logprobs
+    def __init__(
+        self, model: str, decode: Callable[[int], str], n: int, before: Sequence[str], alternatives: int | None
+    ) -> None:
+        self._decode, self._n, self._logprobs = decode, n, alternatives is not None
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.answers = [Answer() for _ in range(choices)]
+        self.answers = [Answer(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
         """The response, once all choices are complete."""
@@ -148,6 +150,12 @@ class TextFormat(Format):
     """``text_completion``."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        for index, answer in enumerate(self.answers):
+            if answer.text:
+                choice = {"index": index, "text": answer.text, "logprobs": None, "finish_reason": None}
+                yield {**self._head, "object": self.chunk_object, "choices": [choice]}
 
     def _content(self, text: str) -> Mapping[str, Any]:
         return {"text": text}

@@ -14,6 +14,13 @@ from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.user_text import UserText
 
+_MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
+
 
 def render(plain: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
@@ -60,12 +67,13 @@ class Processor:
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
-            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            requests: ``{"prompt": text, chat messages or token ids, "images": ..., "videos": ...}`` each.
             chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
+                Token ids are always taken as they are.
             **options: of the media (none for text).
 
         Raises:
-            UserError: images or videos for a text model, unknown options, or an empty prompt.
+            UserError: images or videos for a text model, unknown options, an empty prompt, or an unknown token id.
         """
         if options:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
@@ -107,6 +115,13 @@ class Processor:
 
     def _token_ids(self, prompt: Any, chat_template: bool = True) -> list[int]:
         tokenizer = self.tokenizer
+        if is_token_ids(prompt):
+            self.check_ids(prompt)
+            names = (getattr(self.plain, name, None) for name in _MEDIA_TOKENS)
+            media = {tokenizer.convert_tokens_to_ids(name) for name in names if name}
+            if found := media.intersection(prompt):
+                raise UserError(f"images and videos need chat messages: got their token {min(found)}")
+            return list(prompt)
         template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:
             raise UserError("the prompt must not be empty")
@@ -117,17 +132,30 @@ class Processor:
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
             text = render(tokenizer, messages)
-        if self._user_text.is_marked(text):
-            ids = self._user_text.encode(text, add_special_tokens=not template)
-        else:
-            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+        ids = self._encoded(text, add_special_tokens=not template)
         if not ids:
             raise UserError("the prompt must not be empty")
         return ids
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises ``UserError`` if a token id is outside the vocabulary."""
+        size = len(self.tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
+
+    def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, in which special tokens are plain text."""
+        return self._encoded(self._user_text.mark(text), add_special_tokens)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._user_text.is_marked(text):
+            return self._user_text.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
     @cached_property
     def _user_text(self) -> UserText:
-        return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in ("image_token", "video_token")])
+        return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in _MEDIA_TOKENS])
 
     @cached_property
     def _answer_prefix(self) -> str:

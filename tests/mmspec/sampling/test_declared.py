@@ -16,8 +16,9 @@ from mmspec.cli import main
 from mmspec.cli.generate import generate
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
+from mmspec.serving.fields import parse
 from mmspec.serving.limits import Limits
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest
 from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]

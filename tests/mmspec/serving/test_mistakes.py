@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mmspec.serving.errors import APIError
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, parse
+from mmspec.serving.fields import parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest
 
 MODEL = {"model": "m"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "a"}]}
