@@ -84,7 +84,10 @@ class Answer:
         decode = partial(pipe.io.decode, **rendering)
         if constraint is not None:
             ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
-            decode = partial(_decode_without, ends, partial(decode, verbatim=True))
+            trigger = params.grammar_trigger
+            decode = partial(_decode_without, ends, partial(decode, verbatim=trigger is None))
+            if trigger is not None and (token := pipe.io.special_token(trigger)) is not None:
+                decode = partial(_decode_with, token, trigger, decode)
         self._detokenizer = Detokenizer(decode, params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
@@ -182,5 +185,13 @@ async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> Async
         answer.cancel()
 
 
-def _decode_without(tokens: Container[int], decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
-    return decode([token for token in token_ids if token not in tokens])
+def _decode_without(tokens: Container[int], decode: Callable[..., str], token_ids: list[int], **options: Any) -> str:
+    return decode([token for token in token_ids if token not in tokens], **options)
+
+
+def _decode_with(token: int, text: str, decode: Callable[..., str], token_ids: list[int]) -> str:
+    """Decode with a special token, of which other decoding leaves no text."""
+    if token not in token_ids:
+        return decode(token_ids)
+    at = token_ids.index(token)
+    return decode(token_ids[:at]) + text + decode(token_ids[at + 1 :], verbatim=True)

@@ -26,9 +26,10 @@ from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
 from mmspec.loading import known_options, load_target
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import Grammar, Grammars
+from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.sampler import Constraint, Sampler
+from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
@@ -227,7 +228,7 @@ class Pipeline:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
 
-    def grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar(self, params: SamplingParams) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
 
         Raises:
@@ -237,7 +238,10 @@ class Pipeline:
             return None
         if self._grammars is None:
             self._grammars = Grammars(self.io.tokenizer, self.target.eos_token_ids)
-        return self._grammars.compile(*params.constraint)
+        grammar, trigger = self._grammars.compile(*params.constraint), params.grammar_trigger
+        if trigger is None:
+            return grammar
+        return TriggeredGrammar(grammar, trigger, self.io.special_token(trigger), self._grammars)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any

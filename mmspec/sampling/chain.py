@@ -11,9 +11,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from mmspec.sampling.additive import AdditiveTerms
-from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import LIBRARY, SamplingParams
-from mmspec.sampling.sampler import Processor, Sampler
+from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 _FILTERS = (  # in the order of transformers' generate, each with the value that changes nothing
     ("temperature", 1.0, hf.TemperatureLogitsWarper),
@@ -27,7 +26,7 @@ def sampler(
     params: SamplingParams,
     custom: Sequence[Processor],
     chain: LogitsProcessorList,
-    constraint: Grammar | None = None,
+    constraint: Constraint | None = None,
 ) -> Sampler:
     """Sampler with these parameters.
 

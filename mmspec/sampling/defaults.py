@@ -14,9 +14,8 @@ from transformers.generation import GenerationMode
 from mmspec.checks import Rule
 from mmspec.errors import UserError
 from mmspec.sampling.chain import additive, sampler
-from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
-from mmspec.sampling.sampler import Processor, Sampler
+from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 MODELS, LIBRARYS = "auto", "mmspec"
 SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
@@ -61,7 +60,7 @@ class Defaults:
         params: SamplingParams,
         input_ids: Tensor,
         custom: Sequence[Processor] = (),
-        constraint: Grammar | None = None,
+        constraint: Constraint | None = None,
     ) -> Sampler:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
         return sampler(params, custom, self.processors(params, input_ids, custom), constraint)

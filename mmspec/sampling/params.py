@@ -104,10 +104,12 @@ class SamplingParams(Checked):
             that they are in it; in [-2, 2]. They follow the repetition penalty.
         logit_bias: added to logits, by token id: a dict of biases in [-100, 100].
         ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
+        grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
+            ``^TEXT`` counts at the beginning of the output only.
 
     Raises:
         UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
-            are given, one beside ``ignore_eos``, or llguidance cannot follow it.
+            are given, one beside ``ignore_eos``, ``grammar_trigger`` without one, or llguidance cannot follow it.
     """
 
     temperature: float | None = _parameter(
@@ -127,6 +129,7 @@ class SamplingParams(Checked):
     presence_penalty: float = option(0.0, _PENALTY, "Penalises tokens that are in the output.")
     frequency_penalty: float = option(0.0, _PENALTY, "Penalises tokens each time that they are in the output.")
     logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
+    grammar_trigger: str | None = option(None, TEXT, "Constrain only what follows this text.")
     ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
 
     def __post_init__(self) -> None:
@@ -136,6 +139,8 @@ class SamplingParams(Checked):
             raise UserError(f"only one of {', '.join(KINDS)} constrains an output: got {', '.join(given)}")
         if given and self.ignore_eos:
             raise UserError(f"ignore_eos does not go with {given[0]}: the end of a grammar is the output's")
+        if self.grammar_trigger is not None and not given:
+            raise UserError(f"grammar_trigger goes with one of {', '.join(KINDS)}: got none of them")
         if self.constraint:
             check_grammar(*self.constraint)
 

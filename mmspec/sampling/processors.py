@@ -72,8 +72,9 @@ class TreeProcessor(Protocol):
     def undo(self, state: Any, n: int) -> None:
         """Undo the last ``n`` in-place advances."""
 
-    def mask(self, state: Any) -> Tensor:
-        """(vocab,) bool on the CPU, allowed next tokens, at least one. Tokens beyond its end are forbidden."""
+    def mask(self, state: Any) -> Tensor | None:
+        """(vocab,) bool on the CPU, allowed next tokens, at least one; None if all are. Tokens beyond its end are
+        forbidden."""
 
 
 def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:

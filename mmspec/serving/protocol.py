@@ -56,7 +56,7 @@ class ResponseFormat(Fields):
 
 
 _MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
-_OTHERWISE = ("max_new_tokens", "min_new_tokens", *KINDS)  # by fields of OpenAI's and vLLM's
+_OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 _Sampling = create_model(
     "_Sampling",

@@ -143,6 +143,11 @@ class Processor:
         if wrong := [token for token in ids if not 0 <= token < size]:
             raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token of this name, if there is one."""
+        known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        return next((number for number, token in known if token.special and token.content == text), None)
+
     def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in which special tokens are plain text."""
         return self._encoded(self._user_text.mark(text), add_special_tokens)

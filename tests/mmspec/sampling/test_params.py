@@ -35,6 +35,7 @@ CHANGES: dict[str, Any] = {
     "presence_penalty": 1.5,
     "frequency_penalty": 1.2,
     "logit_bias": {2: -100.0, 101: 4.0},
+    "grammar_trigger": " ",
     "ignore_eos": True,
     "stop": "of the answer",  # replaced by a part of it
     "seed": 9,
@@ -72,6 +73,8 @@ def changed(pipe: Pipeline, params: SamplingParams, name: str) -> SamplingParams
 def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: SamplingParams) -> None:
     if name in ("min_new_tokens", "ignore_eos"):
         base = replace(base, logit_bias={2: 100.0})  # ends at once
+    if name == "grammar_trigger":
+        base = replace(base, regex="[a-z]{5,9}")
     other = changed(pipe, base, name)
     asked = [base, other, base, other]
     alone = {params: facts(pipe.generate(PROMPT, params=params)) for params in (base, other)}
