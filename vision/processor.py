@@ -30,7 +30,7 @@ class VisionProcessor(Processor):
     """
 
     auto_class = AutoProcessor
-    options = ("frames", "fps", "video_backend")
+    options = (*Processor.options, "frames", "fps", "video_backend")
     reads_media = True
 
     def encode(
@@ -38,6 +38,8 @@ class VisionProcessor(Processor):
         requests: Sequence[Mapping[str, Any]],
         *,
         chat_template: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
         frames: int | None = None,
         fps: float | None = None,
         video_backend: Backend = "pyav",
@@ -50,6 +52,7 @@ class VisionProcessor(Processor):
                 several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
                 order.
             chat_template: False takes text prompts without media as they are.
+            tools, answer_start: as for ``Processor.encode``.
             frames: frames per video; None takes 8, or what ``fps`` gives.
             fps: sample at this rate instead, ``frames`` being the most that are taken.
             video_backend: ``"pyav"`` or ``"decord"``.
@@ -84,7 +87,7 @@ class VisionProcessor(Processor):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
             placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
-            texts.append(self._render(placed))
+            texts.append(self._render(placed, self._user_text.marked(tools)) + answer_start)
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
@@ -142,9 +145,11 @@ class VisionProcessor(Processor):
     def _takes_videos(self) -> bool:
         return getattr(self.plain, "video_processor", None) is not None
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         if getattr(self.plain, "chat_template", None):
-            return render(self.plain, messages)
+            return render(self.plain, messages, tools)
+        if tools:
+            raise UserError("tools need a chat template: the model's processor has none")
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}

@@ -27,6 +27,8 @@ from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.runner import Runner
 from mmspec.serving.slots import Admission, Slots
+from mmspec.serving.tool_formats import AUTO
+from mmspec.serving.tool_use import ToolUse
 
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
 
@@ -39,6 +41,7 @@ def create_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
+    tool_parser: str = AUTO,
     allow_urls: bool = False,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
@@ -52,6 +55,7 @@ def create_app(
         hosts: accepted names of this server; None accepts all.
         origins: origins of web pages that may call the server.
         names: what requests may call the model, the first one in responses; by default the pipeline's name.
+        tool_parser: format of tool calls; see ``tool_format``.
         allow_urls: download images and videos from public addresses.
         scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
         slots: lets requests in; None for slots of its own.
@@ -64,7 +68,7 @@ def create_app(
     metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics)
-    endpoints = Endpoints(runner, limits, catalog, scrape)
+    endpoints = Endpoints(runner, limits, catalog, ToolUse(pipe.io, tool_parser), scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

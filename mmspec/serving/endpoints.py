@@ -19,10 +19,12 @@ from mmspec.serving.disconnect import EventStream, unless_gone
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
 from mmspec.serving.limits import Limits
-from mmspec.serving.messages import conversation
+from mmspec.serving.media import Medium
+from mmspec.serving.messages import ChatMessage, conversation
 from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mmspec.serving.responses import ChatFormat, Format, TextFormat
 from mmspec.serving.runner import Runner, Work
+from mmspec.serving.tool_use import Tool, ToolUse
 
 _log = logging.getLogger("mmspec.serving")
 
@@ -34,6 +36,7 @@ class Endpoints:
         runner: runs the requests.
         limits: limits on requests.
         catalog: names of the model.
+        tools: calls of tools.
         scrape: as for ``create_app``.
     """
 
@@ -42,9 +45,10 @@ class Endpoints:
         runner: Runner,
         limits: Limits,
         catalog: Catalog,
+        tools: ToolUse,
         scrape: Callable[[], Awaitable[Collector]] | None = None,
     ) -> None:
-        self._runner, self._limits, self._catalog, self._scrape = runner, limits, catalog, scrape
+        self._runner, self._limits, self._catalog, self._tools, self._scrape = runner, limits, catalog, tools, scrape
         self._pipe = runner.pipe
 
     async def chat(self, request: Request) -> Response:
@@ -72,12 +76,24 @@ class Endpoints:
 
     def _chat_work(self, asked: ChatRequest) -> tuple[ChatRequest, Work, Format]:
         self._catalog.check(asked.model)
-        self._check_characters([text for message in asked.messages for text in message.texts], "messages")
-        messages, media = conversation(asked.messages, self._pipe.io.reads_media)
-        params = asked.params(self._limits, self._pipe.defaults.params)
+        messages, media = self._conversation(asked.messages, asked.tools)
+        params, constraint = asked.params(self._limits, self._pipe.defaults.params), asked.constraint()
         self._runner.media.check(media)
-        work = Work([messages], params, asked.constraint(), asked.n, media, {"logprobs": asked.alternatives})
-        return asked, work, ChatFormat(self._catalog.name, self._token_text, work.n, [""] * work.n, asked.alternatives)
+        schema = None if constraint is None else constraint[1]
+        use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
+        constraint = constraint if use.grammar is None else ("grammar", use.grammar)
+        keywords = {"logprobs": asked.alternatives, **use.keywords}
+        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger)
+        before = [""] * work.n
+        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
+        return asked, work, form
+
+    def _conversation(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[Medium]]:
+        texts = [text for message in messages for text in message.texts]
+        self._check_characters([*texts, *(tool.model_dump_json() for tool in tools)], "messages")
+        return conversation(messages, self._pipe.io.reads_media)
 
     def _text_work(self, asked: CompletionRequest) -> tuple[CompletionRequest, Work, Format]:
         self._catalog.check(asked.model)
@@ -104,11 +120,11 @@ class Endpoints:
             self._check_characters([asked.prompt or ""], "prompt")
             tokens = io.text_ids(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
         else:
-            self._check_characters([text for message in asked.messages for text in message.texts], "messages")
-            messages, media = conversation(asked.messages, io.reads_media)
+            messages, media = self._conversation(asked.messages, asked.tools)
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
-            tokens = io.encode([{"prompt": messages}]).input_ids[0].tolist()
+            use = self._tools.of(asked.tools, "auto")
+            tokens = io.encode([{"prompt": use.messages(messages)}], **use.keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         limit = {"max_model_len": self._pipe.context_limit}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}

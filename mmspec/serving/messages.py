@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mmspec.serving.fields import MOST_ITEMS, Fields
+from mmspec.checks import Rule
+from mmspec.serving.fields import MOST_ITEMS, Fields, checked
 from mmspec.serving.media import Medium
 
 
@@ -41,12 +43,37 @@ class VideoPart(Fields):
 Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
+def _is_object(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+_ARGUMENTS = Rule("text of a JSON object", _is_object)
+
+
+class CalledFunction(Fields):
+    name: str
+    arguments: Annotated[Any, checked("arguments", _ARGUMENTS)]
+
+
+class ToolCall(Fields):
+    ignored: ClassVar = ("index",)
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatMessage(Fields):
     """One message; a text as content is one text part, an assistant's content may be null."""
 
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[Part] = Field(max_length=MOST_ITEMS)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -60,9 +87,30 @@ class ChatMessage(Fields):
     def _as_parts(cls, content: Any) -> Any:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+            if getattr(self, name) is not None and self.role != role:
+                raise ValueError(f"{name} goes with the role {role}")
+        return self
+
     @property
     def texts(self) -> list[str]:
-        return [part.text for part in self.content if isinstance(part, TextPart)]
+        arguments = [call.function.arguments for call in self.tool_calls or ()]
+        return [*(part.text for part in self.content if isinstance(part, TextPart)), *arguments]
+
+    def extras(self) -> dict[str, Any]:
+        """What a chat template's message has beside role and content: arguments of calls are objects there."""
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+            }
+            for call in self.tool_calls or ()
+        ]
+        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": self.name}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[dict[str, Any]], list[Medium]]:
@@ -72,6 +120,7 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
         reads_media: whether the model's template takes lists of parts; those of text models expect a text.
     """
     messages, media = [], []
+    names: dict[str, str] = {}  # of functions by ids of calls
     for place, message in enumerate(given):
         items: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
@@ -84,5 +133,9 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
             items.append({"type": kind})
         content = items if reads_media else "\n".join(item.get("text", "") for item in items)
         role = "system" if message.role == "developer" else message.role
-        messages.append({"role": role, "content": content})
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        extras = message.extras()
+        if message.tool_call_id in names:
+            extras.setdefault("name", names[message.tool_call_id])  # some templates need it
+        messages.append({"role": role, "content": content, **extras})
     return messages, media

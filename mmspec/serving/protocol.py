@@ -16,6 +16,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.fields import MOST_ITEMS, Fields, checked
 from mmspec.serving.limits import Limits
 from mmspec.serving.messages import ChatMessage
+from mmspec.serving.tool_use import CHOICE, Tool
 from mmspec.targets.processor import is_token_ids
 
 _IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
@@ -133,11 +134,8 @@ class ChatRequest(_Request):
 
     ignored = _IGNORED
     neutral: ClassVar = {
-        "tools": ([],),
         "functions": ([],),
-        "tool_choice": ("none", "auto"),
         "function_call": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
         "store": (False,),
@@ -146,6 +144,9 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[Any, checked("max_completion_tokens", _MAX_TOKENS)] = None
     logprobs: bool = False
     top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -208,6 +209,7 @@ class TokenizeRequest(Fields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

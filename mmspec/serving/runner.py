@@ -32,6 +32,7 @@ class Work:
         n: choices per prompt.
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
+        trigger: the text after which the grammar begins; None for the beginning of the output.
     """
 
     prompts: Sequence[Any]
@@ -40,6 +41,7 @@ class Work:
     n: int
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
+    trigger: str | None = None
 
     @property
     def choices(self) -> int:
@@ -83,6 +85,7 @@ class Runner:
             if work.constraint is not None:
                 kind, _ = work.constraint
                 checked: dict[str, Any] = {kind: await self.grammars.check(work.constraint)}
+                checked["grammar_trigger"] = work.trigger
                 work = replace(work, params=replace(work.params, **checked))
             media = await self.media.read(work.media)
         except BaseException:

@@ -24,7 +24,7 @@ class Settings:
         prefix_cache: memory for the states of earlier prompts, in MiB.
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
-        served_model_name: its ``names``.
+        served_model_name, tool_parser: its ``names`` and ``tool_parser``.
     """
 
     model: str
@@ -40,6 +40,7 @@ class Settings:
     origins: Sequence[str]
     allow_urls: bool
     served_model_name: Sequence[str] = ()
+    tool_parser: str = "auto"
 
     def pipeline(self) -> Pipeline:
         """Load the model, and measure the cost of its verify passes.
@@ -73,5 +74,6 @@ class Settings:
             origins=self.origins,
             allow_urls=self.allow_urls,
             names=self.served_model_name,
+            tool_parser=self.tool_parser,
             scrape=scrape,
         )

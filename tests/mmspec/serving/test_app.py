@@ -316,9 +316,9 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     [
         ({"messages": []}, 400, "messages", "messages must be a list of at least 1: got 0"),
         ({"messages": USER * 1025}, 400, "messages", "must be a list of at most 1024: got 1025"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
-        ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0].name", "is not supported"),
+        ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0]", "name goes with the role tool"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, AUDIO, "must be 'text', 'image_url', "),
         (
             {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -331,8 +331,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ({"model": "gpt-4o"}, 404, "model", "unknown model: expected 'tiny-llava', got 'gpt-4o'"),
         ({"model": None}, 400, "model", "model is required"),
         ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "must be a number in [-2, 2]: got 2.5"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "is not supported"),
-        ({"tool_choice": "required"}, 400, "tool_choice", "is not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "is required"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice required goes with tools: got none"),
         ({"nonsense": 1}, 400, "nonsense", "nonsense is not supported: expected it to be left out, got 1"),
         ({"max_new_tokens": 1}, 400, "max_new_tokens", "got 1; did you mean max_tokens?"),
         ({"repetition_penality": 1}, 400, "repetition_penality", "got 1; did you mean repetition_penalty?"),

@@ -29,7 +29,7 @@ MOST = 1 << 20
 
 def endpoints(limits: Limits = LIMITS) -> Endpoints:
     pipe: Any = SimpleNamespace(name="tiny")
-    return Endpoints(SimpleNamespace(pipe=pipe), limits, Catalog(pipe))  # type: ignore[arg-type]
+    return Endpoints(SimpleNamespace(pipe=pipe), limits, Catalog(pipe), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wait: float = 0.0) -> bytes:
