@@ -81,9 +81,10 @@ class Endpoints:
         self._runner.media.check(media)
         schema = None if constraint is None else constraint[1]
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
+        source = None if use.grammar is None else "tools"
         constraint = constraint if use.grammar is None else ("grammar", use.grammar)
         keywords = {"logprobs": asked.alternatives, **use.keywords}
-        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger)
+        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source)
         before = [""] * work.n
         form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
         return asked, work, form

@@ -11,7 +11,18 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
-from mmspec.serving.tool_formats import FORMATS, GENERIC, HERMES, LLAMA, MISTRAL, ToolFormat, prompted, tool_format
+from mmspec.serving.command import serve
+from mmspec.serving.tool_formats import (
+    AUTO,
+    FORMATS,
+    GENERIC,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ToolFormat,
+    prompted,
+    tool_format,
+)
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
@@ -32,6 +43,11 @@ TEMPLATES: dict[str, tuple[Any, ToolFormat]] = {
     "no tools": ("{{ messages }}", GENERIC),
     "no template": (None, GENERIC),
 }
+
+
+def test_names_are_those_of_the_command_line() -> None:
+    (option,) = (one for one in serve.params if one.name == "tool_parser")
+    assert option.type.choices == (AUTO, *FORMATS)  # type: ignore[attr-defined]
 
 
 def processor(template: Any) -> Processor:
