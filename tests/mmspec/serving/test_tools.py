@@ -208,6 +208,9 @@ def test_other_formats(name: str) -> None:
             choice = both(client)
             assert (choice.message.content, called(choice)) == (None, [("weather", SECOND)])
             assert name != "mistral" or len(choice.message.tool_calls[0].id) == 9
+        fields = asked(tool_choice="required", logit_bias={str(END): 100})
+        tokens = [client.chat.completions.create(**one).usage.prompt_tokens for one in (asked(max_tokens=1), fields)]
+        assert tokens[1] - tokens[0] == (name == "mistral")  # the marker, as one token
         forced = both(client, tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
         assert len(called(forced)) == 1
         assert forced.finish_reason == "tool_calls"
