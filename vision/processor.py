@@ -65,9 +65,7 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
-        if any(as_ids := [is_token_ids(request["prompt"]) for request in requests]):
-            if not all(as_ids):
-                raise UserError("prompts of token ids cannot be encoded together with others")
+        if _are_token_ids(requests):
             return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
@@ -192,6 +190,13 @@ def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> s
     if isinstance(prompt, str) and not pictures and not clips:
         return prompt
     raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
+
+
+def _are_token_ids(requests: Sequence[Mapping[str, Any]]) -> bool:
+    found = [is_token_ids(request["prompt"]) for request in requests]
+    if any(found) and not all(found):
+        raise UserError("prompts of token ids cannot be encoded together with others")
+    return any(found)
 
 
 def _listed(sources: Any) -> Iterable[Any]:

@@ -25,6 +25,7 @@ from mmspec.serving.guard import Guard
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
+from mmspec.serving.requests import Requests
 from mmspec.serving.runner import Runner
 from mmspec.serving.slots import Admission, Slots
 from mmspec.serving.tool_formats import AUTO
@@ -68,7 +69,8 @@ def create_app(
     metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics)
-    endpoints = Endpoints(runner, limits, catalog, ToolUse(pipe.io, tool_parser), scrape)
+    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media)
+    endpoints = Endpoints(runner, requests, catalog, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,15 +80,7 @@ def create_app(
         runner.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
-    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
-    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
-    app.add_api_route("/", endpoints.page, methods=["GET"])
-    app.add_api_route("/health", endpoints.health, methods=["GET"])
-    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
+    _add_routes(app, endpoints)
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
@@ -96,6 +90,18 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
     return app
+
+
+def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
+    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
+    app.add_api_route("/", endpoints.page, methods=["GET"])
+    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
 
 
 async def _respond(request: Request, error: Exception) -> Response:

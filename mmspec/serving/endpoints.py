@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,15 +16,12 @@ from starlette.responses import HTMLResponse, JSONResponse
 from mmspec.serving import body
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.disconnect import EventStream, unless_gone
-from mmspec.serving.errors import APIError, as_api_error
+from mmspec.serving.errors import as_api_error
 from mmspec.serving.fields import F, parse
-from mmspec.serving.limits import Limits
-from mmspec.serving.media import Medium
-from mmspec.serving.messages import ChatMessage, conversation
 from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from mmspec.serving.responses import ChatFormat, Format, TextFormat
+from mmspec.serving.requests import Requests
+from mmspec.serving.responses import Format
 from mmspec.serving.runner import Runner, Work
-from mmspec.serving.tool_use import Tool, ToolUse
 
 _log = logging.getLogger("mmspec.serving")
 
@@ -34,106 +31,45 @@ class Endpoints:
 
     Args:
         runner: runs the requests.
-        limits: limits on requests.
+        requests: makes work of requests.
         catalog: names of the model.
-        tools: calls of tools.
+        body_bytes: most bytes of a request's body.
         scrape: as for ``create_app``.
     """
 
     def __init__(
         self,
         runner: Runner,
-        limits: Limits,
+        requests: Requests,
         catalog: Catalog,
-        tools: ToolUse,
+        body_bytes: int,
         scrape: Callable[[], Awaitable[Collector]] | None = None,
     ) -> None:
-        self._runner, self._limits, self._catalog, self._tools, self._scrape = runner, limits, catalog, tools, scrape
-        self._pipe = runner.pipe
+        self._runner, self._requests, self._catalog, self._scrape = runner, requests, catalog, scrape
+        self._body_bytes = body_bytes
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
-        asked, work, form = await self._parsed(request, ChatRequest, self._chat_work)
+        asked, work, form = await self._parsed(request, ChatRequest, self._requests.chat)
         return await self._answer(request, asked, work, form)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``: the prompts as they are, without a chat template."""
-        asked, work, form = await self._parsed(request, CompletionRequest, self._text_work)
+        asked, work, form = await self._parsed(request, CompletionRequest, self._requests.completion)
         return await self._answer(request, asked, work, form)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """``POST /tokenize``, as vLLM's."""
-        return await self._parsed(request, TokenizeRequest, self._tokens)
+        return await self._parsed(request, TokenizeRequest, self._requests.tokens)
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         """``POST /detokenize``, as vLLM's."""
-        return await self._parsed(request, DetokenizeRequest, self._text)
+        return await self._parsed(request, DetokenizeRequest, self._requests.text)
 
     async def _parsed(self, request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request's body, and call a function with it, in a thread: large ones take long."""
-        content = await body.read(request, self._limits.body_bytes)
+        content = await body.read(request, self._body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
-
-    def _chat_work(self, asked: ChatRequest) -> tuple[ChatRequest, Work, Format]:
-        self._catalog.check(asked.model)
-        messages, media = self._conversation(asked.messages, asked.tools)
-        params, constraint = asked.params(self._limits, self._pipe.defaults.params), asked.constraint()
-        self._runner.media.check(media)
-        schema = None if constraint is None else constraint[1]
-        use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
-        source = None if use.grammar is None else "tools"
-        constraint = constraint if use.grammar is None else ("grammar", use.grammar)
-        keywords = {"logprobs": asked.alternatives, **use.keywords}
-        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source)
-        before = [""] * work.n
-        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
-        return asked, work, form
-
-    def _conversation(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
-    ) -> tuple[list[dict[str, Any]], list[Medium]]:
-        texts = [text for message in messages for text in message.texts]
-        self._check_characters([*texts, *(tool.model_dump_json() for tool in tools)], "messages")
-        return conversation(messages, self._pipe.io.reads_media)
-
-    def _text_work(self, asked: CompletionRequest) -> tuple[CompletionRequest, Work, Format]:
-        self._catalog.check(asked.model)
-        self._check_characters(asked.prompt, "prompt")
-        keywords = {"logprobs": asked.alternatives, "chat_template": False}
-        params = asked.params(self._limits, self._pipe.defaults.params)
-        work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
-        if work.choices > self._limits.max_running:
-            most = self._limits.max_running
-            raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
-        before = [self._prompt_text(prompt) if asked.echo else "" for prompt in work.prompts for _ in range(work.n)]
-        return asked, work, TextFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives)
-
-    def _prompt_text(self, prompt: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        self._pipe.io.check_ids(prompt)
-        return str(self._pipe.io.tokenizer.decode(prompt))
-
-    def _tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
-        self._catalog.check(asked.model)
-        io = self._pipe.io
-        if asked.messages is None:
-            self._check_characters([asked.prompt or ""], "prompt")
-            tokens = io.text_ids(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
-        else:
-            messages, media = self._conversation(asked.messages, asked.tools)
-            if media:
-                raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
-            use = self._tools.of(asked.tools, "auto")
-            tokens = io.encode([{"prompt": use.messages(messages)}], **use.keywords).input_ids[0].tolist()
-        names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
-        limit = {"max_model_len": self._pipe.context_limit}
-        return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
-
-    def _text(self, asked: DetokenizeRequest) -> dict[str, Any]:
-        self._catalog.check(asked.model)
-        self._check_characters([asked.tokens], "tokens")
-        return {"prompt": self._prompt_text(asked.tokens)}
 
     async def models(self) -> dict[str, Any]:
         """``GET /v1/models``."""
@@ -157,11 +93,6 @@ class Endpoints:
         found = self._runner.metrics.registry if self._scrape is None else await self._scrape()
         return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
-    def _check_characters(self, texts: Sequence[Sequence[Any]], param: str) -> None:
-        most, found = self._limits.max_characters, sum(map(len, texts))
-        if found > most:
-            raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)
-
     async def _answer(
         self, request: Request, asked: ChatRequest | CompletionRequest, work: Work, form: Format
     ) -> Response:
@@ -172,9 +103,6 @@ class Endpoints:
         # The status must be that of errors before the first token.
         first = await unless_gone(receive, events.__anext__())
         return EventStream(first, events)
-
-    def _token_text(self, token: int) -> str:
-        return self._pipe.io.tokenizer.decode([token])
 
     async def _whole(self, work: Work, form: Format) -> dict[str, Any]:
         async with self._runner.start(work) as pieces:

@@ -16,20 +16,20 @@ from mmspec.errors import UserError
 from mmspec.serving import body
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.download import _limited
-from mmspec.serving.endpoints import Endpoints
 from mmspec.serving.errors import APIError
 from mmspec.serving.fields import parse
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.protocol import ChatRequest, CompletionRequest
+from mmspec.serving.requests import Requests
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
 
 
-def endpoints(limits: Limits = LIMITS) -> Endpoints:
+def requests(limits: Limits = LIMITS) -> Requests:
     pipe: Any = SimpleNamespace(name="tiny")
-    return Endpoints(SimpleNamespace(pipe=pipe), limits, Catalog(pipe), SimpleNamespace())  # type: ignore[arg-type]
+    return Requests(pipe, limits, Catalog(pipe), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wait: float = 0.0) -> bytes:
@@ -95,10 +95,10 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_characters_of_all_prompts_together(lengths: list[int], fits: bool) -> None:
     texts = ["x" * length for length in lengths]
     if fits:
-        endpoints(Limits())._check_characters(texts, "prompt")
+        requests(Limits())._check_characters(texts, "prompt")
     else:
         with pytest.raises(APIError, match="prompts must have at most 500000 characters: got 500001"):
-            endpoints(Limits())._check_characters(texts, "prompt")
+            requests(Limits())._check_characters(texts, "prompt")
 
 
 class Reader(MediaReader):
