@@ -16,7 +16,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import SPARE_CONNECTIONS
 
-_PATHS = ("/v1", "/metrics", "/health")
+_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", "/health")
 _POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads
 
 

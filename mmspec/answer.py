@@ -16,7 +16,7 @@ from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import TokenLogprob
-from mmspec.targets.processor import Detokenizer
+from mmspec.targets.processor import Detokenizer, is_token_ids
 
 if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
@@ -60,7 +60,8 @@ class Answer:
         self.started = False
         params, extras = pipe.defaults.complete(call.params), call.extras
         constraint = pipe.grammar(params)
-        rendering: dict[str, Any] = {} if extras.chat_template else {"chat_template": False}
+        rendered = extras.chat_template and not is_token_ids(call.request["prompt"])
+        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
         prompt = pipe.encode([call.request], **call.inputs, **rendering)
         length, limit = prompt.input_ids.shape[1], pipe.context_limit
         if limit is not None and length >= limit:
@@ -69,7 +70,7 @@ class Answer:
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
-            eos_token_ids=pipe.target.eos_token_ids,
+            eos_token_ids=() if params.ignore_eos else pipe.target.eos_token_ids,
             stop=params.stop_strings,
             criteria=extras.stopping_criteria,
             tokenizer=pipe.io.tokenizer,
@@ -83,7 +84,10 @@ class Answer:
         decode = partial(pipe.io.decode, **rendering)
         if constraint is not None:
             ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
-            decode = partial(_decode_without, ends, partial(decode, verbatim=True))
+            trigger = params.grammar_trigger
+            decode = partial(_decode_without, ends, partial(decode, verbatim=trigger is None))
+            if trigger is not None and (token := pipe.io.special_token(trigger)) is not None:
+                decode = partial(_decode_with, token, trigger, decode)
         self._detokenizer = Detokenizer(decode, params.stop_strings)
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
@@ -181,5 +185,13 @@ async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> Async
         answer.cancel()
 
 
-def _decode_without(tokens: Container[int], decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
-    return decode([token for token in token_ids if token not in tokens])
+def _decode_without(tokens: Container[int], decode: Callable[..., str], token_ids: list[int], **options: Any) -> str:
+    return decode([token for token in token_ids if token not in tokens], **options)
+
+
+def _decode_with(token: int, text: str, decode: Callable[..., str], token_ids: list[int]) -> str:
+    """Decode with a special token, of which other decoding leaves no text."""
+    if token not in token_ids:
+        return decode(token_ids)
+    at = token_ids.index(token)
+    return decode(token_ids[:at]) + text + decode(token_ids[at + 1 :], verbatim=True)

@@ -26,9 +26,10 @@ from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
 from mmspec.loading import known_options, load_target
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import Grammar, Grammars
+from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.sampler import Constraint, Sampler
+from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
@@ -168,7 +169,7 @@ class Pipeline:
     def _connect(self, drafter: Drafter | None) -> None:
         """Make the parts that belong to this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
-        self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults()
+        self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
         self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
         self.engine = Engine.of(self.target, self.max_num_seqs)
@@ -227,7 +228,7 @@ class Pipeline:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
 
-    def grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar(self, params: SamplingParams) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
 
         Raises:
@@ -237,15 +238,18 @@ class Pipeline:
             return None
         if self._grammars is None:
             self._grammars = Grammars(self.io.tokenizer, self.target.eos_token_ids)
-        return self._grammars.compile(*params.constraint)
+        grammar, trigger = self._grammars.compile(*params.constraint), params.grammar_trigger
+        if trigger is None:
+            return grammar
+        return TriggeredGrammar(grammar, trigger, self.io.special_token(trigger), self._grammars)
 
     def generate(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Generation:
         """Answer one prompt.
 
         Args:
-            prompt: text, or chat messages in transformers' format.
+            prompt: text, chat messages in transformers' format, or a list of token ids.
             images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
@@ -253,7 +257,8 @@ class Pipeline:
                 expected to be fastest; ``nodes`` is an alias), ``logits_processor`` and ``stopping_criteria`` (lists as
                 for transformers' ``generate``), ``frames`` (per video), ``trace`` (record the verified trees),
                 ``logprobs`` (record log probabilities of tokens and of so many alternatives), ``chat_template`` (False
-                takes a text prompt as it is).
+                takes a text prompt as it is), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat
+                template), ``answer_start`` (text that the answer goes on from).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
@@ -318,7 +323,7 @@ class Pipeline:
             self.engine.remove(answer.sequence for answer in started())
 
     def stream(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
@@ -328,7 +333,7 @@ class Pipeline:
         return stream_answer(self, call)
 
     def astream(
-        self, prompt: str | Sequence[Message], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
         request = {"prompt": prompt, "images": images, "videos": videos}

@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
-from mmspec.targets.processor import Processor, render
+from mmspec.targets.processor import Processor, is_token_ids, render
 from mmspec.vision.decoding import Decoder
 from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
@@ -30,7 +30,7 @@ class VisionProcessor(Processor):
     """
 
     auto_class = AutoProcessor
-    options = ("frames", "fps", "video_backend")
+    options = (*Processor.options, "frames", "fps", "video_backend")
     reads_media = True
 
     def encode(
@@ -38,6 +38,8 @@ class VisionProcessor(Processor):
         requests: Sequence[Mapping[str, Any]],
         *,
         chat_template: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
         frames: int | None = None,
         fps: float | None = None,
         video_backend: Backend = "pyav",
@@ -46,9 +48,11 @@ class VisionProcessor(Processor):
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
-            requests: ``{"prompt": text or chat messages, "images": one or several, "videos": one or several}`` each;
-                in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in order.
+            requests: ``{"prompt": text, chat messages or token ids, "images": one or several, "videos": one or
+                several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
+                order.
             chat_template: False takes text prompts without media as they are.
+            tools, answer_start: as for ``Processor.encode``.
             frames: frames per video; None takes 8, or what ``fps`` gives.
             fps: sample at this rate instead, ``frames`` being the most that are taken.
             video_backend: ``"pyav"`` or ``"decord"``.
@@ -61,6 +65,8 @@ class VisionProcessor(Processor):
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
         FRAMES.check("frames", frames)  # also where no video is read
         FPS.check("fps", fps)
+        if _are_token_ids(requests):
+            return super().encode(requests)
         options: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
         texts: list[str] = []
         images: list[list[Any]] = []
@@ -79,7 +85,7 @@ class VisionProcessor(Processor):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
             placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
-            texts.append(self._render(placed))
+            texts.append(self._render(placed, self._user_text.marked(tools)) + answer_start)
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
@@ -137,9 +143,11 @@ class VisionProcessor(Processor):
     def _takes_videos(self) -> bool:
         return getattr(self.plain, "video_processor", None) is not None
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         if getattr(self.plain, "chat_template", None):
-            return render(self.plain, messages)
+            return render(self.plain, messages, tools)
+        if tools:
+            raise UserError("tools need a chat template: the model's processor has none")
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}
@@ -182,6 +190,13 @@ def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> s
     if isinstance(prompt, str) and not pictures and not clips:
         return prompt
     raise UserError("chat messages, images and videos need a chat template: got chat_template=False")
+
+
+def _are_token_ids(requests: Sequence[Mapping[str, Any]]) -> bool:
+    found = [is_token_ids(request["prompt"]) for request in requests]
+    if any(found) and not all(found):
+        raise UserError("prompts of token ids cannot be encoded together with others")
+    return any(found)
 
 
 def _listed(sources: Any) -> Iterable[Any]:

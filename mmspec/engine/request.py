@@ -13,6 +13,7 @@ from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.processors import TreeProcessor
+from mmspec.targets.processor import is_token_ids
 
 _KEYS = ("prompt", "images", "videos", "params")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
@@ -159,8 +160,10 @@ def _check_request(request: Any) -> None:
 def _check_prompt(prompt: Any) -> None:
     if isinstance(prompt, str):
         _check_text(prompt)
+    elif is_token_ids(prompt):
+        return
     elif not isinstance(prompt, list | tuple):
-        raise UserError(f"a prompt must be text or a list of chat messages: got {shown(prompt)}")
+        raise UserError(f"a prompt must be text, chat messages or token ids: got {shown(prompt)}")
     else:
         for message in prompt:
             _check_message(message)

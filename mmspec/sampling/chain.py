@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from mmspec.sampling.grammar import Grammar
+from mmspec.sampling.additive import AdditiveTerms
 from mmspec.sampling.params import LIBRARY, SamplingParams
-from mmspec.sampling.sampler import Processor, Sampler
+from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 _FILTERS = (  # in the order of transformers' generate, each with the value that changes nothing
     ("temperature", 1.0, hf.TemperatureLogitsWarper),
@@ -26,7 +26,7 @@ def sampler(
     params: SamplingParams,
     custom: Sequence[Processor],
     chain: LogitsProcessorList,
-    constraint: Grammar | None = None,
+    constraint: Constraint | None = None,
 ) -> Sampler:
     """Sampler with these parameters.
 
@@ -44,16 +44,36 @@ def sampler(
     )
 
 
-def processors(params: SamplingParams, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
-    """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature."""
+def processors(
+    params: SamplingParams,
+    custom: Sequence[Processor] = (),
+    prompt_length: int = 0,
+    eos_token_ids: Sequence[int] = (),
+) -> LogitsProcessorList:
+    """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature.
+
+    Args:
+        prompt_length: tokens before the output.
+        eos_token_ids: tokens that ``min_new_tokens`` forbids at first.
+    """
     chain, params = LogitsProcessorList(), params.over(LIBRARY)
     if params.repetition_penalty != 1.0:
         chain.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))  # type: ignore[arg-type]
+    if params.min_new_tokens and eos_token_ids:
+        ends = torch.tensor(eos_token_ids)
+        chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
+    chain.extend(additive(params, prompt_length))
     chain.extend(custom)
     if params.do_sample:
         values = ((getattr(params, name), neutral, kind) for name, neutral, kind in _FILTERS)
         chain.extend(kind(value) for value, neutral, kind in values if value != neutral)
     return chain
+
+
+def additive(params: SamplingParams, prompt_length: int) -> list[Processor]:
+    """The logits processor of ``logit_bias``, ``presence_penalty`` and ``frequency_penalty``, if there are any."""
+    terms = AdditiveTerms(params.logit_bias or (), params.presence_penalty, params.frequency_penalty, prompt_length)
+    return [terms] if terms.bias or terms.counts else []
 
 
 def signature(processors: Sequence[Any]) -> Hashable:

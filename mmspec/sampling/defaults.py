@@ -13,10 +13,9 @@ from transformers.generation import GenerationMode
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
-from mmspec.sampling.chain import sampler
-from mmspec.sampling.grammar import Grammar
+from mmspec.sampling.chain import additive, sampler
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
-from mmspec.sampling.sampler import Processor, Sampler
+from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 MODELS, LIBRARYS = "auto", "mmspec"
 SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIBRARYS))
@@ -26,7 +25,14 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has def
 
 
 class Defaults:
-    """The library's defaults, and no logits processors but those of the sampling parameters."""
+    """The library's defaults, and no logits processors but those of the sampling parameters.
+
+    Args:
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+        self._eos_token_ids = eos_token_ids
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -47,14 +53,14 @@ class Defaults:
             input_ids: (1, length) int64, the prompt.
             custom: the request's own.
         """
-        return params.processors(custom)
+        return params.processors(custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(
         self,
         params: SamplingParams,
         input_ids: Tensor,
         custom: Sequence[Processor] = (),
-        constraint: Grammar | None = None,
+        constraint: Constraint | None = None,
     ) -> Sampler:
         """The sampler of a request; arguments as for ``processors``, ``constraint`` as for ``Sampler``."""
         return sampler(params, custom, self.processors(params, input_ids, custom), constraint)
@@ -112,7 +118,7 @@ class ModelDefaults(Defaults):
         config, length = copy.copy(self._config), input_ids.shape[1]
         for name in (*_OWN, "do_sample"):
             setattr(config, name, getattr(params, name))
-        config.min_p = params.min_p or None
+        config.min_p, config.min_new_tokens = params.min_p or None, params.min_new_tokens or None
         assert params.max_new_tokens is not None
         config.max_length = length + params.max_new_tokens
         if config.min_new_tokens is not None:
@@ -123,13 +129,13 @@ class ModelDefaults(Defaults):
             config,
             input_ids_seq_length=length,
             encoder_input_ids=input_ids,
-            logits_processor=LogitsProcessorList(custom),
+            logits_processor=LogitsProcessorList([*additive(params, length), *custom]),
             device=device,
         )
 
     def describe(self) -> str:
         values = {name: value for name, value in self.params.items() if value != LIBRARY[name]}
-        neutral = self.complete(SamplingParams(temperature=0.0, repetition_penalty=1.0))
+        neutral = self.complete(SamplingParams(temperature=0.0, repetition_penalty=1.0, min_new_tokens=0))
         others = self.processors(neutral, torch.zeros(1, 1, dtype=torch.long))
         shown = [f"{name} {value}" for name, value in values.items()]
         return ", ".join(shown + [type(one).__name__ for one in others])

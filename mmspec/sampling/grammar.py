@@ -74,6 +74,16 @@ class Grammars:
                 entry.grammar = self._build(kind, text)
             return entry.grammar
 
+    def spelled(self, token: int) -> bytes:
+        """The bytes of a token."""
+        found: bytes = self._tokenizer.decode_bytes([token])
+        return found
+
+    def tokens_of(self, text: bytes) -> list[int]:
+        """Tokens of some bytes."""
+        found: list[int] = self._tokenizer.tokenize_bytes(text)
+        return found
+
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
         grammar = Grammar(kind, lambda: compiled(kind, self._tokenizer, form), self._eos, self._width)
@@ -156,6 +166,10 @@ class Grammar:
         """Tokens that must come next, without EOS tokens."""
         tokens: list[int] = state.matcher.compute_ff_tokens()
         return tokens[: next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))]
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token is an EOS token."""
+        return token in self._eos
 
     def allows(self, state: _State, token: int) -> bool:
         """Whether the grammar can go on with a token: not with EOS tokens."""

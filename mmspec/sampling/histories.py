@@ -108,6 +108,13 @@ class NodeHistories:
         """(batch, nodes, longest + max_depth) int64, prefix and path, padded with ``NOTHING`` on both sides."""
         return torch.cat([self.prefix[:, None].expand(-1, self._tree.nodes, -1), self.path], dim=2)
 
+    def after(self, first: int | Tensor) -> Tensor:
+        """``whole`` without the first tokens of each row, whose number is ``first``: an int or (batch, 1) int64."""
+        # Positions count from the first token of each row, after the padding.
+        place = torch.arange(self.whole.shape[2], device=self.whole.device)
+        place = place - (self.prefix.shape[1] - self.prefix_lengths)
+        return self.whole.where((place >= first)[:, None], NOTHING)
+
     def last(self, count: int) -> Tensor:
         """(batch, nodes, count) int64, the last ``count`` tokens, left-padded with ``NOTHING``."""
         ends = self.lengths - self.prefix_lengths + self.prefix.shape[1]

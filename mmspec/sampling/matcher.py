@@ -137,6 +137,8 @@ class Matcher:
     def _mask(self, vocab: int) -> Tensor:
         self._settle()
         allowed = self._processor.mask(self._state)
+        if allowed is None:
+            return torch.ones(vocab, dtype=torch.bool)
         if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool or allowed.ndim != 1 or len(allowed) > vocab:
             shape = f"{allowed.dtype} {tuple(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
             raise UserError(f"{self._name}.mask must return a bool tensor of at most ({vocab},): got {shape}")

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mmspec.checks import POSITIVE, SHARE, Checked, Rule, is_text, number, option, optional, settable, whole
+from mmspec.checks import (
+    FLAG,
+    POSITIVE,
+    SHARE,
+    Checked,
+    Rule,
+    is_text,
+    number,
+    option,
+    optional,
+    settable,
+    whole,
+    within,
+)
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
 
@@ -22,7 +35,43 @@ _STOP = Rule(
     lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
     several=True,
 )
+_PENALTY = within(-2, 2)._replace(limits="in [-2, 2]")
+_TOKEN, _BIAS = whole(0), within(-100, 100)  # ranges of OpenAI's API
 _SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # what torch's generators take
+
+
+def _biases(given: Any) -> Any:
+    """Pairs of token id and bias, sorted: hashable, and equal for equal mappings."""
+    return tuple(sorted((int(token), float(bias)) for token, bias in _pairs(given)))
+
+
+def _are_biases(given: Any) -> bool:
+    tokens = [int(token) if isinstance(token, str) and token.isdecimal() else token for token, _ in _pairs(given)]
+    return all(map(_TOKEN.holds, tokens)) and all(_BIAS.holds(bias) for _, bias in _pairs(given))
+
+
+def _pairs(given: Any) -> Collection[tuple[Any, Any]]:
+    if isinstance(given, Mapping):
+        return given.items()
+    if isinstance(given, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
+        return given
+    raise TypeError
+
+
+def _read_biases(text: str) -> dict[str, float]:
+    pairs = (part.partition("=") for part in text.split(","))
+    return {token.strip(): float(bias) for token, _, bias in pairs}
+
+
+_LOGIT_BIAS = optional(
+    Rule(
+        "token ids with biases in [-100, 100], as 42=-100,7=1.5 on the command line",
+        _are_biases,
+        _biases,
+        "id=bias,...",
+        _read_biases,
+    )
+)
 
 
 def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
@@ -35,8 +84,8 @@ def _parameter(library: Any, rule: Rule, text: str = "") -> Any:
 class SamplingParams(Checked):
     """Sampling parameters, with the names and semantics of transformers' generation config.
 
-    The first seven are None if they are not set: they are then those of the model's generation config, and otherwise
-    the library's (see ``mmspec.load``).
+    The first seven and ``min_new_tokens`` are None if they are not set: they are then those of the model's generation
+    config, and otherwise the library's (see ``mmspec.load``).
 
     Attributes:
         temperature: 0 is greedy decoding, the library's default; otherwise logits are divided by it and sampled.
@@ -50,10 +99,17 @@ class SamplingParams(Checked):
         json_schema: the output is JSON that satisfies this schema, a dict or JSON text.
         regex: the output matches this regular expression, from beginning to end.
         grammar: the output follows this grammar, in llguidance's variant of Lark's syntax.
+        min_new_tokens: no EOS token before so many others; a stop string ends an output in any case.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once and for each time
+            that they are in it; in [-2, 2]. They follow the repetition penalty.
+        logit_bias: added to logits, by token id: a dict of biases in [-100, 100].
+        ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
+        grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
+            ``^TEXT`` counts at the beginning of the output only.
 
     Raises:
         UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
-            are given, or llguidance cannot follow the one that is.
+            are given, one beside ``ignore_eos``, ``grammar_trigger`` without one, or llguidance cannot follow it.
     """
 
     temperature: float | None = _parameter(
@@ -69,12 +125,22 @@ class SamplingParams(Checked):
     json_schema: str | Mapping[str, Any] | None = option(None, JSON_SCHEMA, "Answer in JSON of this schema.")
     regex: str | None = option(None, TEXT._replace(word="pattern"), "Answer with a match of this regular expression.")
     grammar: str | None = option(None, TEXT._replace(word="text file"), "Answer according to this Lark grammar.")
+    min_new_tokens: int | None = _parameter(0, whole(0, 1 << 31), "No end of sequence before.")
+    presence_penalty: float = option(0.0, _PENALTY, "Penalises tokens that are in the output.")
+    frequency_penalty: float = option(0.0, _PENALTY, "Penalises tokens each time that they are in the output.")
+    logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
+    grammar_trigger: str | None = option(None, TEXT, "Constrain only what follows this text.")
+    ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) > 1:
             raise UserError(f"only one of {', '.join(KINDS)} constrains an output: got {', '.join(given)}")
+        if given and self.ignore_eos:
+            raise UserError(f"ignore_eos does not go with {given[0]}: the end of a grammar is the output's")
+        if self.grammar_trigger is not None and not given:
+            raise UserError(f"grammar_trigger goes with one of {', '.join(KINDS)}: got none of them")
         if self.constraint:
             check_grammar(*self.constraint)
 
@@ -103,11 +169,13 @@ class SamplingParams(Checked):
 
         return sampler(self, custom, self.processors(custom))
 
-    def processors(self, custom: Sequence[Processor] = ()) -> LogitsProcessorList:
-        """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature."""
+    def processors(
+        self, custom: Sequence[Processor] = (), prompt_length: int = 0, eos_token_ids: Sequence[int] = ()
+    ) -> LogitsProcessorList:
+        """Logits processors with these parameters; see ``mmspec.sampling.chain.processors``."""
         from mmspec.sampling.chain import processors
 
-        return processors(self, custom)
+        return processors(self, custom, prompt_length, eos_token_ids)
 
 
 LIBRARY: Mapping[str, Any] = {

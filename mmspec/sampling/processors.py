@@ -22,6 +22,7 @@ from transformers.generation import logits_process as hf
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
+from mmspec.sampling.additive import AdditiveTerms
 from mmspec.sampling.histories import NOTHING, NodeHistories
 
 _SCORES_ALONE = tuple(
@@ -71,8 +72,9 @@ class TreeProcessor(Protocol):
     def undo(self, state: Any, n: int) -> None:
         """Undo the last ``n`` in-place advances."""
 
-    def mask(self, state: Any) -> Tensor:
-        """(vocab,) bool on the CPU, allowed next tokens, at least one. Tokens beyond its end are forbidden."""
+    def mask(self, state: Any) -> Tensor | None:
+        """(vocab,) bool on the CPU, allowed next tokens, at least one; None if all are. Tokens beyond its end are
+        forbidden."""
 
 
 def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
@@ -147,16 +149,24 @@ def _repetition(processor: Any, scores: Tensor) -> OnTrees:
     def penalise(history: NodeHistories, scores: Tensor) -> Tensor:
         seen = history.whole
         if ignored is not None:
-            # Positions count from the first token of each row, after the padding.
-            place = torch.arange(seen.shape[2], device=seen.device) - (history.prefix.shape[1] - history.prefix_lengths)
             first = ignored[history.index][:, None] if isinstance(ignored, Tensor) else ignored
-            seen = seen.where((place >= first)[:, None], NOTHING)
+            seen = history.after(first)
         seen = _within(seen, vocab)
         scores = torch.nn.functional.pad(scores, (0, 1))
         found = scores.gather(2, seen)
         return scores.scatter_(2, seen, torch.where(found < 0, found * penalty, found / penalty))[:, :, :vocab]
 
     return penalise
+
+
+def _additive(processor: AdditiveTerms, scores: Tensor) -> OnTrees:
+    always = processor.vector(scores) if processor.bias else None
+
+    def add(history: NodeHistories, scores: Tensor) -> Tensor:
+        scores = scores if always is None else scores + always
+        return processor.penalised(history.after(processor.prompt_length), scores) if processor.counts else scores
+
+    return add
 
 
 def _no_repeat(processor: Any, scores: Tensor) -> OnTrees:
@@ -264,6 +274,7 @@ def _within(tokens: Tensor, vocab: int) -> Tensor:
 
 _WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
     hf.RepetitionPenaltyLogitsProcessor: _repetition,
+    AdditiveTerms: _additive,
     hf.NoRepeatNGramLogitsProcessor: _no_repeat,
     hf.SequenceBiasLogitsProcessor: _bias,
     hf.NoBadWordsLogitsProcessor: _bias,

@@ -16,6 +16,7 @@ from mmspec.ops.transfer import on_device
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
+from mmspec.sampling.trigger import TriggeredGrammar
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
 _UNSUPPORTED = tuple(
@@ -35,6 +36,7 @@ _UNSUPPORTED = tuple(
 )
 
 Processor = hf.LogitsProcessor | TreeProcessor
+Constraint = Grammar | TriggeredGrammar
 
 _BLOCK = 64  # random numbers per row and draw
 
@@ -69,7 +71,7 @@ class Sampler:
         do_sample: bool = False,
         generator: torch.Generator | None = None,
         key: Hashable = None,
-        constraint: Grammar | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self.processors = list(processors)
         self.constraint = constraint

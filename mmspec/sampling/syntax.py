@@ -125,6 +125,11 @@ def source(kind: str, text: str) -> str:
         raise invalid(kind, str(error)) from error
 
 
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """The right-hand side of a Lark rule for JSON of a schema, spelt as with ``json_schema``."""
+    return f"%json {json.dumps({**_with_closed_bounds(schema), 'x-guidance': _LAYOUT})}"
+
+
 def _with_closed_bounds(schema: Any) -> Any:
     """A schema whose positive exclusive minima of numbers are inclusive ones of the next number with 15 decimals.
 

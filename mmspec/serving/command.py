@@ -33,6 +33,19 @@ if TYPE_CHECKING:
 )
 @click.option("--allow-urls", is_flag=True, help="Download images and videos of requests from public addresses.")
 @click.option(
+    "--served-model-name",
+    multiple=True,
+    metavar="NAME",
+    help="What requests call the model instead of --model; repeatable, responses have the first.",
+)
+@click.option(
+    "--tool-parser",
+    type=click.Choice(("auto", "hermes", "llama3_json", "mistral", "generic")),
+    default="auto",
+    show_default=True,
+    help="How the model writes tool calls; auto: as its chat template does.",
+)
+@click.option(
     "--prefix-cache",
     type=click.IntRange(0),
     default=512,

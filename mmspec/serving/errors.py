@@ -6,7 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+
+from mmspec.errors import UserError
 
 
 class APIError(Exception):
@@ -46,3 +49,14 @@ class APIError(Exception):
 def as_events(error: APIError) -> bytes:
     """An error as the last event of a stream."""
     return f"data: {json.dumps(error.content())}\n\ndata: [DONE]\n\n".encode()
+
+
+def as_api_error(error: Exception) -> APIError:
+    """The error response to an exception."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, UserError):
+        return APIError(400, str(error))
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, str(error.detail), headers=error.headers)
+    return APIError(500, f"internal error ({type(error).__name__}): details are in the server's log")

@@ -36,7 +36,7 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
         kind: the request's class.
     """
     what, context = error["type"], error.get("ctx", {})
-    keys = list(_fields(given, error["loc"], what == "missing"))
+    keys = _fields(given, error["loc"], kind, what == "missing")
     path = _path(keys)
     if what.startswith("union_tag"):
         path = f"{path}.{context['discriminator'].strip(chr(39))}"
@@ -58,16 +58,19 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
     return f"{name} must be {expected}: got {got}", path or None
 
 
-def _fields(given: Any, location: Sequence[str | int], missing: bool) -> Iterator[str | int]:
+def _fields(given: Any, location: Sequence[str | int], kind: type[BaseModel], missing: bool) -> list[str | int]:
     """The keys of pydantic's location that are in the request, without the names of union members (types of parts)."""
+    keys: list[str | int] = []
     for place, key in enumerate(location):
-        if isinstance(given, dict) and given.get("type") == key and place and isinstance(location[place - 1], int):
+        tagged = place and isinstance(location[place - 1], int) and len(_owners(kind, keys)) > 1
+        if tagged and isinstance(given, dict) and given.get("type") == key:
             continue
         inside = key in given if isinstance(given, dict) else isinstance(given, list) and isinstance(key, int)
         if inside:
             given = given[key]
         if inside or (missing and place == len(location) - 1):
-            yield key
+            keys.append(key)
+    return keys
 
 
 def _path(keys: Sequence[str | int]) -> str:

@@ -1,113 +1,40 @@
-"""Requests of OpenAI's API: fields, their limits, and those that are refused.
-
-A field that would change the answer and is not implemented is refused and named, unless it has its neutral value. null
-stands for a field's default everywhere.
-"""
+"""Requests of OpenAI's API, and vLLM's for tokens: fields and their limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import pydantic_core
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, create_model, field_validator, model_validator
 
 from mmspec.checks import Rule, shown
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
 from mmspec.serving.errors import APIError
+from mmspec.serving.fields import MOST_ITEMS, Fields, checked
 from mmspec.serving.limits import Limits
-from mmspec.serving.mistakes import translated
+from mmspec.serving.messages import ChatMessage
+from mmspec.serving.tool_use import CHOICE, Tool
+from mmspec.targets.processor import is_token_ids
 
-_IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata")  # change nothing in the answer
+_IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
-_MOST_ITEMS = 1024  # messages, and parts of a message
 _TEMPERATURE = 1.0  # OpenAI's default
 
 
-class _Fields(BaseModel):
-    """Base of the request's objects.
-
-    Attributes:
-        neutral: values by field that ask for nothing; such fields are dropped.
-        ignored: fields that are dropped.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
-    ignored: ClassVar[Sequence[str]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None and name not in cls.ignored and value not in cls.neutral.get(name, ())
-        }
-
-
-class _URL(_Fields):
-    neutral = {"detail": ("auto",)}
-    url: str
-
-
-class TextPart(_Fields):
-    type: Literal["text"]
-    text: str
-
-
-class ImagePart(_Fields):
-    type: Literal["image_url"]
-    image_url: _URL
-
-
-class VideoPart(_Fields):
-    type: Literal["video_url"]
-    video_url: _URL
-
-
-Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
-
-
-class ChatMessage(_Fields):
-    """One message; a text as content is one text part."""
-
-    neutral = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
-    role: Literal["system", "developer", "user", "assistant"]
-    content: list[Part] = Field(max_length=_MOST_ITEMS)
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _as_parts(cls, content: Any) -> Any:
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class StreamOptions(_Fields):
-    neutral = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+class StreamOptions(Fields):
+    neutral: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
     include_usage: bool = False
 
 
-class JSONSchema(_Fields):
-    ignored = ("name", "description", "strict")  # output is constrained strictly in any case
+class JSONSchema(Fields):
+    ignored: ClassVar = ("name", "description", "strict")  # output is constrained strictly in any case
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -129,18 +56,13 @@ class ResponseFormat(_Fields):
         return "json_schema", JSON_SCHEMA.check("json_schema", schema)
 
 
-def _checked(name: str, rule: Rule) -> AfterValidator:
-    """Checks a field as the Python API does, with its message."""
-    return AfterValidator(partial(rule.check, name))
-
-
-_MAX_TOKENS = SamplingParams.rule("max_new_tokens")
-_OTHERWISE = ("max_new_tokens", *KINDS)  # by fields of OpenAI's
+_MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
+_OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 _Sampling = create_model(
     "_Sampling",
-    __base__=_Fields,
-    **{name: (Annotated[Any, _checked(name, SamplingParams.rule(name))], None) for name in _SAMPLING},  # type: ignore[call-overload]
+    __base__=Fields,
+    **{name: (Annotated[Any, checked(name, SamplingParams.rule(name))], None) for name in _SAMPLING},  # type: ignore[call-overload]
 )
 
 
@@ -149,9 +71,11 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
 
     model: str
     n: int = Field(1, ge=1)
-    max_tokens: Annotated[Any, _checked("max_tokens", _MAX_TOKENS)] = None
+    max_tokens: Annotated[Any, checked("max_tokens", _MAX_TOKENS)] = None
+    min_tokens: Annotated[Any, checked("min_tokens", _MIN_TOKENS)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -194,21 +118,15 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
-        given = {name: getattr(self, name) for name in _SAMPLING}
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given |= {"max_new_tokens": self.max_tokens, "min_new_tokens": self.min_tokens}
         unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
         unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
-        return SamplingParams(max_new_tokens=self.max_tokens, **given).over(unset)
+        return SamplingParams(**given).over(unset)
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""
-        return None
-
-
-_NEUTRAL: dict[str, Sequence[Any]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-}
+        return None if self.response_format is None else self.response_format.constraint()
 
 
 class ChatRequest(_Request):
@@ -216,21 +134,19 @@ class ChatRequest(_Request):
 
     ignored = _IGNORED
     neutral: ClassVar = {
-        **_NEUTRAL,
-        "tools": ([],),
         "functions": ([],),
-        "tool_choice": ("none", "auto"),
         "function_call": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "service_tier": ("auto", "default"),
         "store": (False,),
     }
-    messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST_ITEMS)
-    max_completion_tokens: Annotated[Any, _checked("max_completion_tokens", _MAX_TOKENS)] = None
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
+    max_completion_tokens: Annotated[Any, checked("max_completion_tokens", _MAX_TOKENS)] = None
     logprobs: bool = False
-    top_logprobs: Annotated[Any, _checked("top_logprobs", LOGPROBS)] = None
-    response_format: ResponseFormat | None = None
+    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -253,44 +169,61 @@ class ChatRequest(_Request):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def constraint(self) -> tuple[str, str] | None:
-        return None if self.response_format is None else self.response_format.constraint()
+
+def _as_prompts(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str) or is_token_ids(given) else list(given)
+
+
+def _are_prompts(given: Any) -> bool:
+    prompts = _as_prompts(given) if isinstance(given, str | list) else []
+    return 0 < len(prompts) <= MOST_ITEMS and all(isinstance(one, str) or is_token_ids(one) for one in prompts)
+
+
+_PROMPTS = Rule(f"a text, token ids, or a list of 1 to {MOST_ITEMS} of them", _are_prompts, _as_prompts)
 
 
 class CompletionRequest(_Request):
     """``POST /v1/completions``."""
 
     ignored = _IGNORED
-    neutral: ClassVar = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
-    prompt: list[str] = Field(min_length=1, max_length=_MOST_ITEMS)
-    logprobs: Annotated[Any, _checked("logprobs", LOGPROBS)] = None
+    neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
+    prompt: Annotated[Any, checked("prompt", _PROMPTS)]
+    logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None
+    echo: bool = False
 
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _as_prompts(cls, prompt: Any) -> Any:
-        return [prompt] if isinstance(prompt, str) else prompt
+    @model_validator(mode="after")
+    def _without_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo does not go with logprobs, which are those of the output's tokens")
+        return self
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
 
 
-R = TypeVar("R", bound=_Request)
+class TokenizeRequest(Fields):
+    """``POST /tokenize``: a text, or a conversation as the chat template renders it."""
+
+    neutral: ClassVar = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens goes with prompt: a chat template has its own")
+        return self
 
 
-def parse(kind: type[R], body: bytes) -> R:
-    """Parse a request's body.
+class DetokenizeRequest(Fields):
+    """``POST /detokenize``."""
 
-    Raises:
-        APIError: it is no JSON, or a field is missing, unknown, of another type or out of range; the first such field
-            is named.
-    """
-    try:
-        given = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise APIError(400, f"the body must be JSON: {error}") from None
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        message, param = translated(error.errors(include_url=False)[0], given, kind)
-        raise APIError(400, message, param) from None
+    model: str | None = None
+    tokens: list[int]

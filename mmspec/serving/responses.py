@@ -13,6 +13,7 @@ from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.metrics import per_request
+from mmspec.serving.tool_calls import CallReader
 
 _LEAST = -9999.0  # JSON has no infinity
 
@@ -39,27 +40,29 @@ class Format(ABC):
         model: name of the model.
         decode: token id to text.
         n: choices per prompt.
-        choices: choices of the request.
-        logprobs: whether log probabilities were asked for.
+        before: text before each choice's own.
+        alternatives: per token whose log probabilities are asked for; None if no log probabilities are.
     """
 
     prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(self, model: str, decode: Callable[[int], str], n: int, choices: int, *, logprobs: bool) -> None:
-        self._decode, self._n, self._logprobs = decode, n, logprobs
+    def __init__(
+        self, model: str, decode: Callable[[int], str], n: int, before: Sequence[str], alternatives: int | None
+    ) -> None:
+        self._decode, self._n, self._logprobs = decode, n, alternatives is not None
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.answers = [Answer() for _ in range(choices)]
+        self.answers = [Answer(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
         """The response, once all choices are complete."""
         choices = [
             {
                 "index": index,
-                **self._content(answer.text),
+                **self._content(index, answer.text),
                 "logprobs": self._logprobs_of(answer.logprobs, 0),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": self._finish_reason(index),
             }
             for index, answer in enumerate(self.answers)
         ]
@@ -73,8 +76,8 @@ class Format(ABC):
         """The chunk of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
         offset = len(self.answers[index].text)
         self.answers[index].append(piece)
-        delta = {**self._delta(piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
-        choice = {"index": index, **delta, "finish_reason": piece.finish_reason}
+        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
+        choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
         chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
         if include_usage:
             return {**chunk, "usage": None}
@@ -98,12 +101,16 @@ class Format(ABC):
         }
         return {"usage": usage, "metrics": per_request(whole)}
 
+    def _finish_reason(self, index: int) -> str | None:
+        """Why a choice has ended, if it has."""
+        return self.answers[index].finish_reason
+
     @abstractmethod
-    def _content(self, text: str) -> Mapping[str, Any]:
+    def _content(self, index: int, text: str) -> Mapping[str, Any]:
         """Fields of a whole choice that contain its text."""
 
     @abstractmethod
-    def _delta(self, text: str) -> Mapping[str, Any]:
+    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
         """Fields of a chunk's choice that contain the new text."""
 
     @abstractmethod
@@ -112,20 +119,43 @@ class Format(ABC):
 
 
 class ChatFormat(Format):
-    """``chat.completion`` and ``chat.completion.chunk``."""
+    """``chat.completion`` and ``chat.completion.chunk``.
+
+    Args:
+        reader: makes readers of the tool calls in outputs; None if outputs are text.
+    """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, *common: Any, reader: Callable[[], CallReader] | None = None) -> None:
+        super().__init__(*common)
+        self._readers = None if reader is None else [reader() for _ in self.answers]
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index in range(len(self.answers)):
             choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             yield {**self._head, "object": self.chunk_object, "choices": [choice]}
 
-    def _content(self, text: str) -> Mapping[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _content(self, index: int, text: str) -> Mapping[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._readers is not None:
+            read = self._readers[index].feed(text, final=True).to_dict()
+            calls = read.get("tool_calls", [])
+            for call in calls:
+                del call["index"]
+            message["content"] = read.get("content", None if calls else "")
+            message |= {"tool_calls": calls} if calls else {}
+        return {"message": message}
 
-    def _delta(self, text: str) -> Mapping[str, Any]:
-        return {"delta": {"content": text}}
+    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
+        if self._readers is None:
+            return {"delta": {"content": text}}
+        return {"delta": self._readers[index].feed(text, final=self._finish_reason(index) is not None).to_dict()}
+
+    def _finish_reason(self, index: int) -> str | None:
+        reason = super()._finish_reason(index)
+        called = self._readers is not None and self._readers[index].calls > 0
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -149,10 +179,16 @@ class TextFormat(Format):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def _content(self, text: str) -> Mapping[str, Any]:
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        for index, answer in enumerate(self.answers):
+            if answer.text:
+                choice = {"index": index, "text": answer.text, "logprobs": None, "finish_reason": None}
+                yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+
+    def _content(self, index: int, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str) -> Mapping[str, Any]:
+    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:

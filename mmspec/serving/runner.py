@@ -10,8 +10,11 @@ from time import perf_counter as clock
 from typing import Any
 
 from mmspec.answer import Piece
+from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.syntax import CheckedText
+from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
@@ -32,6 +35,8 @@ class Work:
         n: choices per prompt.
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
+        trigger: the text after which the grammar begins; None for the beginning of the output.
+        source: the field that the grammar was made of, if it was none of the request's.
     """
 
     prompts: Sequence[Any]
@@ -40,6 +45,8 @@ class Work:
     n: int
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
+    trigger: str | None = None
+    source: str | None = None
 
     @property
     def choices(self) -> int:
@@ -82,7 +89,8 @@ class Runner:
         try:
             if work.constraint is not None:
                 kind, _ = work.constraint
-                checked: dict[str, Any] = {kind: await self.grammars.check(work.constraint)}
+                checked: dict[str, Any] = {kind: await self._checked(work)}
+                checked["grammar_trigger"] = work.trigger
                 work = replace(work, params=replace(work.params, **checked))
             media = await self.media.read(work.media)
         except BaseException:
@@ -100,6 +108,15 @@ class Runner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _checked(self, work: Work) -> CheckedText:
+        assert work.constraint is not None
+        try:
+            return await self.grammars.check(work.constraint)
+        except UserError as error:
+            if work.source is None:
+                raise
+            raise APIError(400, f"{work.source}: {error}", work.source) from None
 
     async def _choice(
         self,

@@ -24,6 +24,7 @@ class Settings:
         prefix_cache: memory for the states of earlier prompts, in MiB.
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
+        served_model_name, tool_parser: its ``names`` and ``tool_parser``.
     """
 
     model: str
@@ -38,6 +39,8 @@ class Settings:
     hosts: Collection[str] | None
     origins: Sequence[str]
     allow_urls: bool
+    served_model_name: Sequence[str] = ()
+    tool_parser: str = "auto"
 
     def pipeline(self) -> Pipeline:
         """Load the model, and measure the cost of its verify passes.
@@ -70,5 +73,7 @@ class Settings:
             hosts=self.hosts,
             origins=self.origins,
             allow_urls=self.allow_urls,
+            names=self.served_model_name,
+            tool_parser=self.tool_parser,
             scrape=scrape,
         )

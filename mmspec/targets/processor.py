@@ -14,16 +14,27 @@ from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 from mmspec.targets.user_text import UserText
 
+_MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
-def render(plain: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def render(plain: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
     """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
+
+    Args:
+        tools: functions that the model may call, as JSON schemas in OpenAI's form.
 
     Raises:
         UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
             raise anything.
     """
     with explained("the model's chat template does not accept the messages", Exception):
-        text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        given = {"tools": tools} if tools else {}
+        text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
     return text
 
 
@@ -41,7 +52,7 @@ class Processor:
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
-    options: ClassVar[Sequence[str]] = ()
+    options: ClassVar[Sequence[str]] = ("tools", "answer_start")
     reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:
@@ -56,22 +67,34 @@ class Processor:
     def tokenizer(self) -> Any:
         return getattr(self.plain, "tokenizer", self.plain)
 
-    def encode(self, requests: Sequence[Mapping[str, Any]], *, chat_template: bool = True, **options: Any) -> Prompt:
+    def encode(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
+        **options: Any,
+    ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
 
         Args:
-            requests: ``{"prompt": text or chat messages, "images": ..., "videos": ...}`` each.
+            requests: ``{"prompt": text, chat messages or token ids, "images": ..., "videos": ...}`` each.
             chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
+                Token ids are always taken as they are.
+            tools: functions that the model may call, as JSON schemas in OpenAI's form, for the chat template.
+            answer_start: text after the chat template's prompt, in which special tokens are such: the answer goes on
+                from it.
             **options: of the media (none for text).
 
         Raises:
-            UserError: images or videos for a text model, unknown options, or an empty prompt.
+            UserError: images or videos for a text model, unknown options, an empty prompt, or an unknown token id.
         """
         if options:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"], chat_template) for request in requests]
+        rows = [self._token_ids(request["prompt"], chat_template, tools, answer_start) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -105,29 +128,69 @@ class Processor:
         """Whether text or chat messages contain the names of special tokens, which are encoded as text."""
         return self._user_text.mark(prompt) is not prompt
 
-    def _token_ids(self, prompt: Any, chat_template: bool = True) -> list[int]:
+    def _token_ids(
+        self,
+        prompt: Any,
+        chat_template: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
+    ) -> list[int]:
         tokenizer = self.tokenizer
+        if is_token_ids(prompt):
+            self.check_ids(prompt)
+            names = (getattr(self.plain, name, None) for name in _MEDIA_TOKENS)
+            media = {tokenizer.convert_tokens_to_ids(name) for name in names if name}
+            if found := media.intersection(prompt):
+                raise UserError(f"images and videos need chat messages: got their token {min(found)}")
+            return list(prompt)
         template = getattr(tokenizer, "chat_template", None) if chat_template else None
         if not prompt:
             raise UserError("the prompt must not be empty")
         if not isinstance(prompt, str) and not template:
             why = "the tokenizer has none" if chat_template else "got chat_template=False"
             raise UserError(f"chat messages need a chat template: {why}")
+        if tools and not template:
+            raise UserError("tools need a chat template: there is none")
         text = self._user_text.mark(prompt)
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = render(tokenizer, messages)
-        if self._user_text.is_marked(text):
-            ids = self._user_text.encode(text, add_special_tokens=not template)
-        else:
-            ids = tokenizer(text, add_special_tokens=not template)["input_ids"]
+            text = render(tokenizer, messages, self._user_text.marked(tools)) + answer_start
+        ids = self._encoded(text, add_special_tokens=not template)
         if not ids:
             raise UserError("the prompt must not be empty")
         return ids
 
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raises ``UserError`` if a token id is outside the vocabulary."""
+        size = len(self.tokenizer)
+        if wrong := [token for token in ids if not 0 <= token < size]:
+            raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
+
+    def chat_template_text(self, *, tools: bool = False) -> str:
+        """The chat template, empty without any; of several, that for requests with tools, or the default one."""
+        template = getattr(self.plain, "chat_template", None) or ""
+        if isinstance(template, Mapping):
+            template = (tools and template.get("tool_use")) or template.get("default", "")
+        return str(template)
+
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token of this name, if there is one."""
+        known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+        return next((number for number, token in known if token.special and token.content == text), None)
+
+    def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, in which special tokens are plain text."""
+        return self._encoded(self._user_text.mark(text), add_special_tokens)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._user_text.is_marked(text):
+            return self._user_text.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
     @cached_property
     def _user_text(self) -> UserText:
-        return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in ("image_token", "video_token")])
+        return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in _MEDIA_TOKENS])
 
     @cached_property
     def _answer_prefix(self) -> str:

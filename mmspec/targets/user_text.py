@@ -103,10 +103,21 @@ class UserText:
             {"input_ids": rows}, padding=padding, padding_side=padding_side, return_tensors=return_tensors
         )
 
+    def marked(self, value: Any) -> Any:
+        """A JSON value, such as a tool, whose texts are marked."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(one) for key, one in value.items()}
+        return [self.marked(one) for one in value] if isinstance(value, list | tuple) else value
+
     def _marked(self, text: str) -> str:
         return self._typed.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
 
     def _marked_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = message.get("tool_calls")
+        if calls and (marked_calls := self.marked(calls)) != calls:
+            message = {**message, "tool_calls": marked_calls}
         content = message.get("content")
         if isinstance(content, str):
             marked: Any = self._marked(content)

@@ -76,9 +76,12 @@ def test_numbers_of_numpy_and_whole_numbers_pass(pipe, keywords):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (b"a", "^a prompt must be text or a list of chat messages: got b'a'$"),
-        (None, "^a prompt must be text or a list of chat messages: got None$"),
-        ({"role": "user", "content": "a"}, "^a prompt must be text or a list of chat messages: got {'role'"),
+        (b"a", "^a prompt must be text, chat messages or token ids: got b'a'$"),
+        (None, "^a prompt must be text, chat messages or token ids: got None$"),
+        (
+            {"role": "user", "content": "a"},
+            "^a prompt must be text, chat messages or token ids: got {'role'",
+        ),
         ("ab\ud800c", r"^a prompt must be text that UTF-8 can encode: got '\\ud800' at character 2$"),
         (["a"], "^a chat message must be a dict with a role and content: got 'a'$"),
         ([{"content": "a"}], "^a chat message must be a dict with a role and content: got {'content': 'a'}$"),
@@ -116,7 +119,7 @@ def test_prompts_that_are_none(pipe, prompt, message):
         (["a"], "^a request must be a dict with a prompt: got 'a'$"),
         ({"prompt": "a"}, "^requests must be a list of dicts: got {'prompt': 'a'}$"),
         ("a", "^requests must be a list of dicts: got 'a'$"),
-        ([{"prompt": 5}], "^a prompt must be text or a list of chat messages: got 5$"),
+        ([{"prompt": 5}], "^a prompt must be text, chat messages or token ids: got 5$"),
     ],
 )
 def test_requests_of_a_batch(pipe, requests, message):

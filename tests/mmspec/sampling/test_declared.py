@@ -16,8 +16,9 @@ from mmspec.cli import main
 from mmspec.cli.generate import generate
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
+from mmspec.serving.fields import parse
 from mmspec.serving.limits import Limits
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest
 from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]
@@ -28,8 +29,15 @@ WRONG: dict[str, list[Any]] = {
     "min_p": [-0.5, 1.5, "least"],
     "repetition_penalty": [0.0, -1.0, "strong"],
     "max_new_tokens": [0, 2**31 + 1, "all"],
+    "min_new_tokens": [-1, 2**31 + 1, "all"],
+    "presence_penalty": [-2.1, 2.1, "strong"],
+    "frequency_penalty": [-2.1, 2.1, "strong"],
+    "logit_bias": ["5", "5=1,6", "5=a"],
     "seed": [2**64, -(2**63) - 1, "lucky"],
 }
+FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""Fields of requests by parameters, where the names differ."""
+
 CASES = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -41,10 +49,13 @@ def asked(**given: Any) -> ChatRequest:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_is_an_option_and_a_field_of_requests(name: str) -> None:
     assert name in {parameter.name for parameter in generate.params}
-    if name not in ("max_new_tokens", *KINDS):
-        value = CHANGES[name]
-        assert getattr(asked(**{name: value}).params(Limits(), {}), name) == value
-        assert name in CompletionRequest.model_fields
+    if name not in (*KINDS, "grammar_trigger"):
+        value, field = CHANGES[name], FIELDS.get(name, name)
+        given = json.loads(json.dumps(value))  # JSON's keys are texts
+        assert getattr(asked(**{field: given}).params(Limits(), {}), name) == getattr(
+            SamplingParams(**{name: value}), name
+        )
+        assert field in CompletionRequest.model_fields
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -56,7 +67,7 @@ def test_errors_are_the_same_everywhere(name: str, value: Any, capfd: pytest.Cap
     option = f"--{name.replace('_', '-')}"
     assert main(["generate", "A", f"{option}={value}"]) == 2
     assert capfd.readouterr().err == f"error: Invalid value for '{option}':{rule}\n"
-    field = "max_tokens" if name == "max_new_tokens" else name
+    field = FIELDS.get(name, name)
     with pytest.raises(APIError) as http:
         asked(**{field: value})
     assert (http.value.message, http.value.param) == (f"{field}{rule}", field)

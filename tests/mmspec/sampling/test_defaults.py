@@ -150,7 +150,7 @@ def test_a_temperature_without_do_sample_is_greedy() -> None:
 
 def test_what_is_not_set_anywhere_is_the_librarys() -> None:
     params = pipeline(byte_model()).defaults.complete(SamplingParams(seed=4))
-    assert params == SamplingParams(0.0, 1.0, 0, 0.0, 1.0, 256, (), 4)
+    assert params == SamplingParams(0.0, 1.0, 0, 0.0, 1.0, 256, (), 4, min_new_tokens=0)
     assert pipeline(model_with(stop_strings=["ab"])).defaults.complete(SamplingParams()).stop_strings == ("ab",)
 
 

@@ -31,6 +31,12 @@ CHANGES: dict[str, Any] = {
     "min_p": 0.3,
     "repetition_penalty": 2.5,
     "max_new_tokens": 7,
+    "min_new_tokens": 19,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.2,
+    "logit_bias": {2: -100.0, 101: 4.0},
+    "grammar_trigger": " ",
+    "ignore_eos": True,
     "stop": "of the answer",  # replaced by a part of it
     "seed": 9,
     "json_schema": {"enum": [1, 2, 3]},
@@ -65,10 +71,14 @@ def changed(pipe: Pipeline, params: SamplingParams, name: str) -> SamplingParams
 @pytest.mark.parametrize("base", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
 def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: SamplingParams) -> None:
+    if name in ("min_new_tokens", "ignore_eos"):
+        base = replace(base, logit_bias={2: 100.0})  # ends at once
+    if name == "grammar_trigger":
+        base = replace(base, regex="[a-z]{5,9}")
     other = changed(pipe, base, name)
     asked = [base, other, base, other]
     alone = {params: facts(pipe.generate(PROMPT, params=params)) for params in (base, other)}
-    sampled_only = base is GREEDY and name in ("top_p", "top_k", "min_p", "seed")
+    sampled_only = not base.do_sample and name in ("top_p", "top_k", "min_p", "seed")
     assert (alone[base] == alone[other]) == sampled_only  # otherwise nothing would be tested
     together = pipe.generate_batch([{"prompt": PROMPT, "params": params} for params in asked])
     assert [facts(answer) for answer in together] == [alone[params] for params in asked]

@@ -13,21 +13,23 @@ import pytest
 from starlette.requests import Request
 
 from mmspec.errors import UserError
-from mmspec.serving import app as module
-from mmspec.serving.app import Endpoints
+from mmspec.serving import body
+from mmspec.serving.catalog import Catalog
 from mmspec.serving.download import _limited
 from mmspec.serving.errors import APIError
+from mmspec.serving.fields import parse
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest
+from mmspec.serving.requests import Requests
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
 
 
-def endpoints(limits: Limits = LIMITS) -> Endpoints:
+def requests(limits: Limits = LIMITS) -> Requests:
     pipe: Any = SimpleNamespace(name="tiny")
-    return Endpoints(SimpleNamespace(pipe=pipe), limits)  # type: ignore[arg-type]
+    return Requests(pipe, limits, Catalog(pipe), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wait: float = 0.0) -> bytes:
@@ -39,7 +41,7 @@ def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wai
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
-    return asyncio.run(endpoints()._body(request))
+    return asyncio.run(body.read(request, LIMITS.body_bytes))
 
 
 def pieces(size: int) -> list[bytes]:
@@ -81,8 +83,8 @@ def test_a_body_that_says_to_be_too_large_is_not_read(length: int, status: int |
 
 
 def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.BODY_SECONDS == 60
-    monkeypatch.setattr(module, "BODY_SECONDS", 0.05)
+    assert body.SECONDS == 60
+    monkeypatch.setattr(body, "SECONDS", 0.05)
     assert body_of([b"a", b"b"], []) == b"ab"
     with pytest.raises(APIError, match=r"a request's body must arrive within 0\.05 s") as caught:
         body_of([b"a", b"b", b"c"], [], wait=0.03)
@@ -93,10 +95,10 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_characters_of_all_prompts_together(lengths: list[int], fits: bool) -> None:
     texts = ["x" * length for length in lengths]
     if fits:
-        endpoints(Limits())._check_characters(texts, "prompt")
+        requests(Limits())._check_characters(texts, "prompt")
     else:
         with pytest.raises(APIError, match="prompts must have at most 500000 characters: got 500001"):
-            endpoints(Limits())._check_characters(texts, "prompt")
+            requests(Limits())._check_characters(texts, "prompt")
 
 
 class Reader(MediaReader):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from mmspec.serving.errors import APIError
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, parse
+from mmspec.serving.fields import parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest
 
 MODEL = {"model": "m"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "a"}]}
@@ -78,9 +79,9 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("missing", {"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
     (
         "extra_forbidden",
-        {"presence_penalty": 1},
-        "presence_penalty",
-        "presence_penalty is not supported: expected it to be left out, got 1",
+        {"use_beam_search": True},
+        "use_beam_search",
+        "use_beam_search is not supported: expected it to be left out, got True",
     ),
     (
         "extra_forbidden",

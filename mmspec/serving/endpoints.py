@@ -1,0 +1,137 @@
+"""The endpoints: OpenAI's, and vLLM's for tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from starlette.responses import HTMLResponse, JSONResponse
+
+from mmspec.serving import body
+from mmspec.serving.catalog import Catalog
+from mmspec.serving.disconnect import EventStream, unless_gone
+from mmspec.serving.errors import as_api_error
+from mmspec.serving.fields import F, parse
+from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mmspec.serving.requests import Requests
+from mmspec.serving.responses import Format
+from mmspec.serving.runner import Runner, Work
+
+_log = logging.getLogger("mmspec.serving")
+
+
+class Endpoints:
+    """The endpoints.
+
+    Args:
+        runner: runs the requests.
+        requests: makes work of requests.
+        catalog: names of the model.
+        body_bytes: most bytes of a request's body.
+        scrape: as for ``create_app``.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        requests: Requests,
+        catalog: Catalog,
+        body_bytes: int,
+        scrape: Callable[[], Awaitable[Collector]] | None = None,
+    ) -> None:
+        self._runner, self._requests, self._catalog, self._scrape = runner, requests, catalog, scrape
+        self._body_bytes = body_bytes
+
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        asked, work, form = await self._parsed(request, ChatRequest, self._requests.chat)
+        return await self._answer(request, asked, work, form)
+
+    async def complete(self, request: Request) -> Response:
+        """``POST /v1/completions``: the prompts as they are, without a chat template."""
+        asked, work, form = await self._parsed(request, CompletionRequest, self._requests.completion)
+        return await self._answer(request, asked, work, form)
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """``POST /tokenize``, as vLLM's."""
+        return await self._parsed(request, TokenizeRequest, self._requests.tokens)
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """``POST /detokenize``, as vLLM's."""
+        return await self._parsed(request, DetokenizeRequest, self._requests.text)
+
+    async def _parsed(self, request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
+        """Parse a request's body, and call a function with it, in a thread: large ones take long."""
+        content = await body.read(request, self._body_bytes)
+        return await asyncio.to_thread(lambda: use(parse(kind, content)))
+
+    async def models(self) -> dict[str, Any]:
+        """``GET /v1/models``."""
+        return self._catalog.models()
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """``GET /v1/models/NAME``."""
+        self._catalog.check(name)
+        return self._catalog.model(name)
+
+    async def page(self) -> Response:
+        """``GET /``: the endpoints."""
+        return HTMLResponse(self._catalog.page())
+
+    async def health(self) -> Response:
+        """``GET /health``: status 200 while the server runs."""
+        return Response()
+
+    async def metrics(self) -> Response:
+        """``GET /metrics``: Prometheus' text format."""
+        found = self._runner.metrics.registry if self._scrape is None else await self._scrape()
+        return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
+
+    async def _answer(
+        self, request: Request, asked: ChatRequest | CompletionRequest, work: Work, form: Format
+    ) -> Response:
+        receive = request.receive
+        if not asked.stream:
+            return JSONResponse(await unless_gone(receive, self._whole(work, form)))
+        events = self._events(work, form, asked.include_usage)
+        # The status must be that of errors before the first token.
+        first = await unless_gone(receive, events.__anext__())
+        return EventStream(first, events)
+
+    async def _whole(self, work: Work, form: Format) -> dict[str, Any]:
+        async with self._runner.start(work) as pieces:
+            async for index, piece in pieces:
+                form.answers[index].append(piece)
+        return form.whole()
+
+    async def _events(self, work: Work, form: Format, include_usage: bool) -> AsyncGenerator[bytes]:
+        """Server-sent events; exceptions after the first one are events, too."""
+        started = False
+        try:
+            async with self._runner.start(work) as pieces:
+                async for index, piece in pieces:
+                    if not started:
+                        for chunk in form.first_chunks():
+                            yield _event(chunk)
+                        started = True
+                    yield _event(form.chunk(index, piece, include_usage=include_usage))
+            if include_usage:
+                yield _event(form.usage_chunk())
+        except Exception as error:
+            if not started:
+                raise
+            found = as_api_error(error)
+            if found.status >= 500:
+                _log.error("a request failed", exc_info=error)
+            yield _event(found.content())
+        yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

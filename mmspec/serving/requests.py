@@ -1,0 +1,108 @@
+"""What parsed requests ask for: checked against the server's limits, as work of the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmspec.pipeline import Pipeline
+from mmspec.serving.catalog import Catalog
+from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
+from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.messages import ChatMessage, conversation
+from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mmspec.serving.responses import ChatFormat, Format, TextFormat
+from mmspec.serving.runner import Work
+from mmspec.serving.tool_use import Tool, ToolUse
+
+
+class Requests:
+    """Makes work of requests.
+
+    Args:
+        pipe: answers.
+        limits: limits on requests.
+        catalog: names of the model.
+        tools: calls of tools.
+        media: checks images and videos.
+
+    Raises:
+        APIError: of each method, for requests beyond the limits, or for another model.
+    """
+
+    def __init__(self, pipe: Pipeline, limits: Limits, catalog: Catalog, tools: ToolUse, media: MediaReader) -> None:
+        self._pipe, self._limits, self._catalog, self._tools, self._media = pipe, limits, catalog, tools, media
+
+    def chat(self, asked: ChatRequest) -> tuple[ChatRequest, Work, Format]:
+        """What a chat request asks for, and how it is answered."""
+        self._catalog.check(asked.model)
+        messages, media = self._conversation(asked.messages, asked.tools)
+        params, constraint = asked.params(self._limits, self._pipe.defaults.params), asked.constraint()
+        self._media.check(media)
+        schema = None if constraint is None else constraint[1]
+        use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
+        source = None if use.grammar is None else "tools"
+        constraint = constraint if use.grammar is None else ("grammar", use.grammar)
+        keywords = {"logprobs": asked.alternatives, **use.keywords}
+        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source)
+        before = [""] * work.n
+        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
+        return asked, work, form
+
+    def _conversation(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> tuple[list[dict[str, Any]], list[Medium]]:
+        texts = [text for message in messages for text in message.texts]
+        self._check_characters([*texts, *(tool.model_dump_json() for tool in tools)], "messages")
+        return conversation(messages, self._pipe.io.reads_media)
+
+    def completion(self, asked: CompletionRequest) -> tuple[CompletionRequest, Work, Format]:
+        """What a request of completions asks for, and how it is answered."""
+        self._catalog.check(asked.model)
+        self._check_characters(asked.prompt, "prompt")
+        keywords = {"logprobs": asked.alternatives, "chat_template": False}
+        params = asked.params(self._limits, self._pipe.defaults.params)
+        work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
+        if work.choices > self._limits.max_running:
+            most = self._limits.max_running
+            raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
+        before = [self._prompt_text(prompt) if asked.echo else "" for prompt in work.prompts for _ in range(work.n)]
+        return asked, work, TextFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives)
+
+    def _prompt_text(self, prompt: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        self._pipe.io.check_ids(prompt)
+        return str(self._pipe.io.tokenizer.decode(prompt))
+
+    def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
+        """The response to ``POST /tokenize``."""
+        self._catalog.check(asked.model)
+        io = self._pipe.io
+        if asked.messages is None:
+            self._check_characters([asked.prompt or ""], "prompt")
+            tokens = io.text_ids(asked.prompt or "", add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            messages, media = self._conversation(asked.messages, asked.tools)
+            if media:
+                raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
+            use = self._tools.of(asked.tools, "auto")
+            tokens = io.encode([{"prompt": use.messages(messages)}], **use.keywords).input_ids[0].tolist()
+        names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
+        limit = {"max_model_len": self._pipe.context_limit}
+        return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
+
+    def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
+        """The response to ``POST /detokenize``."""
+        self._catalog.check(asked.model)
+        self._check_characters([asked.tokens], "tokens")
+        return {"prompt": self._prompt_text(asked.tokens)}
+
+    def _token_text(self, token: int) -> str:
+        return self._pipe.io.tokenizer.decode([token])
+
+    def _check_characters(self, texts: Sequence[Sequence[Any]], param: str) -> None:
+        most, found = self._limits.max_characters, sum(map(len, texts))
+        if found > most:
+            raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)

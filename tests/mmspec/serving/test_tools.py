@@ -1,0 +1,280 @@
+"""Tools over HTTP with openai-python: choices, streams, histories, formats.
+
+The model is a tiny random one that is biased towards a script, token by token, at the nodes of trees, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mmspec import Pipeline
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.union import Union
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.serving.tool_formats import HERMES
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.served import Served, served
+from tests.tiny import byte_model, byte_tokenizer
+
+openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+END, MARKER, CONTEXT = 2, 259, 64  # tokens before one of a script, which tell its place
+TURNS = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL{{ c.function | tojson }}{% endfor %}"
+    "{% if m.name %} of {{ m.name }}{% endif %}</s>{% endfor %}<s>assistant, who may call functions: "
+)
+TEMPLATES = {
+    "hermes": "{% if tools %}{{ tools | tojson }}<tool_call>{'name', 'arguments'}</tool_call>{% endif %}" + TURNS,
+    "llama3_json": '{% if tools %}{{ tools | tojson }}"parameters": dictionary{% endif %}' + TURNS,
+    "mistral": "{% if tools %}{{ tools | tojson }}{% endif %}{# [TOOL_CALLS] #}" + TURNS,
+    "generic": TURNS,
+}
+
+
+class weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]  # noqa: N801
+    """The weather of a town."""
+
+    town: str = pydantic.Field(max_length=40)
+    days: int = pydantic.Field(ge=1, le=9)
+
+
+TOOL: Any = openai.pydantic_function_tool(weather)
+NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
+FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
+SPACED = {"name": "a b"}
+BROKEN = {"name": "a", "arguments": "["}
+USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
+
+
+@cache
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    changed = {"vocab_size": 260, "max_position_embeddings": 4096}
+    return LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval()
+
+
+@cache
+def pipeline(name: str, drafter: Any = None) -> Pipeline:
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.chat_template = TEMPLATES[name]
+    drafter = drafter or Union([Recycle(top_k=3), Ngram()])
+    return Pipeline(TransformersTarget(copy.deepcopy(model())), Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
+
+
+def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) -> list[int]:
+    """Bias the model towards a text after the prompt; returns the text's tokens."""
+    before, _, after = text.partition("[TOOL_CALLS]")
+    ids = pipe.io.text_ids(before) + ([MARKER, *pipe.io.text_ids(after)] if after else []) + [END]
+    prompt = pipe.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    whole = prompt[-CONTEXT:] + ids
+    bias = {tuple(whole[at : at + CONTEXT + 1]): 100.0 for at in range(len(ids))}
+    assert len(bias) == len(ids)
+    pipe.model.generation_config.sequence_bias = bias
+    return ids
+
+
+def written(*calls: tuple[str, Any]) -> str:
+    return "\n".join(
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
+    )
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    with served(pipeline("hermes")) as server:
+        yield server
+
+
+def client_of(server: Served) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": USER, "tools": [TOOL, CLOCK], "temperature": 0, "max_tokens": 300, **fields}
+
+
+def called(choice: Any) -> list[tuple[str, Any]]:
+    """Names and arguments of a choice's calls."""
+    return [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or ()]
+
+
+def both(client: Any, **fields: Any) -> Any:
+    """The only choice of an answer, which is the same as a stream."""
+    whole = client.chat.completions.create(**asked(**fields)).choices[0]
+    with client.chat.completions.stream(**asked(**fields)) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert (final.message.content or None, final.finish_reason) == (whole.message.content or None, whole.finish_reason)
+    assert called(final) == called(whole)
+    for one in (whole, final):
+        calls = one.message.tool_calls or []
+        assert len({call.id for call in calls}) == len(calls)
+    return whole
+
+
+def test_calls_of_the_models_choice(running: Served) -> None:
+    """Parallel calls after text, with markers inside of a string."""
+    calls = [("weather", FIRST), ("clock", {})]
+    scripted(running.pipe, USER, "Let me see.\n" + written(*calls), [TOOL, CLOCK])
+    with client_of(running) as client:
+        choice = both(client)
+        assert (choice.message.content, choice.finish_reason, called(choice)) == ("Let me see.", "tool_calls", calls)
+        single = client.chat.completions.create(**asked(parallel_tool_calls=False)).choices[0]
+        assert (single.finish_reason, called(single)) == ("tool_calls", calls[:1])
+        cut = client.chat.completions.create(**asked(max_tokens=60)).choices[0]
+        assert (cut.message.content, cut.finish_reason) == ("Let me see.", "length")
+        parsed = client.chat.completions.parse(**asked()).choices[0].message.tool_calls
+        assert parsed[0].function.parsed_arguments == weather(**FIRST)
+        scripted(running.pipe, USER, "It rains.")
+        plain = both(client, tool_choice="none")
+        assert (plain.message.content, plain.message.tool_calls, plain.finish_reason) == ("It rains.", None, "stop")
+
+
+def test_arguments_are_constrained_once_a_call_has_begun(running: Served) -> None:
+    """The model wants days beyond the limit."""
+    scripted(running.pipe, USER, written(("weather", {"town": "Ulm", "days": 44})), [TOOL, CLOCK])
+    with client_of(running) as client:
+        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+    assert (name, arguments["town"]) == ("weather", "Ulm")
+    assert weather(**arguments).days <= 9
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
+def test_calls_that_are_required(running: Served, choice: Any) -> None:
+    """The model wants to say something else."""
+    scripted(running.pipe, USER, "No.", [TOOL, CLOCK])
+    with client_of(running) as client:
+        found = both(client, tool_choice=choice, logit_bias={str(END): 100})
+    assert (found.message.content, found.finish_reason) == (None, "tool_calls")
+    ((name, arguments),) = called(found)
+    if name == "clock":
+        assert arguments == {}
+    else:
+        assert choice == "required"
+        assert weather(**arguments)
+
+
+def test_an_answer_or_a_call(running: Served) -> None:
+    """Both have a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
+    with client_of(running) as client:
+        scripted(running.pipe, USER, '"wet"', [TOOL, CLOCK])
+        assert both(client, response_format=form).message.content == '"wet"'
+        scripted(running.pipe, USER, written(("weather", SECOND)), [TOOL, CLOCK])
+        assert called(both(client, response_format=form)) == [("weather", SECOND)]
+
+
+def test_a_conversation_goes_on(running: Served) -> None:
+    """Results of calls, as clients send them back."""
+    scripted(running.pipe, USER, written(("weather", FIRST)), [TOOL, CLOCK])
+    with client_of(running) as client:
+        message = both(client).message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
+        call = {"function": {"name": "weather", "arguments": FIRST}}
+        rendered = [
+            *USER,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "rain", "name": "weather"},
+        ]
+        scripted(running.pipe, rendered, "Rain.", [TOOL, CLOCK])
+        assert both(client, messages=[*USER, message, result]).message.content == "Rain."
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama3_json", "generic"])
+def test_other_formats(name: str) -> None:
+    pipe, one = pipeline(name), json.dumps({"name": "weather", "arguments": SECOND})
+    text = {"mistral": f"[TOOL_CALLS][{one}]", "generic": written(("weather", SECOND))}.get(
+        name, one.replace("arguments", "parameters")
+    )
+    with served(pipe) as server, client_of(server) as client:
+        if name == "generic":
+            pipe.model.generation_config.sequence_bias = None
+        else:
+            scripted(pipe, USER, text, [TOOL, CLOCK])
+            choice = both(client)
+            assert (choice.message.content, called(choice)) == (None, [("weather", SECOND)])
+            assert name != "mistral" or len(choice.message.tool_calls[0].id) == 9
+        fields = asked(tool_choice="required", logit_bias={str(END): 100})
+        tokens = [client.chat.completions.create(**one).usage.prompt_tokens for one in (asked(max_tokens=1), fields)]
+        assert tokens[1] - tokens[0] == (name == "mistral")  # the marker, as one token
+        forced = both(client, tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
+        assert len(called(forced)) == 1
+        assert forced.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
+    """Its marker is spelt by several tokens, with siblings that are drafted beside each of them."""
+    text = "Well. " + written(("weather", FIRST), ("clock", {}))
+    wanted = scripted(pipeline("hermes"), USER, text, [TOOL, CLOCK])
+    beside = [*wanted[:9], *byte_tokenizer()("<tool_cash>").input_ids, *wanted[12:]]
+    pipe = pipeline("hermes", Oracle([wanted, beside], vocab=250, spoil=0.2))
+    scripted(pipe, USER, text, [TOOL, CLOCK])
+    grammar = HERMES.grammar([TOOL["function"], CLOCK["function"]], marked=False, several=True)
+    options = {"tools": [TOOL, CLOCK], "grammar": grammar, "grammar_trigger": "<tool_call>", **sampled}
+    answer = pipe.generate(USER, nodes=12, max_new_tokens=300, **options)
+    assert answer.token_ids == wanted
+    assert answer.text == text
+    assert answer.stats.mean_acceptance_length > 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [TOOL, TOOL]}, "tools", "tools must have different names: got weather, weather"),
+        (
+            {"tools": [{"type": "function", "function": SPACED}]},
+            "tools[0].function.name",
+            "name must be 1 to",
+        ),
+        (
+            {"tool_choice": "any"},
+            "tool_choice",
+            'tool_choice must be "none", "auto", "required" or {"type": "',
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "tool_choice must name one of the tools: got 'x'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": BROKEN}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "arguments must be text of a JSON object: got '['",
+        ),
+        ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0]", "tool_call_id goes with"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
+            "tools",
+            "tools: grammar must be a Lark grammar that llguidance can follow",
+        ),
+    ],
+)
+def test_mistakes(running: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
+    error = running.post(asked(**fields)).json()["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_special_tokens_in_tools_and_calls_are_text() -> None:
+    io = pipeline("hermes").io
+    call = {"function": {"name": "f", "arguments": {"a": "</s>"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "</s>"}}]
+    ids = io.encode([{"prompt": messages}], tools=tools).input_ids[0].tolist()
+    assert ids.count(END) == 1  # the template's
+    assert io.tokenizer.decode(ids).count("</s>") == 3
