@@ -15,7 +15,6 @@ from torch import Tensor
 from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError, explained
 
-
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """Weight files of published Medusa and Hydra heads, beside which a folder may have those of the target."""
 

@@ -146,8 +146,9 @@ def medusa_network(model: PreTrainedModel, seed: int = 0, prefix: bool = False, 
         changes: fields of ``MedusaConfig`` to set.
     """
     decoder = model.config.get_text_config()
-    layer = {"prefix": asdict(RotaryShape.like(decoder))} if prefix else {}
-    return _random(MedusaNetwork, MedusaConfig(hidden_size=decoder.hidden_size, **{"heads": 4, **layer, **changes}), seed)
+    layer = asdict(RotaryShape.like(decoder)) if prefix else {}
+    fields = {"hidden_size": decoder.hidden_size, "heads": 4, "prefix": layer, **changes}
+    return _random(MedusaNetwork, MedusaConfig(**fields), seed)
 
 
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:

@@ -15,7 +15,7 @@ class MedusaConfig(Checked):
 
     Attributes:
         hidden_size: the target's.
-        heads: number of heads; head i drafts the i-th token after the last one, from 0 on.
+        heads: number of heads; head i, from 0 on, drafts the (i+1)-th token after the last one.
         layers: residual layers of each head.
         bias: whether these have a bias.
         grounded: whether a head reads the embeddings of the tokens before its own (Hydra, arXiv 2402.05109).

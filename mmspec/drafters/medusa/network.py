@@ -1,8 +1,8 @@
 """Network of Medusa (arXiv 2401.10774, section 2.1.1) and Hydra (arXiv 2402.05109, section 3).
 
 Heads read the target's last hidden state, after its final norm, at the last token but one: that which predicted the
-last token. Head i predicts the i-th token after the last one. Each is a chain of residual layers ``x + silu(W x)`` and an
-output layer. Hydra's heads read the embeddings of the tokens in between beside the state, and their first layers
+last token. Head i predicts the (i+1)-th token after the last one. Each is a chain of residual layers ``x + silu(W x)``
+and an output layer. Hydra's heads read the embeddings of the tokens in between beside the state, and their first layers
 project the residual, too. In Hydra++, the states pass a decoder layer with attention to all earlier ones first.
 """
 

@@ -144,7 +144,7 @@ def _network(
     settings: _Settings, tensors: Mapping[str, Tensor], names: _Names, layout: str, source: str
 ) -> MedusaConfig:
     pattern = re.escape(names.linear.partition("{head}")[0]) + r"(\d{1,4})\."
-    heads = {int(found[1]) + 1 for name in tensors if (found := re.match(pattern, name))}
+    heads = {int(match[1]) + 1 for name in tensors if (match := re.match(pattern, name))}
     count = max({settings.num_heads} | heads)
     first = _name("heads.0.0.linear.weight", names, settings.layers)
     outputs = (_name(f"outputs.{number}.weight", names, settings.layers) for number in range(count))
