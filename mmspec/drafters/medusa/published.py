@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import gcd
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: st
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     if layout == "hydra":
         names = _PREFIX if settings.head_arch == "prefix-mlp" else _MLP
-    network = _network(settings, tensors, names, layout, source)
+    network = _network(settings, tensors, names, layout, source, draft_ids)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in MedusaNetwork(network).state_dict().items()}
     parts = {ours: _LAYER.get(ours) or [_name(ours, names, network.layers)] for ours in expected}
@@ -141,25 +142,32 @@ def _take_token_map(tensors: dict[str, Tensor], settings: _Settings, source: str
 
 
 def _network(
-    settings: _Settings, tensors: Mapping[str, Tensor], names: _Names, layout: str, source: str
+    settings: _Settings,
+    tensors: Mapping[str, Tensor],
+    names: _Names,
+    layout: str,
+    source: str,
+    draft_ids: Tensor | None,
 ) -> MedusaConfig:
     pattern = re.escape(names.linear.partition("{head}")[0]) + r"(\d{1,4})\."
     heads = {int(match[1]) + 1 for name in tensors if (match := re.match(pattern, name))}
     count = max({settings.num_heads} | heads)
-    first = _name("heads.0.0.linear.weight", names, settings.layers)
-    outputs = (_name(f"outputs.{number}.weight", names, settings.layers) for number in range(count))
-    rows = [found for name in outputs if (found := rows_of(tensors, name))]
+    linears = [f"heads.{head}.{layer}.linear.weight" for head in range(count) for layer in range(settings.layers)]
+    outputs = [f"outputs.{head}.weight" for head in range(count)]
+    widths, rows = (
+        [found for ours in some if (found := rows_of(tensors, _name(ours, names, settings.layers)))]
+        for some in (linears, outputs)
+    )
+    if not widths:
+        raise UserError(f"{source}: expected the tensors of {_WHAT[layout]}, received none of their layers")
     own = layout == "hydra" or bool(rows and not settings.original_lm_head)
-    width = rows_of(tensors, first)
-    if width is None:
-        raise UserError(f"{source}: expected exactly the tensors of {_WHAT[layout]}, received missing {first}")
     ours = {
-        "hidden_size": width,
+        "hidden_size": (width := mode(widths)),
         "heads": count,
         "layers": settings.layers,
         "bias": settings.fc_bias or names is not _VLLM,
         "grounded": settings.grounded_heads,
-        "head": max(rows, default=1) if own else 0,
+        "head": 0 if not own else max(rows, default=1) if draft_ids is None else len(draft_ids),
         "head_bias": layout == "hydra",
         "prefix": asdict(_layer(tensors, width)) if names is _PREFIX else {},
     }
@@ -168,9 +176,17 @@ def _network(
 
 def _layer(tensors: Mapping[str, Tensor], width: int) -> RotaryShape:
     """A decoder layer's shape by its tensors: heads have the greatest size that fits, up to 128."""
-    projections = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
-    queries, keys, mlp = (rows_of(tensors, f"{_AT}.layers.0.{name}.weight") or 2 for name in projections)
-    size = gcd(queries, keys, 128)
+    read = {name.removeprefix(f"{_AT}.layers.0."): tensor for name, tensor in tensors.items() if tensor.ndim == 2}
+    queries, keys, mlp = (
+        max((len(read[name]) for name in some if name in read), default=2)
+        for some in (
+            ("self_attn.q_proj.weight",),
+            ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        )
+    )
+    queries += -queries % keys  # where a tensor is missing or misshapen, which is an error later
+    size = gcd(keys, 128)
     return RotaryShape(width, queries // size, keys // size, size, mlp)
 
 
