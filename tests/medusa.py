@@ -154,20 +154,21 @@ def check_heads(layout, tensors, model, inputs, drafter, **asked):
     return check_drafts(model, inputs, drafter, gains, **asked)
 
 
-def plain_chain(layout, tensors, target, prompt, answer):
+def plain_chain(layout, tensors, target, heads, prompt, answer):
     """Accepted tokens of every step, bonus token included, where each head's best token is drafted.
 
     Args:
         prompt, answer: tokens of the target, greedy.
     """
-    heads, place, emitted = 1 + max(int(name.split(".")[0]) for name in tensors), 1, []
+    place, emitted = 1, []
     while place < len(answer):
         state = last_state(layout, target.model, {"input_ids": torch.tensor([prompt])}, answer[: place - 1])
-        count = 0
-        for head in range(min(heads, len(answer) - place)):
-            if int(logits(layout, tensors, head, state, [], target.head).argmax()) != answer[place + head]:
+        embeds, head = target.embed(torch.tensor(answer[place - 1 :])), 0
+        while head < min(heads, len(answer) - place):  # up to the first draft that is wrong
+            drafted = logits(layout, tensors, head, state, embeds[: head + 1], target.head).argmax()
+            if int(drafted) != answer[place + head]:
                 break
-            count += 1
-        emitted.append(min(count + 1, len(answer) - place))
-        place += count + 1
+            head += 1
+        emitted.append(min(head + 1, len(answer) - place))
+        place += head + 1
     return emitted
