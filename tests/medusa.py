@@ -32,30 +32,35 @@ def parts(layout, head, layer):
     return f"{head}.{layer}.linear", "", f"{head}.{LAYERS}"
 
 
-def published(layout, heads=HEADS, seed=0):
-    """Contents of a checkpoint's files: configuration and tensors."""
-    g = torch.Generator().manual_seed(seed)
+def published(layout, heads=HEADS, full=None):
+    """Contents of a checkpoint's files: configuration and tensors.
+
+    Args:
+        full: configuration of a target of full size, for tensors without contents.
+    """
+    g = torch.Generator().manual_seed(0)
+    width, vocab = (WIDTH, VOCAB) if full is None else (full.hidden_size, full.vocab_size)
 
     def random(*shape):
-        return torch.randn(shape, generator=g) * 0.25
+        return torch.empty(shape, device="meta") if full else torch.randn(shape, generator=g) * 0.25
 
     grounded, tensors = layout in ("hydra", "hydra-prefix"), {}
     for head in range(heads):
         for layer in range(LAYERS):
-            read = WIDTH * (head + 2 if grounded and not layer else 1)
+            read = width * (head + 2 if grounded and not layer else 1)
             linear, projection, output = parts(layout, head, layer)
             for name in (linear, projection) if grounded and not layer else (linear,):
-                tensors[f"{name}.weight"] = random(WIDTH, read)
+                tensors[f"{name}.weight"] = random(width, read)
                 if layout not in ("vllm", "vllm-narrow", "vllm-shared"):
-                    tensors[f"{name}.bias"] = random(WIDTH)
+                    tensors[f"{name}.bias"] = random(width)
         if layout not in ("tgi", "vllm-shared"):
-            tensors[f"{output}.weight"] = random(len(MAP) if layout == "vllm-narrow" else VOCAB, WIDTH)
+            tensors[f"{output}.weight"] = random(len(MAP) if layout == "vllm-narrow" else vocab, width)
         if layout.startswith("hydra"):
-            tensors[f"{output}.bias"] = random(VOCAB)
+            tensors[f"{output}.bias"] = random(vocab)
     if layout.startswith("hydra"):
-        tensors["input_embed_fn.weight"] = random(VOCAB, WIDTH)  # a copy of the target's, which is not read
+        tensors["input_embed_fn.weight"] = random(vocab, width)  # a copy of the target's, which is not read
     if layout == "hydra-prefix":
-        tensors |= {f"prefix_embeding_layer.{name}": value for name, value in prefix().state_dict().items()}
+        tensors |= {f"prefix_embeding_layer.{name}": value for name, value in prefix(full).state_dict().items()}
     if layout in ("vllm-map", "vllm-narrow"):
         tensors["token_map"] = MAP
     if layout == "vllm-shared":
@@ -75,12 +80,13 @@ def configuration(layout, heads):
     return {"medusa_num_heads": heads, "medusa_num_layers": LAYERS, "base_model_name_or_path": "base"}
 
 
-def prefix():
+def prefix(full=None):
     """The decoder layer of Hydra++, of transformers' Llama."""
-    config = copy.deepcopy(shared_model("llama").config)
+    config = copy.deepcopy(full or shared_model("llama").config)
     config.num_hidden_layers = 1
     torch.manual_seed(5)
-    model = LlamaModel(config)
+    with torch.device("meta" if full else "cpu"):
+        model = LlamaModel(config)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
     return model.eval()
@@ -92,6 +98,9 @@ def write(folder, layout, config, tensors):
     (folder / "config.json").write_text(json.dumps(config))
     if layout.startswith("vllm"):
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    elif layout == "tgi":
+        save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")  # the target beside its heads
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
     else:
         torch.save(tensors, folder / ("hydra_lm_head.pt" if layout.startswith("hydra") else "medusa_lm_head.pt"))
     return folder

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
+from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.medusa.published import convert
 from mmspec.drafters.registry import make_drafter
 from tests.medusa import COPIES, HEADS, LAYOUTS, check_heads, published, write
@@ -65,6 +66,18 @@ def test_a_target_may_have_more_tokens_than_the_heads(tmp_path):
     drafter, model = make_drafter(str(write(tmp_path, "hydra", config, tensors))), shared_model("llama")
     drafter.attach(plugins.target_class(model.config)(model))
     assert torch.equal(drafter.draft_ids, torch.arange(90))
+
+
+@pytest.mark.parametrize("layout", ["medusa", "hydra-prefix"])
+def test_shapes_at_full_size(layout):
+    """Those of Vicuna-7B."""
+    shape, tensors, _, verifier = convert(*published(layout, 5, LlamaConfig()), kind(layout), "here")
+    with torch.device("meta"):
+        expected = MedusaNetwork(shape).state_dict()
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in expected.items()}
+    assert (shape.heads, shape.head, verifier["vocab_size"]) == (5, 32000, 32000)
+    if shape.prefix:
+        assert (shape.layer.heads, shape.layer.kv_heads, shape.layer.head_dim, shape.layer.mlp) == (32, 32, 128, 11008)
 
 
 # ---------------------------------------------------------------------- refusals
