@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`, `dflash`, `medusa` and `hydra`: train drafters of any target, best on its own answers."""
+"""`mmspec train eagle3`, `dflash` and `medusa`: train drafters of any target, best on its own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import DFlashOptions, Eagle3Options, HydraOptions, MedusaOptions
+from mmspec.distil.options import DFlashOptions, Eagle3Options, MedusaOptions
 
 
 @click.command("eagle3")
@@ -42,7 +42,7 @@ def dflash(**options: Any) -> None:
 @click.command("medusa")
 @derived(MedusaOptions)
 def medusa(**options: Any) -> None:
-    """Train Medusa heads, which draft several tokens from the target's last state, independent of each other.
+    """Train Medusa or Hydra heads, one per token ahead, on the target's last state.
 
     Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
     OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters medusa OPTIONS`.
@@ -50,19 +50,6 @@ def medusa(**options: Any) -> None:
     from mmspec.distil.medusa import train_medusa
 
     train_medusa(MedusaOptions(**options))
-
-
-@click.command("hydra")
-@derived(HydraOptions)
-def hydra(**options: Any) -> None:
-    """Train Hydra heads, which draft several tokens from the target's last state and the tokens drafted before.
-
-    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
-    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters hydra OPTIONS`.
-    """
-    from mmspec.distil.medusa import train_hydra
-
-    train_hydra(HydraOptions(**options))
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ class HeadLoss(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaOptions(HeadLoss, RunOptions):
-    """Options of ``mmspec train medusa``."""
+    """Options of ``mmspec train medusa``, Hydra's included."""
 
     heads: int = again(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
     layers: int = again(MedusaConfig, "layers", "Residual layers per head.")
@@ -221,10 +221,5 @@ class MedusaOptions(HeadLoss, RunOptions):
         "Output layers of their own, which start as the target's.",
         declared=("--own-outputs/--shared-output",),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class HydraOptions(MedusaOptions):
-    """Options of ``mmspec train hydra``."""
-
+    grounded: bool = again(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
     prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")

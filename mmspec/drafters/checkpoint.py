@@ -125,21 +125,22 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / _WEIGHTS)
 
 
-def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
+def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
     """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
 
     Args:
         vocab: vocabulary size of the target.
         folder: the checkpoint, for error messages.
+        name: of the tensor.
 
     Raises:
         UserError: not distinct tokens of the target.
     """
-    ids = tensors.pop("draft_ids", None)
+    ids = tensors.pop(name, None)
     if ids is not None:
         fit = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
         if not fit or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < len(ids):
-            raise UserError(f"{folder}: draft_ids must be a 1D integer tensor of distinct tokens below {vocab}")
+            raise UserError(f"{folder}: {name} must be a 1D integer tensor of distinct tokens below {vocab}")
     return None if ids is None else ids.long()
 
 

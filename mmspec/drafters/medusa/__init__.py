@@ -30,5 +30,5 @@ HYDRA = DrafterSpec(
     "mmspec.drafters.medusa.drafter:Hydra",
     weights="required",
     recognises=partial(_recognises, "hydra"),
-    train="hydra",
+    train="medusa --grounded",
 )

@@ -66,7 +66,7 @@ def plain_losses(layout, tensors, target, batch, loss, ids):
 def test_heads_equal_those_run_alone(layout, loss, tmp_path):
     config, tensors = published(layout)
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
-    shape, ours, ids, _ = convert(config, tensors, "hydra" if layout.startswith("hydra") else "medusa", "here")
+    shape, ours, ids, _ = convert(config, tensors, "hydra" if layout.startswith("hydra") else "medusa", tmp_path)
     network = load_network(MedusaNetwork, shape, ours, tmp_path)
     if layout == "hydra-prefix":
         network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))
