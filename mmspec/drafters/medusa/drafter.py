@@ -85,11 +85,11 @@ class Medusa(PositionedDrafter):
     def _take_shape(self, target: Any) -> None:
         """Take the shape of a published decoder layer from the target, which it was made like: files do not have it."""
         own, rope = self.network.config.layer, getattr(target.config, "rope_parameters", None) or {}
-        shape = RotaryShape.like(target.config, mlp=own.mlp, rope=dict(rope))
-        for name in ("heads", "kv_heads"):
-            expected, received = getattr(own, name) * own.head_dim, getattr(shape, name) * shape.head_dim
-            if expected != received:
-                raise UserError(f"the drafter has {name} of width {expected} together: the target's have {received}")
+        plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+        shape = RotaryShape.like(target.config, mlp=own.mlp, rope=plain)
+        expected, received = ([one.heads * one.head_dim, one.kv_heads * one.head_dim] for one in (own, shape))
+        if expected != received:
+            raise UserError(f"the drafter has queries and keys of widths {expected}: the target has {received}")
         self.network.take_shape(shape)
         self._rotary, self._axis = rotary_of(shape)
 
