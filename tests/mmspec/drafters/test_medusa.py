@@ -42,7 +42,9 @@ def test_nodes_while_sampling(layout, tmp_path):
     check_heads(layout, tensors, shared_model("llama"), text_inputs(2), drafter, params=params, new=8)
 
 
-@pytest.mark.parametrize(("layout", "name"), [("medusa", "qwen2_5_vl"), ("hydra", "llava"), ("hydra-prefix", "llava")])
+@pytest.mark.parametrize(
+    ("layout", "name"), [("medusa", "qwen2_5_vl"), ("hydra", "llava"), ("hydra-prefix", "qwen2_5_vl")]
+)
 def test_nodes_after_images(layout, name, tmp_path):
     config, tensors = published(layout)
     drafter = drafter_of(tmp_path, layout, config, tensors)
