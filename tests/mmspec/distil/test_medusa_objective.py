@@ -87,6 +87,21 @@ def test_a_batch_without_answers_has_no_loss():
     assert float(MedusaObjective()(medusa_network(target.model), target, batch).total) == 0
 
 
+STARTS = [{"head": 101}, {"grounded": True, "layers": 2}, {"grounded": True, "prefix": True}]
+
+
+@pytest.mark.parametrize("changes", STARTS)
+def test_heads_start_as_the_targets_output_layer(changes):
+    target = TransformersTarget(shared_model("llama"))
+    network = medusa_network(target.model, **changes)
+    network.start(head_weight(target, None))
+    state, rotation = torch.randn(1, 5, 48), (torch.ones(5, 1, 1), torch.zeros(5, 1, 1))
+    assert torch.equal(network(state, rotation, lambda q, k, v: q), state)
+    for head, chain in enumerate(network.heads):
+        read = torch.cat([state, torch.randn(1, 5, 48 * (head + 1))], dim=-1) if network.config.grounded else state
+        torch.testing.assert_close(network.scores(head, [chain(read)], target.head), target.head(state))
+
+
 # ---------------------------------------------------------------------- trained
 
 
