@@ -108,7 +108,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: st
     tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors.items()}
     draft_ids = take_draft_ids(tensors, settings.vocab_size or 0, folder, "token_map")
     if draft_ids is not None:  # output layers may have a row of every token
-        whole_rows = [name for name, tensor in tensors.items() if len(tensor) == settings.vocab_size]
+        whole_rows = [name for name in tensors if rows_of(tensors, name) == settings.vocab_size]
         tensors |= {name: tensors[name][draft_ids] for name in whole_rows if name.startswith("lm_heads.")}
     names = _VLLM if any(name.startswith("blocks.") for name in tensors) else _ORIGINAL
     if layout == "hydra":
