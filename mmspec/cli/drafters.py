@@ -1,4 +1,4 @@
-"""`mmspec train eagle3` and `mmspec train dflash`: train drafters of any target, best on the target's own answers."""
+"""`mmspec train eagle3`, `dflash` and `medusa`: train drafters of any target, best on its own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import DFlashOptions, Eagle3Options
+from mmspec.distil.options import DFlashOptions, Eagle3Options, MedusaOptions
 
 
 @click.command("eagle3")
@@ -39,6 +39,19 @@ def dflash(**options: Any) -> None:
     from mmspec.distil.dflash import train_dflash
 
     train_dflash(DFlashOptions(**options))
+
+
+@click.command("medusa")
+@derived(MedusaOptions)
+def medusa(**options: Any) -> None:
+    """Train Medusa or Hydra heads, one per token ahead, on the target's last state.
+
+    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
+    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters medusa OPTIONS`.
+    """
+    from mmspec.distil.medusa import train_medusa
+
+    train_medusa(MedusaOptions(**options))
 
 
 if __name__ == "__main__":

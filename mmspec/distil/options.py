@@ -26,6 +26,7 @@ from mmspec.checks import (
 )
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.training.plan import Schedule
 
@@ -214,3 +215,27 @@ class DFlashOptions(BlockLoss, NetworkOptions):
         DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None
     )
     from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
+
+
+@dataclass(frozen=True)
+class HeadLoss(Checked):
+    """Settings of the objective of Medusa and Hydra."""
+
+    decay: float = again(Passes, "decay", "Weight of a head to the one before.")
+    loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadLoss, RunOptions):
+    """Options of ``mmspec train medusa``, Hydra's included."""
+
+    heads: int = again(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
+    layers: int = again(MedusaConfig, "layers", "Residual layers per head.")
+    own_outputs: bool = option(
+        True,
+        FLAG,
+        "Output layers of their own, which start as the target's.",
+        declared=("--own-outputs/--shared-output",),
+    )
+    grounded: bool = again(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
+    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")

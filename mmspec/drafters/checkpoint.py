@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mmspec.checks import TEXT, TEXTS, Checked, required, whole
-from mmspec.drafters.shape import HeadShape, TreeShape
+from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
 from mmspec.files import atomic, write_text
 
 S = TypeVar("S", bound=Checked)
-H = TypeVar("H", bound=HeadShape)
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
@@ -96,14 +95,15 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], dic
     return network, _load_tensors(folder), {**asdict(tree), "verifier": verifier}
 
 
-def read_head(folder: Path, kind: type[H]) -> tuple[H, dict[str, Tensor], Tensor | None, dict[str, Any]]:
-    """``read_network`` of a network that may have an output layer, ``head`` rows of its own.
+def read_head(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
+    """``read_network`` of a network that may have an output layer of its own, the ``head`` rows of its configuration.
 
     Returns:
         Configuration, tensors, the target's token of each of the rows, (n,) int64 (None is the identity), keywords.
     """
     config, tensors, keywords = read_network(folder, kind)
-    draft_ids, head = take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder), config.head
+    shape: Any = config
+    draft_ids, head = take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder), shape.head
     if draft_ids is not None and head not in (0, len(draft_ids)):
         raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {head}")
     return config, tensors, draft_ids, keywords
@@ -125,21 +125,22 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / _WEIGHTS)
 
 
-def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path) -> Tensor | None:
+def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
     """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
 
     Args:
         vocab: vocabulary size of the target.
         folder: the checkpoint, for error messages.
+        name: of the tensor.
 
     Raises:
         UserError: not distinct tokens of the target.
     """
-    ids = tensors.pop("draft_ids", None)
+    ids = tensors.pop(name, None)
     if ids is not None:
         fit = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
         if not fit or not len(ids) or bool(((ids < 0) | (ids >= vocab)).any()) or len(ids.unique()) < len(ids):
-            raise UserError(f"{folder}: draft_ids must be a 1D integer tensor of distinct tokens below {vocab}")
+            raise UserError(f"{folder}: {name} must be a 1D integer tensor of distinct tokens below {vocab}")
     return None if ids is None else ids.long()
 
 

@@ -7,6 +7,7 @@ Checkpoints are read strictly, without running their code. Layouts are recognise
 - ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
 - ``eagle3``: EAGLE-3 and P-EAGLE heads (arXiv 2503.01840, 2602.01469);
 - ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147);
+- ``medusa``, ``hydra``: Medusa and Hydra heads (arXiv 2401.10774, 2402.05109);
 - those in ``REFUSED``, which are not supported.
 
 MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
@@ -68,7 +69,8 @@ def recognise(folder: Path) -> str | None:
     """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, ``"dflash"``, a key of ``REFUSED`` or None.
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, ``"dflash"``, ``"medusa"``, ``"hydra"``, a key of
+        ``REFUSED`` or None.
 
     Raises:
         UserError: the weights cannot be read.
@@ -154,6 +156,9 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
         return "eagle4"
     if "dflash_config" in config or any(part in str(name).lower() for part in _DFLASH for name in classes):
         return "dflash"
+    for heads in ("medusa", "hydra"):
+        if f"{heads}_num_heads" in config or config.get("model_type") == heads:
+            return heads
     own = names & {"d2t", "t2d", "mask_hidden"}
     if own or any(name.startswith("midlayer.") or "hidden_norm" in name for name in names):
         return "eagle3"

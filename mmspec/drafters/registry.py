@@ -22,6 +22,7 @@ from mmspec.core.drafter import Drafter, as_drafter, members
 from mmspec.drafters import checkpoint
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.union import Union
+from mmspec.drafters.weight_files import HEADS
 from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline, is_path
 
@@ -206,6 +207,6 @@ def _from_hub(name: str) -> Path:
     """The local copy of a drafter checkpoint on the hub."""
     known = ", ".join(plugins.names("drafters"))
     message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
-    patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json"]
+    patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", *HEADS]
     with explained(message, OSError, ValueError), cache_if_offline("drafter", name) as options:
         return Path(snapshot_download(name, allow_patterns=patterns, **options))

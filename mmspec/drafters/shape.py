@@ -76,24 +76,32 @@ class LayerShape(Checked):
 
 
 @dataclass(frozen=True)
-class HeadShape(LayerShape):
-    """Shape of a network at the target's kind of rotary positions, which may have an output layer and an embedding of
-    its own: a ``LayerShape``, and
+class RotaryShape(LayerShape):
+    """Shape of decoder layers at the target's kind of rotary positions: a ``LayerShape``, and
 
     Attributes:
         rope: rotary positions in the form of transformers' ``rope_parameters``; empty are plain, with ``rope_theta``.
-        layers: decoder layers.
-        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
-        embedding: rows of an embedding of its own; 0 is the target's.
     """
 
     rope: dict = option(dict, OBJECT)
-    layers: int = option(1, whole(1, 64))
-    head: int = option(0, whole(0, 2**24))
-    embedding: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         from mmspec.drafters.hidden_state.rope import rotary_of
 
         rotary_of(self)  # raises
+
+
+@dataclass(frozen=True)
+class HeadShape(RotaryShape):
+    """Shape of a network that may have an output layer and an embedding of its own: a ``RotaryShape``, and
+
+    Attributes:
+        layers: decoder layers.
+        head: rows of an output layer of its own, the draft vocabulary; 0 is the target's output layer.
+        embedding: rows of an embedding of its own; 0 is the target's.
+    """
+
+    layers: int = option(1, whole(1, 64))
+    head: int = option(0, whole(0, 2**24))
+    embedding: int = option(0, whole(0, 2**24))

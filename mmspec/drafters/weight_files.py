@@ -15,14 +15,17 @@ from torch import Tensor
 from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError, explained
 
+HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
+"""Weight files of published Medusa and Hydra heads, beside which a folder may have those of the target."""
+
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder, safetensors preferred; empty if there are none.
+    """Weight files of a folder, heads first, safetensors preferred; empty if there are none.
 
     Raises:
         UserError: an invalid index, or one that lists a file outside of its folder.
     """
-    for name in ("model.safetensors", "pytorch_model.bin"):
+    for name in (*HEADS, "model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]
         if (folder / f"{name}.index.json").is_file():

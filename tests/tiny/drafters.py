@@ -18,6 +18,7 @@ from tests.tiny.models import (
     eagle_network,
     gemma4_assistant,
     mamba_network,
+    medusa_network,
     msd_network,
     mtp_network,
     text_model,
@@ -40,6 +41,9 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "gemma4": gemma4_assistant,
     "flash": partial(msd_network, latents=3, span=16, slots=2),
     "mamba": lambda model, **changes: mamba_network(**changes),
+    "hydra": partial(medusa_network, grounded=True),
+    "hydra-prefix": partial(medusa_network, grounded=True, layers=2, head=40, head_bias=True, prefix=True),
+    "medusa": partial(medusa_network, head=40),
     "msd": msd_network,
     "mtp": mtp_network,
     "peagle": partial(eagle3_network, mask_token_id=99),
@@ -47,7 +51,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 }
 """A random network of each trained drafter, for a model."""
 
-VARIANTS = {"dspark": "dflash", "peagle": "eagle3", "small-vision": "small"}
+VARIANTS = {"dspark": "dflash", "hydra-prefix": "hydra", "peagle": "eagle3", "small-vision": "small"}
 """Settings of registered drafters with which prompts are read or trees are grown in another way."""
 
 TREE = {"top_k": 3, "depth": 4, "total_tokens": 12}
@@ -88,6 +92,7 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
     if name == "dspark" and draft_tokens is not None:
         settings["markov_outputs"] = draft_tokens
     network = NETWORKS[name](model, **settings)
-    rows = 40 if spec.name == "eagle3" else draft_tokens  # rows of its own output layer
+    own = spec.name == "eagle3" or name in ("medusa", "hydra-prefix")  # an output layer of its own
+    rows = 40 if own else draft_tokens
     ids = {} if rows is None or name in ("gemma4", "mtp") else {"draft_ids": torch.arange(rows)}
     return spec.load()(network, **ids, **tree)

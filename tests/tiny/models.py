@@ -6,6 +6,7 @@ Weights have a large variance, so that greedy outputs vary instead of repeating 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +28,10 @@ from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.gemma4.drafter import sharing_allowed
+from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
-from mmspec.drafters.shape import LayerShape
+from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.vision.drafters.msd.config import MSDConfig
@@ -133,6 +136,19 @@ def dflash_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> DFl
     decoder = model.config.get_text_config()
     shape = {"block_size": 5, "mask_token_id": 99, "target_layer_ids": [0, 1], "layers": 2, "sliding": [1], "window": 3}
     return _random(DFlashNetwork, DFlashConfig.like(decoder, **shape | changes), seed)
+
+
+def medusa_network(model: PreTrainedModel, seed: int = 0, prefix: bool = False, **changes: Any) -> MedusaNetwork:
+    """A random network of Medusa for a model, with four heads.
+
+    Args:
+        prefix: with a decoder layer (Hydra++).
+        changes: fields of ``MedusaConfig`` to set.
+    """
+    decoder = model.config.get_text_config()
+    layer = asdict(RotaryShape.like(decoder)) if prefix else {}
+    fields = {"hidden_size": decoder.hidden_size, "heads": 4, "prefix": layer, **changes}
+    return _random(MedusaNetwork, MedusaConfig(**fields), seed)
 
 
 def mtp_network(model: PreTrainedModel, seed: int = 0) -> MTPNetwork:

@@ -1,4 +1,4 @@
-"""`mmspec train msd`, `flash`, `eagle3` and `dflash` on a tiny target."""
+"""`mmspec train msd`, `flash`, `eagle3`, `dflash` and `medusa` on a tiny target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
-from mmspec.cli.drafters import dflash, eagle3
+from mmspec.cli.drafters import dflash, eagle3, medusa
 from mmspec.distil.features import Features
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.eagle3.drafter import Eagle3
@@ -344,6 +344,27 @@ def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[.
     train(tmp_path / "b", *again, command=dflash)
     for name, value in saved(tmp_path / "a").items():
         torch.testing.assert_close(saved(tmp_path / "b")[name], value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", [["--layers", "2"], ["--grounded", "--shared-output"], ["--grounded", "--prefix"]])
+def test_heads_of_medusa_and_hydra_learn_to_predict_their_target(
+    options: list[str], model: str, train: Callable[..., str], tmp_path: Path
+) -> None:
+    tree = ["--heads", "3", "--top-k", "4", "--total-tokens", "12"]
+    train(tmp_path, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *tree, *options, command=medusa)
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.95 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    assert "right_3" in last
+    drafter = make_drafter(str(tmp_path / DRAFTER))
+    config = drafter.network.config
+    assert (drafter.name == "hydra") == config.grounded == ("--grounded" in options)
+    assert (config.heads, config.layers, bool(config.prefix)) == (3, 1 + ("--layers" in options), "--prefix" in options)
+    assert (config.head, len(drafter.draft_ids)) == (0 if "--shared-output" in options else 40, 40)
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].stats.mean_acceptance_length > 1.3
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, Norm, Rotation
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
 
 
 class FirstLayer(DecoderLayer):
@@ -46,18 +46,6 @@ class FirstLayer(DecoderLayer):
         return x + self.mlp(x)
 
 
-class LaterLayer(DecoderLayer):
-    """Decoder layer of Llama."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, config.hidden_size, input_norm=True)
-
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """(batch, nodes, hidden) -> (batch, nodes, hidden)."""
-        x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(x)
-
-
 class Eagle3Network(nn.Module):
     """See the module."""
 
@@ -70,7 +58,7 @@ class Eagle3Network(nn.Module):
             self.input_norm = Norm(config.states * source, eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(Norm(source, eps) for _ in range(config.states))
-        later = [LaterLayer(config) for _ in range(1, config.layers)]
+        later = [LlamaLayer(config) for _ in range(1, config.layers)]
         self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.norm = Norm(width, eps)
         if config.mask_token_id is not None:

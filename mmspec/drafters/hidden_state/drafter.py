@@ -44,7 +44,7 @@ class HiddenStateDrafter(TrainedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         rotary: rotary positions of its layers.
-        layers: number of its layers.
+        layers: number of its layers; without any, entries have no keys and values.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
@@ -96,6 +96,11 @@ class HiddenStateDrafter(TrainedDrafter):
             self._scores = self.scoring(target, probe)
 
     # ------------------------------------------------------------------ defined by subclasses
+
+    @staticmethod
+    def shape_of(network: Any) -> Any:
+        """Shape of a network's layers, a ``LayerShape``; by default, its configuration is one."""
+        return network.config
 
     @property
     def slots(self) -> int:
@@ -155,6 +160,7 @@ class HiddenStateDrafter(TrainedDrafter):
             # Padding attends to itself, so that no row of the mask is empty.
             allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
         alone = not (self.static_shapes or self.cache.rows)
+        self.cache.kv.device = x.device
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
         outputs = self.enter(x, rotation, allowed, cache)
         cache.commit_prompt(entries, mask, len(x))
@@ -185,10 +191,10 @@ class HiddenStateDrafter(TrainedDrafter):
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         """The network's layers in the C++ kernels; None where they do not take them."""
-        network = self.network
-        if kind is None or not cpu_library.available() or not NativeLayers.takes(network.config):
+        shape, layers = self.shape_of(self.network), self._layers
+        if not layers or kind is None or not cpu_library.available() or not NativeLayers.takes(shape):
             return None
-        return NativeLayers([layer.parts for layer in network.layers], network.config, kind)
+        return NativeLayers([layer.parts for layer in self.network.layers], shape, kind)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
@@ -221,6 +227,8 @@ class HiddenStateDrafter(TrainedDrafter):
 
     def _chain_mask(self, batch: int, width: int) -> Tensor | None:
         """What accepted tokens attend to, see ``allowed_slots``; None where the kernels take it as causal."""
+        if not self._layers:
+            return None
         if self.native_layers is not None and not self.static_shapes and not self.cache.padded:
             return None
         chain = torch.ones(width, width, dtype=torch.bool, device=self.like.device).tril().expand(batch, -1, -1)

@@ -105,6 +105,18 @@ class DecoderLayer(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class LlamaLayer(DecoderLayer):
+    """Decoder layer of Llama."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, shape.hidden_size, input_norm=True)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, hidden) -> (batch, nodes, hidden); arguments as for ``attention``."""
+        x = x + self.attention(self.input_norm(x), rotation, attend)
+        return x + self.mlp(x)
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
     cos, sin = rotation

@@ -25,7 +25,7 @@ class PositionedDrafter(HiddenStateDrafter):
             are the largest of its axes.
 
     Args:
-        network: its configuration is a ``HeadShape``.
+        network: the shape of its layers is a ``RotaryShape``.
         layers, draft_ids: see ``HiddenStateDrafter``.
         **settings: top_k, depth, total_tokens, verifier, too.
     """
@@ -33,7 +33,7 @@ class PositionedDrafter(HiddenStateDrafter):
     counts_tokens = True
 
     def __init__(self, network: Any, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
-        rotary, self._axis = rotary_of(network.config)
+        rotary, self._axis = rotary_of(self.shape_of(network))
         super().__init__(network, rotary, layers, draft_ids, **settings)
 
     @abstractmethod

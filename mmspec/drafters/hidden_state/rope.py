@@ -10,13 +10,13 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
-from mmspec.drafters.shape import HeadShape
+from mmspec.drafters.shape import RotaryShape
 from mmspec.errors import UserError, explained
 
 _SCALINGS = ("linear", "llama3", "yarn")  # frequencies that do not depend on the length
 
 
-def rotary_of(config: HeadShape) -> tuple[Rotary, Tensor | None]:
+def rotary_of(config: RotaryShape) -> tuple[Rotary, Tensor | None]:
     """Rotary positions, and for M-RoPE the position axis that each frequency turns with, (head_dim / 2,) int64.
 
     Raises:

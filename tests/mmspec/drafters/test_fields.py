@@ -21,7 +21,7 @@ from tests.tiny.drafters import NETWORKS, tiny_drafter
 from tests.tiny.models import text_inputs
 
 _WRONG = ("text", None, [], {}, 1.5, True, -1, 0, 10**9, 10**30, math.nan, math.inf, -math.inf, [1], {"a": 1})
-_HARMLESS = [("reads", []), ("sliding", [1]), ("causal", []), ("causal", [1]), ("mask_token_id", None)]
+_HARMLESS = [("reads", []), ("sliding", [1]), ("causal", []), ("causal", [1]), ("mask_token_id", None), ("prefix", {})]
 _ROOM = 200_000_000  # bytes that a refusal may take at most
 
 
@@ -33,7 +33,7 @@ def _recycle(target):
 
 
 _SAVED = [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")]
-_MORE = {"flash": {"slots": 3, "visual_states": True}, "mamba": {"vocab": 101}}
+_MORE = {"flash": {"slots": 3, "visual_states": True}, "hydra": {"prefix": True}, "mamba": {"vocab": 101}}
 
 
 @pytest.fixture(scope="module", params=_SAVED)

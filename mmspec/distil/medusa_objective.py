@@ -1,0 +1,82 @@
+"""Training objective of Medusa and Hydra: all heads at every token of the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.distil.options import HeadLoss
+from mmspec.distil.token_loss import token_loss
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class MedusaObjective(HeadLoss):
+    """Loss of heads against the target's next-token distributions, the sum of ``decay ** i`` times that of head i
+    (arXiv 2401.10774, section 2.2.1, whose goals are tokens; arXiv 2402.05109, section 3.1).
+
+    Head i reads the target's state at the token before an answer token, and predicts the answer's (i+1)-th token after
+    that.
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
+    """
+
+    def __call__(
+        self,
+        network: MedusaNetwork,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses on the answers of ``batch``.
+
+        Args:
+            network: to train.
+            target: for its frozen output layer.
+            batch: features of conversations.
+            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
+            generator, progress: unused; part of the interface of objectives.
+        """
+        followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
+        count, total = int(followed.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if count == 0:
+            return LossOutput(total, metrics)
+        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        with torch.no_grad():
+            goal = head(batch.hidden[:, 1:-1][followed]).float().softmax(-1)
+        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        states, wanted = _states(network, batch), followed
+        for number, chain in enumerate(network.heads):
+            length = followed.shape[1] - number
+            wanted = wanted[:, :length] & followed[:, number:]
+            if not bool(wanted.any()):
+                break
+            before = number + 1 if network.config.grounded else 0
+            read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
+            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], head)
+            truth = goal[index[:, number:][wanted]]
+            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
+            # Normalised by the tokens of the first head, so that the losses of several processes add up.
+            total = total + self.decay**number * len(truth) / count * loss
+            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
+        return LossOutput(total, metrics)
+
+
+def _states(network: MedusaNetwork, batch: Features) -> Tensor:
+    """What heads read of each token but the target's embeddings, (batch, length, hidden)."""
+    rotary, _ = rotary_of(network.config.layer)
+    rotary.reserve(batch.hidden.shape[1], batch.hidden)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return network.state(network(batch.hidden, rotary(slice(0, batch.hidden.shape[1])), attend))

@@ -1,0 +1,163 @@
+"""Medusa and Hydra drafters (arXiv 2401.10774, 2402.05109) for any target: text, vision-language and hybrid models.
+
+Medusa's heads are independent of each other: the most probable paths by the products of their probabilities are the
+tree (see ``slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its tree
+grows level by level, one head each.
+
+Entry j of a row is the target's state at token j. Only with a decoder layer (Hydra++) it has keys and values, at
+positions that count tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmspec import ops
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.drafters import checkpoint
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.drafters.medusa.published import read_published
+from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.slots import grow_slots
+from mmspec.errors import UserError
+
+
+class Medusa(PositionedDrafter):
+    """Medusa drafter.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, the target's token of each row of the output layers; None is the identity.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per head.
+    """
+
+    name: ClassVar[str] = "medusa"
+
+    def __init__(
+        self,
+        network: MedusaNetwork,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 6,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, len(network.layers), draft_ids, **tree, verifier=verifier)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Self:
+        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
+        keywords: dict[str, Any] = {}
+        found = None
+        if checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, found = read_published(folder, cls.name)
+        else:
+            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, MedusaConfig)
+        drafter = cls(checkpoint.load_network(MedusaNetwork, config, tensors, folder), draft_ids, **keywords)
+        drafter.published = found
+        return drafter
+
+    # ------------------------------------------------------------------ the target
+
+    @staticmethod
+    def shape_of(network: MedusaNetwork) -> RotaryShape:
+        return network.config.layer
+
+    def attach(self, target: Target) -> None:
+        if self.published is not None and self.network.config.prefix and target is not self._target:
+            self._take_shape(target)
+        super().attach(target)
+
+    def _take_shape(self, target: Any) -> None:
+        """Take the shape of a published decoder layer from the target, which it was made like: files do not have it."""
+        own, rope = self.network.config.layer, getattr(target.config, "rope_parameters", None) or {}
+        plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+        shape = RotaryShape.like(target.config, mlp=own.mlp, rope=plain)
+        expected, received = ([one.heads * one.head_dim, one.kv_heads * one.head_dim] for one in (own, shape))
+        if expected != received:
+            raise UserError(f"the drafter has queries and keys of widths {expected}: the target has {received}")
+        self.network.take_shape(shape)
+        self._rotary, self._axis = rotary_of(shape)
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        vocab: int = target.config.vocab_size  # type: ignore[attr-defined]
+        rows = self.network.config.head or (self.published or {}).get("vocab_size") or vocab
+        if self.draft_ids is None and rows < vocab:  # the target has more tokens than it was trained for
+            self.draft_ids = torch.arange(rows, device=probe.device)
+        if self.network.config.head or self.draft_ids is None:
+            return target.head
+        return target.narrow_head(self.draft_ids)
+
+    def states(self, output: TargetOutput) -> Tensor:
+        return output.features["last"]
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return states
+
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
+        return self.states(output)
+
+    # ------------------------------------------------------------------ steps
+
+    def reserve(self, width: int) -> None:
+        self.cache.reserve_nodes(width)
+        self._rotary.reserve(max(map(len, self._history)) + self.beyond + width, self.like)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        config, nodes = self.network.config, min(self.total_tokens, budget.nodes)
+        deepest = max(1, min(self.depth, config.heads, budget.max_depth, nodes))
+        state = self._state(len(token))
+        tokens, log_probs = self._ranked(0, [head(state) for head in self.network.heads[:deepest]])
+        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+
+    def _state(self, batch: int) -> Tensor:
+        """What heads read of each row, (batch, 1, hidden)."""
+        state: Tensor = self.network.state(self._output.data[:batch, None])
+        return state
+
+    def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments
+        as for ``MedusaNetwork.scores``."""
+        assert self._scores is not None, "attach comes first"
+        tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
+        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+
+
+class Hydra(Medusa):
+    """Hydra drafter; arguments as for ``Medusa``."""
+
+    name: ClassVar[str] = "hydra"
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        heads = self.network.heads
+        if not self.network.config.grounded:
+            return super().grow(token, budget)
+        read = self._after(self._state(len(token)), token[:, None])
+        levels = iter(range(1, len(heads)))
+        tokens, log_probs = self._ranked(0, [heads[0](read)])
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal read
+            read, level = self._after(take(read, origin), beam), next(levels)
+            return self._ranked(level, [heads[level](read)])
+
+        first, deepest = (tokens[:, 0], log_probs[:, 0]), min(self.depth, len(heads))
+        return grow_tree(token, first, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+
+    def _after(self, read: Tensor, tokens: Tensor) -> Tensor:
+        """What heads read after nodes: (batch, nodes, any), (batch, nodes) int64 -> (batch, nodes, any + hidden)."""
+        return torch.cat([read, self.target.embed(tokens).to(read.dtype)], dim=-1)

@@ -1,0 +1,183 @@
+"""Published Medusa and Hydra heads, and plain loops over their tensors."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+from transformers import LlamaModel
+
+from tests.draft_checks import check_drafts
+from tests.targets import row_of
+from tests.tiny import shared_model
+from tests.tiny.configs import VOCAB
+
+WIDTH, HEADS, LAYERS = 48, 3, 2
+MAP = torch.arange(4, 80, 2)
+COPIES = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")  # of the target's embedding
+LAYOUTS = ["medusa", "tgi", "vllm", "vllm-map", "vllm-narrow", "vllm-shared", "hydra", "hydra-free", "hydra-prefix"]
+
+
+def parts(layout, head, layer):
+    """Names of a residual layer, its projection and the head's output layer."""
+    if layout.startswith("hydra"):
+        number = 2 * layer + 1 if layout == "hydra-prefix" else layer
+        output = f"hydra_lm_head.{head}" + ".1" * (layout == "hydra-prefix")
+        return f"hydra_mlp.{head}.{number}.linear", f"hydra_mlp.{head}.{number}.res_connection", output
+    if layout.startswith("vllm"):
+        return f"blocks.{head}.layers.{layer}", "", f"lm_heads.{head}"
+    return f"{head}.{layer}.linear", "", f"{head}.{LAYERS}"
+
+
+def published(layout, heads=HEADS, full=None):
+    """Contents of a checkpoint's files: configuration and tensors.
+
+    Args:
+        full: configuration of a target of full size, for tensors without contents.
+    """
+    g = torch.Generator().manual_seed(0)
+    width, vocab = (WIDTH, VOCAB) if full is None else (full.hidden_size, full.vocab_size)
+
+    def random(*shape):
+        return torch.empty(shape, device="meta") if full else torch.randn(shape, generator=g) * 0.25
+
+    grounded, tensors = layout in ("hydra", "hydra-prefix"), {}
+    for head in range(heads):
+        for layer in range(LAYERS):
+            read = width * (head + 2 if grounded and not layer else 1)
+            linear, projection, output = parts(layout, head, layer)
+            for name in (linear, projection) if grounded and not layer else (linear,):
+                tensors[f"{name}.weight"] = random(width, read)
+                if layout not in ("vllm", "vllm-narrow", "vllm-shared"):
+                    tensors[f"{name}.bias"] = random(width)
+        if layout not in ("tgi", "vllm-shared"):
+            tensors[f"{output}.weight"] = random(len(MAP) if layout == "vllm-narrow" else vocab, width)
+        if layout.startswith("hydra"):
+            tensors[f"{output}.bias"] = random(vocab)
+    if layout.startswith("hydra"):
+        tensors["input_embed_fn.weight"] = random(vocab, width)  # a copy of the target's, which is not read
+    if layout == "hydra-prefix":
+        tensors |= {f"prefix_embeding_layer.{name}": value for name, value in prefix(full).state_dict().items()}
+    if layout in ("vllm-map", "vllm-narrow"):
+        tensors["token_map"] = MAP
+    if layout == "vllm-shared":
+        tensors["lm_heads.0.weight"] = shared_model("llama").get_output_embeddings().weight.detach().clone()
+    return configuration(layout, heads), tensors
+
+
+def configuration(layout, heads):
+    if layout.startswith("hydra"):
+        own = {"hydra_head_arch": "prefix-mlp" if layout == "hydra-prefix" else "mlp", "hidden_state_offset": 0}
+        own |= {"hydra_num_heads": heads, "hydra_num_layers": LAYERS, "grounded_heads": layout != "hydra-free"}
+        return {**own, "base_model_name_or_path": "base"}
+    if layout.startswith("vllm"):
+        own = {"model_type": "medusa", "num_heads": heads, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+        shared = {"original_lm_head": layout == "vllm-shared", "medusa_fc_bias": layout == "vllm-map"}
+        return {**own, **shared, "hidden_size": WIDTH, "architectures": ["MedusaModel"]}
+    return {"medusa_num_heads": heads, "medusa_num_layers": LAYERS, "base_model_name_or_path": "base"}
+
+
+def prefix(full=None):
+    """The decoder layer of Hydra++, of transformers' Llama."""
+    config = copy.deepcopy(full or shared_model("llama").config)
+    config.num_hidden_layers = 1
+    torch.manual_seed(5)
+    with torch.device("meta" if full else "cpu"):
+        model = LlamaModel(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model.eval()
+
+
+def write(folder, layout, config, tensors):
+    """A folder as it lies on the hub."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if layout.startswith("vllm"):
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    elif layout == "tgi":
+        save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")  # the target beside its heads
+        save_file(tensors, folder / "medusa_lm_head.safetensors")
+    else:
+        torch.save(tensors, folder / ("hydra_lm_head.pt" if layout.startswith("hydra") else "medusa_lm_head.pt"))
+    return folder
+
+
+@torch.no_grad()
+def logits(layout, tensors, head, state, embeds, output):
+    """Logits of a head from what it reads, (hidden,), and the embeddings of the tokens after that.
+
+    Args:
+        output: the target's output layer.
+    """
+    x = torch.cat([state, *embeds]) if layout in ("hydra", "hydra-prefix") else state
+    for layer in range(LAYERS):
+        linear, projection, own = parts(layout, head, layer)
+
+        def apply(name, x=x):
+            return tensors[f"{name}.weight"] @ x + tensors.get(f"{name}.bias", 0)
+
+        x = (apply(projection) if f"{projection}.weight" in tensors else x) + F.silu(apply(linear))
+    if layout in ("tgi", "vllm-shared"):
+        return output(x)
+    scores = tensors[f"{own}.weight"] @ x + tensors.get(f"{own}.bias", 0)
+    return scores[MAP] if layout == "vllm-map" else scores
+
+
+@torch.no_grad()
+def last_state(layout, model, row, said):
+    """What heads read of a prompt and what was said: the target's normed last states, after the decoder layer."""
+    states = []
+    hook = model.get_decoder().register_forward_hook(lambda _, args, out: states.append(out.last_hidden_state))
+    extended = {**row, "input_ids": torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)}
+    if "mm_token_type_ids" in row:
+        extended["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
+    model(**extended, use_cache=False)
+    hook.remove()
+    if layout == "hydra-prefix":
+        return prefix()(inputs_embeds=states[0]).last_hidden_state[0, -1]
+    return states[0][0, -1]
+
+
+def path_gain(layout, tensors, target, state, last, path):
+    """Probability of a path of tokens, head by head."""
+    gain, index = 1.0, {int(token): number for number, token in enumerate(MAP)}
+    for head, token in enumerate(path):
+        embeds = target.embed(torch.tensor([last, *path[:head]]))
+        probs = logits(layout, tensors, head, state, embeds, target.head).softmax(-1)
+        gain *= float(probs[index[token] if "token_map" in tensors else token])
+    return gain
+
+
+def check_heads(layout, tensors, model, inputs, drafter, **asked):
+    """Decode; every node must have the probability of the plain loop, and every output token be right."""
+    rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
+
+    def gains(target, b, said, paths):
+        state = last_state(layout, model, rows[b], said[:-1])
+        return [path_gain(layout, tensors, target, state, said[-1], path) for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)
+
+
+def plain_chain(layout, tensors, target, heads, prompt, answer):
+    """Accepted tokens of every step, bonus token included, where each head's best token is drafted.
+
+    Args:
+        prompt, answer: tokens of the target, greedy.
+    """
+    place, emitted = 1, []
+    while place < len(answer):
+        state = last_state(layout, target.model, {"input_ids": torch.tensor([prompt])}, answer[: place - 1])
+        embeds, head = target.embed(torch.tensor(answer[place - 1 :])), 0
+        while head < min(heads, len(answer) - place):  # up to the first draft that is wrong
+            drafted = logits(layout, tensors, head, state, embeds[: head + 1], target.head).argmax()
+            if int(drafted) != answer[place + head]:
+                break
+            head += 1
+        emitted.append(min(head + 1, len(answer) - place))
+        place += head + 1
+    return emitted
