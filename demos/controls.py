@@ -23,7 +23,7 @@ class Controls:
         opened: whether the first example is selected.
 
     Attributes:
-        settings: components of a request's settings, in the order of ``mmspec.demos.page``.
+        settings: components of a request's settings, in the order of ``mmspec.demos.tab``.
         media: the upload, in a list; empty for texts.
     """
 
@@ -84,6 +84,9 @@ class Controls:
             self.ask = gr.Button("Ask", size="md", elem_classes="mm-ask")
             self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop", interactive=False)
             self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
+        self.follow_up = gr.Checkbox(
+            False, label="Follow-up question: continues the conversation", interactive=False, elem_classes="mm-follow"
+        )
         self.methods = gr.CheckboxGroup(
             self.method_choices(model),
             value=self.catalog.methods(model)[:FEWEST],
