@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -56,15 +57,24 @@ class Conversation:
 
 
 class Tab:
-    """One tab and its event handlers."""
+    """One tab and its event handlers.
 
-    def __init__(self, service: Service, kind: Kind, folder: Path, claim: gr.HTML, *, opened: bool) -> None:
+    Args:
+        folder: where the examples are rendered.
+
+    Attributes:
+        unopened: whether its opening race has not been shown yet.
+    """
+
+    def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
         self.service, self.kind, self.folder = service, kind, folder
-        self.controls = Controls(service.catalog, kind, folder, opened)
-        self.conversation = gr.State(Conversation(), time_to_live=_IDLE_SECONDS)
+        with gr.Tab(kind.capitalize(), id=kind) as self.shown:
+            self.controls = Controls(service.catalog, kind, folder)
+            self.unopened = gr.State(True)
+            self.conversation = gr.State(Conversation(), time_to_live=_IDLE_SECONDS)
         controls = self.controls
         buttons = [controls.race, controls.ask, controls.stop, controls.follow_up]
-        self.outputs = [self.conversation, controls.result, claim, *buttons]
+        self.outputs = [self.conversation, controls.result, controls.claim, *buttons]
         self._connect_events()
 
     def _connect_events(self) -> None:
@@ -74,33 +84,39 @@ class Tab:
         raced = gr.on([controls.race.click, controls.prompt.submit], self.race, inputs, self.outputs, **QUEUED)
         answered = controls.ask.click(self.ask, inputs, self.outputs, **QUEUED)
         controls.stop.click(self.stop, self.conversation, None, **UNQUEUED)
-        running = [raced, answered]
+        opened = self.shown.select(self.opening, self.unopened, [self.unopened, *self.outputs], **QUEUED)
+        running = [raced, answered, opened]
         controls.clear.click(self.clear, None, self.outputs, cancels=running, **UNQUEUED)
         for media in controls.media:
             # A separate event cancels at once; after the clearing it would cancel the next request.
             gr.on([media.upload, media.clear], None, cancels=running, api_visibility="private")
             gr.on([media.upload, media.clear], self.clear, None, self.outputs, **UNQUEUED)
-        for button, example in zip(controls.example_buttons, controls.examples, strict=True):
+        for number, button in enumerate(controls.example_buttons):
             button.click(None, cancels=running, api_visibility="private")
             shown = controls.media or [controls.prompt]
-            button.click(lambda value=example.value: (value, *self.clear()), None, [*shown, *self.outputs], **UNQUEUED)
+            button.click(partial(self.example, number), controls.model, [*shown, *self.outputs], **UNQUEUED)
         gr.on(
             [controls.model.change, controls.drafter.change],
             self.select,
             [controls.model, controls.drafter, controls.methods],
-            [controls.methods, controls.about],
+            [controls.methods, controls.about, *controls.example_buttons],
             **UNQUEUED,
         )
 
-    def select(self, model: str, drafter: str, chosen: Sequence[str]) -> tuple[Any, str]:
-        """Updates of method picker and note for a model."""
+    def example(self, number: int, model: str) -> tuple[Any, ...]:
+        """Start a new conversation about an example that suits the model."""
+        return self.controls.examples(model)[number].value, *self.clear()
+
+    def select(self, model: str, drafter: str, chosen: Sequence[str]) -> tuple[Any, ...]:
+        """Updates of method picker, note and examples for a model."""
         model = model or self.service.catalog.default_model(self.kind)
         choices = self.controls.method_choices(model, drafter)
         names = [name for _, name in choices]
         kept = [name for name in chosen if name in names]
         picked = kept if len(kept) >= FEWEST else names[:FEWEST]
         about = views.about_html(model, self.kind, self.service.catalog)
-        return gr.CheckboxGroup(choices, value=picked), about
+        labels = [gr.Button(example.label) for example in self.controls.examples(model)]
+        return gr.CheckboxGroup(choices, value=picked), about, *labels
 
     def ask(
         self, conversation: Conversation, follow_up: bool, prompt: str, _: Any, *settings: Any
@@ -153,8 +169,14 @@ class Tab:
         limits = plugins.limits(self.service.with_defaults(chat).model)
         return "" if limits is None or samples.is_sample(chat, self.folder) else limits
 
-    def _run(self, conversation: Conversation, chat: ChatRequest, work: Iterator[Race]) -> Iterator[tuple[Any, ...]]:
-        """Run a request; yields values of ``outputs``. The answer becomes a turn, also if it was stopped."""
+    def _run(
+        self, conversation: Conversation, chat: ChatRequest, work: Iterator[Race], *, plays: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
+        """Run a request; yields values of ``outputs``. The answer becomes a turn, also if it was stopped.
+
+        Args:
+            plays: whether the replay plays by itself.
+        """
         if conversation.stop is not None:
             yield (gr.skip(),) * len(self.outputs)
             return
@@ -174,10 +196,17 @@ class Tab:
             return
         finally:
             work.close()  # type: ignore[attr-defined]
-        yield self._finished(conversation, chat, result, limits, stopped=stop.is_set())
+        yield self._finished(conversation, chat, result, limits, stopped=stop.is_set(), plays=plays)
 
     def _finished(
-        self, conversation: Conversation, chat: ChatRequest, race: Race | None, limits: str, stopped: bool
+        self,
+        conversation: Conversation,
+        chat: ChatRequest,
+        race: Race | None,
+        limits: str,
+        *,
+        stopped: bool,
+        plays: bool,
     ) -> tuple[Any, ...]:
         """Values of ``outputs`` at the end of a request."""
         earlier = conversation.history_html
@@ -189,23 +218,29 @@ class Tab:
         stopped = stopped and not complete
         text = views.tokens_html(answer.tokens)
         turn = chat.prompt, answer.text.strip(), views.stopped_html(text) if stopped else text
-        recorded = recording(race.lanes, self.service.with_defaults(chat), samples.example_of(chat, self.folder))
+        example = samples.example_of(chat, self.folder)
+        recorded = {**recording(race.lanes, self.service.with_defaults(chat), example), "plays": plays and not stopped}
         html = views.result_html(earlier, chat.prompt, race, limits=limits, stopped=stopped, recorded=recorded)
         claim = views.claim_html(race) if race.finished else gr.skip()
         conversation = replace(conversation, turns=[*conversation.turns, turn])
         return conversation, html, claim, *_buttons(conversation)
 
-    # ------------------------------------------------------------------ the first race
+    def opening(self, unopened: bool, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+        """The race of the first example, when a visitor without a link first sees the tab.
 
-    def opening(self) -> Iterator[tuple[Any, ...]]:
-        """The race of the first example, which the page opens on."""
-        first = self.controls.examples[0].value
+        Yields values of ``unopened`` and ``outputs``.
+        """
+        if not unopened or "kind" in request.query_params:
+            yield (gr.skip(),) * (1 + len(self.outputs))
+            return
+        first = self.controls.examples(self.service.catalog.default_model(self.kind))[0].value
         if self.kind == "text":
             chat = ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)
         else:
             upload = Upload(first, Path(first).name)
             chat = ChatRequest(self.kind, DEFAULT_PROMPTS[self.kind], upload, max_new_tokens=_OPENING_TOKENS)
-        yield from self._run(Conversation(), chat, self.service.opening(chat))
+        for values in self._run(Conversation(), chat, self.service.opening(chat), plays=True):
+            yield False, *values
 
 
 def _buttons(conversation: Conversation) -> tuple[Any, ...]:

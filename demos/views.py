@@ -49,7 +49,7 @@ def claim_html(race: Race | None = None) -> str:
         heading = headline(race)
         fast, slow = race.fastest, race.baseline
         compared = f"<b>{escape(label(fast.drafter))}</b> against {_method(slow)} decoding of {escape(fast.model)}. "
-    return f'<p class="mm-name">mmspec</p><h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>'
+    return f"<h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>"
 
 
 def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
@@ -163,7 +163,7 @@ def _asked(prompt: str) -> str:
 
 def _waiting(ahead: int | None) -> str:
     if not ahead:
-        return "Reading the prompt…"
+        return "Loading the model and reading the prompt…"
     return f"Waiting: {ahead} request{'' if ahead == 1 else 's'} ahead of yours…"
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -13,7 +14,7 @@ from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import Upload
 from mmspec.demos.page import build
 from mmspec.demos.racing import Race
-from mmspec.demos.samples import TEXTS
+from mmspec.demos.samples import TEXTS, TRAINED_TEXTS
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.demos.streaming import StreamedAnswer, Token
@@ -111,7 +112,7 @@ def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
         ("image", "How many objects are there?", "tiny-llava", [sample]),
         ("image", "Describe the image.", "tiny-llava", [drawn]),
         ("image", "Describe the image.", "llava", [Upload(str(tmp_path / "lake.png"), "lake.png")]),
-        ("text", next(iter(TEXTS.values())), "tiny-hybrid", []),
+        ("text", next(iter(TRAINED_TEXTS.values())), "tiny-hybrid", []),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)
         assert "mm-limits" not in html
@@ -164,3 +165,29 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
     assert "stopped" in conversations[-1].turns[0][2]
     assert "stopped" in outputs[1]
     assert [button.interactive for button in outputs[3:]] == [True, True, False, True]
+
+
+def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
+    for kind, tab in ask.tabs.items():
+        unopened, conversation, html, *_ = list(tab.opening(True, SimpleNamespace(query_params={})))[-1]
+        prompt = service.requests[-1].prompt
+        assert unopened is False
+        assert conversation.history == [(prompt, "yes")]
+        assert f'class="mm-asked">{prompt}' in html
+        assert "&quot;plays&quot;:true" in html
+        assert service.requests[-1].kind == kind
+        raced = len(service.requests)
+        for again, query in ((False, {}), (True, {"kind": "text"})):
+            ((skipped, *_),) = tab.opening(again, SimpleNamespace(query_params=query))
+            assert skipped is not False
+        assert len(service.requests) == raced
+    _, html = ask("text", "Hello", "tiny-hybrid", press="race")
+    assert "&quot;plays&quot;:false" in html  # only the opening replay plays by itself
+
+
+def test_examples_suit_the_model(ask):
+    tab = ask.tabs["text"]
+    for model, texts in (("smollm2", TEXTS), ("tiny-hybrid", TRAINED_TEXTS)):
+        *_, first, second, third = tab.select(model, "auto", [])
+        assert [first.value, second.value, third.value] == list(texts)
+        assert [tab.example(number, model)[0] for number in range(3)] == list(texts.values())
