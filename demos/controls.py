@@ -79,11 +79,11 @@ class Controls:
         self.prompt = gr.Textbox(
             example if text else DEFAULT_PROMPTS[self.kind],
             label="Prompt",
-            lines=4 if text else 1,
+            lines=1,  # of more than one, gradio breaks the line at Enter
             max_lines=8,
             max_length=MAX_PROMPT_CHARS,
             placeholder="Ask something",
-            elem_classes="mm-prompt",
+            elem_classes=["mm-prompt", *["mm-tall"] * text],
         )
         with gr.Row(elem_classes="mm-buttons"):
             self.race = gr.Button("Race", variant="primary", size="md", elem_classes="mm-go")

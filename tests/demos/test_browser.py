@@ -304,6 +304,24 @@ def test_missing_upload_empty_prompt_and_unknown_model(visit):
     page.locator(".mm-note:visible", has_text="cannot load model 'nobody/nothing'").wait_for()
 
 
+@pytest.mark.parametrize("name", ["Image", "Text"])
+def test_enter_sends_and_shift_enter_breaks_the_line(visit, name):
+    page = visit()
+    page.get_by_role("tab", name=name).click()
+    page.locator(".mm-play:visible").wait_for()
+    prompt, asked = page.locator(".mm-prompt:visible textarea"), page.locator(".mm-out:visible .mm-asked")
+    prompt.fill("Work out:")
+    prompt.press("Shift+Enter")
+    prompt.press_sequentially("3 + 4")
+    assert prompt.input_value() == "Work out:\n3 + 4"
+    page.wait_for_timeout(300)
+    assert "Work out" not in asked.inner_text()
+    prompt.press("Enter")
+    page.locator(".mm-out:visible .mm-asked", has_text="Work out:").wait_for()
+    assert (asked.inner_text(), prompt.input_value()) == ("Work out:\n3 + 4",) * 2
+    assert page.locator(".mm-tall textarea").count() == 0 or prompt.bounding_box()["height"] > 80
+
+
 def test_text_prompt(visit):
     page = visit()
     page.get_by_role("tab", name="Text").click()
