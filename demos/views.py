@@ -180,13 +180,12 @@ def _spoken(race: Race, stopped: bool) -> str:
 
 def _lanes_html(race: Race, stopped: bool, recorded: dict[str, Any] | None) -> str:
     lanes = race.lanes
-    shown = "".join(_lane(lane, stopped) for lane in lanes)
     timing = _timing(race, recorded)
     figures = race.finished and len(lanes) > 1 and not timing
     parts = [
         f"<h2>{_heading(race, stopped, timing)}</h2>",
         '<div class="mm-player"></div>' if recorded else "",
-        f'<div class="mm-lanes" data-lanes="{len(lanes)}">{shown}</div>',
+        f'<div class="mm-lanes" data-lanes="{len(lanes)}">{"".join(_lane(lane, stopped) for lane in lanes)}</div>',
         _legend(lanes),
         '<div class="mm-tree-view"></div>' if recorded else "",
         _table(race) if figures else "",
@@ -209,14 +208,13 @@ def _timing(race: Race, recorded: dict[str, Any] | None) -> bool:
 
 
 def _heading(race: Race, stopped: bool, timing: bool) -> str:
-    lanes = race.lanes
     if stopped:
         return "Stopped"
-    if len(lanes) == 1:
-        return "Answer" if lanes[0].finished else "Answering…"
+    if len(race.lanes) == 1:
+        return "Answer" if race.lanes[0].finished else "Answering…"
     if not race.finished:
         return "Racing…"
-    order = sorted(lanes, key=lambda lane: lane.seconds)
+    order = sorted(race.lanes, key=lambda lane: lane.seconds)
     times = " · ".join(f"{escape(label(lane.drafter))} {format_duration(lane.seconds)}" for lane in order)
     if not race.equal:
         margin = race.difference.margin if race.difference else None
