@@ -31,7 +31,7 @@ class Catalog:
         """The model for requests that name none."""
         suited = self.models_for(kind)
         first = [self.default] if (kind == "text") == self.opens_on_text else []
-        return next((name for name in (*first, DEFAULT_MODELS[kind], *suited) if name in suited), self.default)
+        return next((name for name in (*first, *DEFAULT_MODELS[kind], *suited) if name in suited), self.default)
 
     @property
     def opens_on_text(self) -> bool:
@@ -71,5 +71,5 @@ def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, op
     installed, registered = plugins.installed(), plugins.names("drafters")
     all_models = [*models, *(installed if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
-    default = models[0] if models else DEFAULT_MODELS["image"]
+    default = models[0] if models else DEFAULT_MODELS["image"][0]
     return Catalog(tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN])), default, open)

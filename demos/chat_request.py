@@ -16,7 +16,12 @@ from mmspec.vision.decoding import Decoder
 Kind = Literal["image", "video", "text"]
 
 DEFAULT_PROMPTS: dict[Kind, str] = {"image": "Describe the image.", "video": "Describe the video.", "text": ""}
-DEFAULT_MODELS: dict[Kind, str] = {"image": "tiny-llava", "video": "tiny-llava", "text": "tiny-hybrid"}
+DEFAULT_MODELS: dict[Kind, tuple[str, ...]] = {
+    "image": ("tiny-llava",),
+    "video": ("tiny-llava",),
+    "text": ("smollm2", "tiny-hybrid"),
+}
+"""The first one that is installed."""
 
 MAX_PROMPT_CHARS = 4000
 MAX_NEW_TOKENS = 512

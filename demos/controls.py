@@ -11,7 +11,7 @@ from mmspec.demos import views
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
 from mmspec.demos.methods import FEWEST, MOST, label
-from mmspec.demos.samples import examples
+from mmspec.demos.samples import Example, media, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
 
 
@@ -20,32 +20,39 @@ class Controls:
 
     Args:
         folder: where the examples are rendered.
-        opened: whether the first example is selected.
 
     Attributes:
-        settings: components of a request's settings, in the order of ``mmspec.demos.page``.
+        claim: the tab's headline.
+        settings: components of a request's settings, in the order of ``mmspec.demos.tab``.
         media: the upload, in a list; empty for texts.
     """
 
-    def __init__(self, catalog: Catalog, kind: Kind, folder: Path, opened: bool) -> None:
+    def __init__(self, catalog: Catalog, kind: Kind, folder: Path) -> None:
         self.catalog, self.kind = catalog, kind
-        self.examples = examples(kind, folder)
+        self._media_examples = [] if kind == "text" else media(kind, folder)
+        self.claim = gr.HTML(views.claim_html(), elem_classes="mm-head", apply_default_css=False)
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
-                self._add_inputs(opened)
+                self._add_inputs()
                 with gr.Accordion("Settings", open=False):
                     self._add_settings()
             with gr.Column(scale=3, min_width=300):
                 self.result = gr.HTML(
-                    views.result_html([], self.prompt.value if opened else ""),
+                    views.result_html([], self.prompt.value),
                     elem_classes="mm-out",
                     apply_default_css=False,
                     min_height=200,
                 )
 
-    def _add_inputs(self, opened: bool) -> None:
+    def examples(self, model: str) -> list[Example]:
+        """The examples for a model, which has as many as any other."""
+        return texts(model) if self.kind == "text" else self._media_examples
+
+    def _add_inputs(self) -> None:
         self.media: list[Any] = []
-        example = self.examples[0].value if opened else None
+        model = self.catalog.default_model(self.kind)
+        examples = self.examples(model)
+        example = examples[0].value
         if self.kind == "image":
             sources: Any = ["upload", "clipboard"]
             self.media = [
@@ -63,27 +70,29 @@ class Controls:
             self.media = [
                 VideoUpload(example, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
             ]
-        model = self.catalog.default_model(self.kind)
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [
-                gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in self.examples
+                gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in examples
             ]
         text = self.kind == "text"
         self.prompt = gr.Textbox(
             example if text else DEFAULT_PROMPTS[self.kind],
             label="Prompt",
-            lines=4 if text else 1,
+            lines=1,  # of more than one, gradio breaks the line at Enter
             max_lines=8,
             max_length=MAX_PROMPT_CHARS,
             placeholder="Ask something",
-            elem_classes="mm-prompt",
+            elem_classes=["mm-prompt", *["mm-tall"] * text],
         )
         with gr.Row(elem_classes="mm-buttons"):
             self.race = gr.Button("Race", variant="primary", size="md", elem_classes="mm-go")
             self.ask = gr.Button("Ask", size="md", elem_classes="mm-ask")
             self.stop = gr.Button("Stop", size="md", elem_classes="mm-stop", interactive=False)
             self.clear = gr.Button("Clear", size="md", elem_classes="mm-clear")
+        self.follow_up = gr.Checkbox(
+            False, label="Follow-up question: continues the conversation", interactive=False, elem_classes="mm-follow"
+        )
         self.methods = gr.CheckboxGroup(
             self.method_choices(model),
             value=self.catalog.methods(model)[:FEWEST],

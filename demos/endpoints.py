@@ -44,9 +44,11 @@ class Answer(TypedDict):
 
 
 class Comparison(TypedDict):
-    """A race. The speedups are those of the fastest lane; ``first_difference`` is -1 if all tokens are equal."""
+    """A race: each lane is the one of median time of ``runs`` runs. The speedups are those of the fastest lane;
+    ``first_difference`` is -1 if all tokens are equal."""
 
     lanes: list[Answer]
+    runs: int
     baseline: str
     fastest: str
     decode_speedup: float
@@ -215,6 +217,7 @@ def comparison_result(race: Race) -> Comparison:
     fastest = race.fastest if race.finished else None
     return {
         "lanes": [answer_result(lane) for lane in race.lanes],
+        "runs": race.runs,
         "baseline": race.baseline.drafter if fastest else "",
         "fastest": fastest.drafter if fastest else "",
         "decode_speedup": (race.decode_speedup(fastest) or 0.0) if fastest else 0.0,

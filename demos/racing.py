@@ -1,9 +1,11 @@
-"""Races: several methods answer one request, interleaved and timed separately."""
+"""Races: several methods answer one request in turns, several times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from time import perf_counter as clock
 from typing import Any
 
 from mmspec.compare import Difference, first_difference
@@ -11,25 +13,35 @@ from mmspec.demos.models import LoadedModel
 from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+
+RUNS = 3
+"""Answers of each method, of which a race shows that of median time."""
+
+AS_FAST = 1.05
+"""Ratio of times within which two methods are as fast as each other."""
 
 _WARM_UP = 8  # tokens
+_PAUSES = 0.05, 0.5  # seconds between updates in the first run and in later ones: consumers slow the methods down
 
 
 @dataclass
 class Race:
-    """Answers of several methods to one request. The comparison is set when all are complete.
+    """Answers of several methods to one request. The comparison is set when all are complete for the first time.
 
     Attributes:
-        lanes: an answer per method.
+        lanes: an answer per method: of the first run, then the one of median time.
         equal: whether the tokens of all lanes are equal.
         difference: the first difference of a lane from the first lane, if any.
         ahead: number of requests before this one; None once it runs.
+        runs: complete runs that the lanes are chosen from.
     """
 
     lanes: list[StreamedAnswer]
     equal: bool | None = None
     difference: Difference | None = None
     ahead: int | None = None
+    runs: int = 0
 
     @property
     def finished(self) -> bool:
@@ -50,6 +62,11 @@ class Race:
         """Seconds of the baseline over those of a lane, image preprocessing and prefill included."""
         return self.baseline.seconds / lane.seconds
 
+    @property
+    def pays(self) -> bool:
+        """Whether the fastest lane is faster than the baseline by more than chance (``AS_FAST``)."""
+        return self.speedup(self.fastest) > AS_FAST
+
     def decode_speedup(self, lane: StreamedAnswer) -> float | None:
         """The same of the decode phase; None for answers of one token."""
         assert lane.stats is not None
@@ -61,43 +78,67 @@ class Race:
 def race(
     loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any], keywords: Mapping[str, Any]
 ) -> Iterator[Race]:
-    """Answer a request with several methods, interleaved step by step and timed separately.
+    """Answer a request with several methods ``RUNS`` times; the lanes become each method's median run.
 
-    The method that has used least time so far takes the next step, so that all run under the same conditions and
-    none slows another down; nothing else may decode meanwhile. All are warmed up first.
+    The methods take turns: each answers alone, once in every run, so that none slows another down and a disturbance
+    of the machine meets all; nothing else may decode meanwhile. All are warmed up first. The first run is streamed.
 
     Raises:
         UserError: two methods are the same drafter, or one cannot be made for this model.
     """
-    pipes = {}
+    pipes = _pipelines(loaded, methods)
+    for pipe in pipes.values():
+        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
+    result = Race([StreamedAnswer(loaded.name, name) for name in pipes])
+    runs: list[list[StreamedAnswer]] = []
+    while len(runs) < RUNS:
+        lanes: list[StreamedAnswer] = []
+        for number, (name, pipe) in enumerate(pipes.items()):
+            shown = -inf
+            for answer in stream_answer(pipe, name, request, keywords):
+                if not runs:
+                    result.lanes[number] = answer
+                if clock() >= shown + _PAUSES[bool(runs)]:
+                    yield result
+                    shown = clock()
+            lanes.append(answer)
+        runs.append(lanes)
+        if len(runs) % 2:  # the median of an even number is no run
+            result.lanes = [_median(answers) for answers in zip(*runs, strict=True)]
+            result.runs = len(runs)
+        if result.equal is not False:
+            _compare(result, [lane for lanes in runs for lane in lanes], loaded.open, request, keywords)
+        yield result
+
+
+def _pipelines(loaded: LoadedModel, methods: Sequence[str]) -> dict[str, Pipeline]:
+    """The pipelines by the names of their methods, which must differ."""
+    pipes: dict[str, Pipeline] = {}
     for method in methods:
         pipe = loaded.pipeline(method)
         name = resolved(method, pipe)
         if name in pipes:
             raise UserError(f"a race compares different methods: got {name} twice, as {method!r} is {name}")
         pipes[name] = pipe
-    for pipe in pipes.values():
-        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
-    running = {name: stream_answer(pipe, name, request, keywords) for name, pipe in pipes.items()}
-    lanes = {name: StreamedAnswer(loaded.name, name) for name in pipes}
-    result = Race(list(lanes.values()))
-    while running:
-        name = min(running, key=lambda lane: lanes[lane].seconds)
-        answer = next(running[name], None)
-        if answer is None:
-            del running[name]
-        else:
-            lanes[name] = answer
-            result.lanes = list(lanes.values())
-            yield result
-    _compare(result, loaded, request, keywords)
-    yield result
+    return pipes
 
 
-def _compare(result: Race, loaded: LoadedModel, request: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-    first, *others = result.lanes
-    unequal = next((lane for lane in others if lane.token_ids != first.token_ids), None)
+def _median(answers: Sequence[StreamedAnswer]) -> StreamedAnswer:
+    """The answer of median time among an odd number."""
+    return sorted(answers, key=lambda answer: answer.seconds)[len(answers) // 2]
+
+
+def _compare(
+    result: Race,
+    answers: Sequence[StreamedAnswer],
+    open_pipeline: Callable[[str], Pipeline],
+    request: Mapping[str, Any],
+    keywords: Mapping[str, Any],
+) -> None:
+    """Set whether the tokens of all answers, of all runs, are equal."""
+    first, *others = answers
+    unequal = next((answer for answer in others if answer.token_ids != first.token_ids), None)
     if unequal is not None:
         tokens = unequal.token_ids, first.token_ids
-        result.difference = first_difference(loaded.open(PLAIN), request, keywords, *tokens)
+        result.difference = first_difference(open_pipeline(PLAIN), request, keywords, *tokens)
     result.equal = unequal is None

@@ -357,6 +357,7 @@ function linkTo(settings) {
 }
 
 const live = element("div", { id: "mm-live", class: "mm-sr", role: "status", "aria-live": "polite" });
+const played = new Set(); // kinds whose opening replay has played by itself
 let following = false;
 let planned = false;
 
@@ -366,7 +367,10 @@ function update() {
     const recorded = section.querySelector("[data-recording]");
     if (!recorded) continue;
     section.dataset.on = "";
-    new Replay(section, JSON.parse(recorded.dataset.recording));
+    const read = JSON.parse(recorded.dataset.recording), replay = new Replay(section, read), { kind } = read.settings;
+    if (!read.plays || played.has(kind) || matchMedia("(prefers-reduced-motion: reduce)").matches) continue;
+    played.add(kind);
+    replay.toggle();
   }
   const said = [...document.querySelectorAll(".mm-say")].filter((one) => one.parentElement.offsetParent).map((one) => one.textContent);
   if (said.length && said[0] !== live.textContent) live.textContent = said[0];

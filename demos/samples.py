@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from mmspec import plugins
 from mmspec.demos.chat_request import ChatRequest, Kind
 from mmspec.vision.embedded import samples
 from mmspec.vision.scenes.__main__ import SCALE, write_clip
@@ -20,7 +21,7 @@ from mmspec.vision.video import load_video
 _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
 _CLIPS = {7_000_100: "Another clip"}
 
-TEXTS = {
+TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
     "A Python function": (
         "Write a Python function count_of_list(items) that gives how many there are of all items that are even."
@@ -30,7 +31,14 @@ TEXTS = {
         "- carpet: tall, red, beside the wall"
     ),
 }
-"""Example prompts by their label on the page."""
+"""Example prompts for ``tiny-hybrid``, by their label on the page."""
+
+TEXTS = {
+    "A Python class": "Write a Python class Stack with push, pop and peek.",
+    "A process": "What is photosynthesis? Explain it in three steps.",
+    "A city": "What is the capital of France, and what is it known for?",
+}
+"""Example prompts for other models."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,14 @@ class Example:
     icon: str | None = None
 
 
-def examples(kind: Kind, folder: Path) -> list[Example]:
-    """The examples of a kind; images and clips are rendered into ``folder``, beside the samples of the package."""
-    if kind == "text":
-        return [Example(label, prompt) for label, prompt in TEXTS.items()]
+def texts(model: str) -> list[Example]:
+    """The prompts for a model, as many for each."""
+    prompts = TEXTS if plugins.limits(model) is None else TRAINED_TEXTS
+    return [Example(label, prompt) for label, prompt in prompts.items()]
+
+
+def media(kind: Kind, folder: Path) -> list[Example]:
+    """The images or clips, which are rendered into ``folder``, beside the samples of the package."""
     if kind == "image":
         shipped = shutil.copyfile(samples() / "scene.png", folder / "scene.png")
         drawn = [Example("A sign", str(shipped), str(shipped))]
@@ -82,7 +94,7 @@ def example_of(request: ChatRequest, folder: Path) -> str | None:
 def is_sample(request: ChatRequest, folder: Path) -> bool:
     """Whether a request's upload is one of the examples in ``folder``, or its text an example."""
     if request.upload is None:
-        return request.prompt.strip() in TEXTS.values()
+        return request.prompt.strip() in TRAINED_TEXTS.values()
     return example_of(request, folder) is not None
 
 

@@ -17,6 +17,7 @@ from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")
+_OPENING_RACES = 2  # at most
 
 
 class Service:
@@ -32,7 +33,7 @@ class Service:
         self.models = models
         self.catalog = catalog
         self.uploads = uploads
-        self._opening: Race | None = None
+        self._openings: dict[Kind, Race] = {}
 
     def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         """Stream an answer by ``chat.drafter``. All errors are raised as ``UserError``."""
@@ -51,12 +52,18 @@ class Service:
         return self.models.turns.run(_user_errors(self._race(chat, methods)), waiting, alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
-        """The race that the page opens on: it runs for the first visitor, later ones get its result."""
-        if self._opening is None:
-            for race in self.race(chat):
-                yield race
-            self._opening = race
-        yield self._opening
+        """The race that a tab opens on: it runs for the first visitor, later ones get its result.
+
+        One in which no method is faster, as while the machine is busy with other things, is repeated once.
+        """
+        if chat.kind not in self._openings:
+            for _ in range(_OPENING_RACES):
+                for race in self.race(chat):
+                    yield race
+                if race.pays:
+                    break
+            self._openings[chat.kind] = race
+        yield self._openings[chat.kind]
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)

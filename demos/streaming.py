@@ -42,7 +42,8 @@ class StreamedAnswer:
     Attributes:
         drafter: the method of decoding, see ``resolved``.
         token_text: decodes token ids, special tokens included.
-        seconds: time spent so far, image preprocessing included.
+        seconds: time spent so far: image preprocessing, and the engine's steps. Time of the consumer does not count.
+        limit: maximum number of tokens.
         steps: the verified draft trees so far.
         pass_ends: ``seconds`` at the end of the prefill and of every pass so far.
         ahead: number of requests before this one; None once it runs.
@@ -57,6 +58,7 @@ class StreamedAnswer:
     tokens: list[Token] = field(default_factory=list)
     steps: list[TreeRecord] = field(default_factory=list)
     seconds: float = 0.0
+    limit: int = 1
     pass_ends: list[float] = field(default_factory=list)
     ahead: int | None = None
     stats: Stats | None = None
@@ -117,13 +119,11 @@ def stream_answer(
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, method, pipe.io.tokenizer.decode)
-    pieces = pipe.stream(**request, **keywords, trace=pipe.drafter is not None)
-    while True:
-        start = clock()
-        piece = next(pieces, None)
-        answer.seconds += clock() - start
-        if piece is None:
-            return
+    answer = StreamedAnswer(pipe.name, method, pipe.io.tokenizer.decode, limit=keywords["max_new_tokens"])
+    start, preprocessing = clock(), None
+    for piece in pipe.stream(**request, **keywords, trace=pipe.drafter is not None):
+        if preprocessing is None:
+            preprocessing = clock() - start - piece.seconds
+        answer.seconds = preprocessing + piece.seconds
         answer.append(piece, pipe.io.decode)
         yield answer

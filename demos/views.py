@@ -14,7 +14,7 @@ from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import Kind
 from mmspec.demos.methods import label
 from mmspec.demos.plots import format_duration, histogram, time_split
-from mmspec.demos.racing import Race
+from mmspec.demos.racing import AS_FAST, RUNS, Race
 from mmspec.demos.streaming import StreamedAnswer, Token
 from mmspec.drafters.registry import PLAIN
 
@@ -32,9 +32,9 @@ _CHECKPOINTS: dict[Kind, str] = {
 }
 _EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one drafter."
 _TIMING = (
-    "How the race is timed: same weights, same process, no other request meanwhile. The methods run interleaved step "
-    "by step, each on its own clock, and the one that has used least time takes the next step. One run each, after a "
-    "short warm-up; plain decoding is this engine without a drafter."
+    "How the race is timed: same weights, same process, no other request meanwhile. After a short warm-up, the methods "
+    f"take turns, each alone, up to {RUNS} times; shown is each method's run of median time. Plain decoding is this "
+    "engine without a drafter."
 )
 _EXPLANATION = (
     "A small drafter proposes several tokens ahead, and the model verifies all of them in one pass. What you read is "
@@ -49,7 +49,7 @@ def claim_html(race: Race | None = None) -> str:
         heading = headline(race)
         fast, slow = race.fastest, race.baseline
         compared = f"<b>{escape(label(fast.drafter))}</b> against {_method(slow)} decoding of {escape(fast.model)}. "
-    return f'<p class="mm-name">mmspec</p><h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>'
+    return f"<h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>"
 
 
 def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
@@ -68,9 +68,16 @@ def headline(race: Race) -> str:
     if not race.equal:
         difference = race.difference
         return f"The answers differ from token {1 + difference.position} on" if difference else "The answers differ"
-    count, ratio = len(race.baseline.token_ids), race.speedup(race.fastest)
-    faster = f"{ratio:.1f}x sooner" if ratio >= 1 else f"{1 / ratio:.1f}x later"
-    return f"The same {count} token{'' if count == 1 else 's'}, {faster}"
+    count, runs = len(race.baseline.token_ids), race.runs
+    rests = f"median of {runs} runs" if runs > 1 else "one run"
+    return f"The same {count} token{'' if count == 1 else 's'}, {_faster(race.speedup(race.fastest))} ({rests})"
+
+
+def _faster(ratio: float) -> str:
+    """A ratio of times in words; the digits of one within ``AS_FAST`` would say nothing."""
+    if 1 / AS_FAST <= ratio <= AS_FAST:
+        return "as fast"
+    return f"{ratio:.1f}x faster" if ratio > 1 else f"{1 / ratio:.1f}x slower"
 
 
 def tokens_html(tokens: Iterable[Token]) -> str:
@@ -124,7 +131,7 @@ def result_html(
     spoken, latest = "", ""
     if prompt and race is not None and race.lanes:
         latest = _lanes_html(race, stopped, recorded)
-        spoken = _spoken(race, stopped)
+        spoken = "Racing…" if _timing(race, recorded) else _spoken(race, stopped)
     elif prompt and not note:
         spoken = _waiting(ahead)
         latest = f'<p class="mm-wait">{spoken}</p>'
@@ -156,7 +163,7 @@ def _asked(prompt: str) -> str:
 
 def _waiting(ahead: int | None) -> str:
     if not ahead:
-        return "Reading the prompt…"
+        return "Loading the model and reading the prompt…"
     return f"Waiting: {ahead} request{'' if ahead == 1 else 's'} ahead of yours…"
 
 
@@ -173,50 +180,53 @@ def _spoken(race: Race, stopped: bool) -> str:
 
 def _lanes_html(race: Race, stopped: bool, recorded: dict[str, Any] | None) -> str:
     lanes = race.lanes
-    longest = max(1, *(len(lane.token_ids) for lane in lanes))
-    shown = "".join(_lane(lane, longest, stopped) for lane in lanes)
-    complete = race.finished or all(lane.finished for lane in lanes)
+    timing = _timing(race, recorded)
+    figures = race.finished and len(lanes) > 1 and not timing
     parts = [
-        f"<h2>{_heading(race, stopped)}</h2>",
+        f"<h2>{_heading(race, stopped, timing)}</h2>",
         '<div class="mm-player"></div>' if recorded else "",
-        f'<div class="mm-lanes" data-lanes="{len(lanes)}">{shown}</div>',
+        f'<div class="mm-lanes" data-lanes="{len(lanes)}">{"".join(_lane(lane, stopped) for lane in lanes)}</div>',
         _legend(lanes),
         '<div class="mm-tree-view"></div>' if recorded else "",
-        _table(race) if race.finished and len(lanes) > 1 else "",
+        _table(race) if figures else "",
     ]
-    if complete:
+    if figures or (len(lanes) == 1 and lanes[0].finished):
         drafted = [lane for lane in lanes if lane.stats is not None and lane.steps]
         fastest = min(drafted, key=lambda lane: lane.seconds, default=None)
         parts.append(_plots(fastest) if fastest else "")
-    if race.finished and len(lanes) > 1:
-        parts.append(f'<p class="mm-made">{_TIMING}</p>')
+    if figures:
+        parts.append(f'<p class="mm-made">{_TIMING} Complete runs: {race.runs}.</p>')
     if recorded:
         data = escape(json.dumps(recorded, ensure_ascii=False, separators=(",", ":")))
         parts.append(f'<div class="mm-share" data-recording="{data}"></div>')
     return f'<section class="mm-result">{"".join(parts)}</section>'
 
 
-def _heading(race: Race, stopped: bool) -> str:
-    lanes = race.lanes
+def _timing(race: Race, recorded: dict[str, Any] | None) -> bool:
+    """Whether the answers of a race are complete and it is timed further."""
+    return race.finished and race.runs < RUNS and recorded is None
+
+
+def _heading(race: Race, stopped: bool, timing: bool) -> str:
     if stopped:
         return "Stopped"
-    if len(lanes) == 1:
-        return "Answer" if lanes[0].finished else "Answering…"
+    if len(race.lanes) == 1:
+        return "Answer" if race.lanes[0].finished else "Answering…"
     if not race.finished:
         return "Racing…"
-    order = sorted(lanes, key=lambda lane: lane.seconds)
+    order = sorted(race.lanes, key=lambda lane: lane.seconds)
     times = " · ".join(f"{escape(label(lane.drafter))} {format_duration(lane.seconds)}" for lane in order)
     if not race.equal:
         margin = race.difference.margin if race.difference else None
         return f"{times}" + ("" if margin is None else f"; the logit margin at the difference is {margin:.2g}")
-    return f"{times}: equal tokens"
+    return f"{times}: equal tokens" + (f"; timing {RUNS - race.runs} more runs…" if timing else "")
 
 
 def _method(lane: StreamedAnswer) -> str:
     return "plain" if lane.drafter == PLAIN else escape(label(lane.drafter))
 
 
-def _lane(lane: StreamedAnswer, longest: int, stopped: bool) -> str:
+def _lane(lane: StreamedAnswer, stopped: bool) -> str:
     count, stats = len(lane.token_ids), lane.stats
     speed = stats.tokens_per_second if stats else count / lane.seconds if lane.seconds else 0.0
     kind = f"{count / (lane.passes + 1):.1f} tokens per pass" if lane.drafter != PLAIN else "one token per pass"
@@ -230,7 +240,7 @@ def _lane(lane: StreamedAnswer, longest: int, stopped: bool) -> str:
     return (
         f'<section class="{css_class}" aria-label="{name}"><header><h3>{name}</h3><span>{kind}</span></header>'
         f'<p class="mm-speed"><b>{speed:.0f}</b> {unit}</p><p class="mm-count">{passes} · {lane.seconds:.2f} s</p>'
-        f'<div class="mm-bar"><i style="width:{100 * count / longest:.1f}%"></i></div>'
+        f'<div class="mm-bar"><i style="width:{100 if lane.finished else 100 * count / lane.limit:.1f}%"></i></div>'
         f'<div class="mm-text">{stopped_html(text) if stopped else text}</div>'
         f'<p class="mm-made">{escape(lane.model)}{end}</p></section>'
     )

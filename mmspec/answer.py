@@ -42,7 +42,8 @@ class Generation:
 @dataclass(frozen=True)
 class Piece:
     """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
-    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``."""
+    so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``.
+    ``seconds`` are those of the engine for the answer so far, waiting and prefill included."""
 
     text: str
     token_ids: list[int]
@@ -50,6 +51,7 @@ class Piece:
     stats: Stats | None = None
     trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    seconds: float = 0.0
 
 
 class Answer:
@@ -131,7 +133,9 @@ class Answer:
             return None
         stats = sequence.stats if reason else None
         logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
-        piece = Piece(text, self._pending, reason, stats, list(sequence.trees or ()), logprobs)
+        piece = Piece(
+            text, self._pending, reason, stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
+        )
         self._sent += len(self._pending)
         self._pending = []
         return piece

@@ -38,9 +38,12 @@ def visit(browser, address):
     """Open the page as a new visitor; fails on JavaScript errors."""
     contexts, errors = [], []
 
-    def opened(size=WIDE, theme="light", query=""):
+    def opened(size=WIDE, theme="light", query="", motion="reduce"):
         context = browser.new_context(
-            viewport=size, permissions=["clipboard-read", "clipboard-write"], has_touch=size == PHONE
+            viewport=size,
+            permissions=["clipboard-read", "clipboard-write"],
+            has_touch=size == PHONE,
+            reduced_motion=motion,
         )
         contexts.append(context)
         page = context.new_page()

@@ -18,7 +18,7 @@ def main(folder: Path) -> None:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     with demo_server() as address, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
         page.goto(f"{address}?__theme=light")
         page.locator(".mm-play").wait_for()
         page.wait_for_timeout(1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from mmspec import plugins
-from mmspec.demos.catalog import make_catalog
+from mmspec.demos.catalog import Catalog, make_catalog
 from mmspec.demos.models import ModelCache
 from mmspec.demos.server import run_server
 
@@ -24,10 +25,16 @@ SHORT = {"max_new_tokens": 12}
 TIMEOUT = 600  # seconds; reached only if something hangs
 
 
+def embedded_catalog() -> Catalog:
+    """The catalog without the models that take long to load."""
+    made = make_catalog()
+    return replace(made, models=tuple(name for name in made.models if plugins.limits(name)))
+
+
 @contextmanager
 def demo_server(**options: Any) -> Iterator[str]:
     """Run a demo server; yields its address."""
-    given = {"models": ModelCache(device="cpu"), "catalog": make_catalog(), "server_port": 0, **options}
+    given = {"models": ModelCache(device="cpu"), "catalog": embedded_catalog(), "server_port": 0, **options}
     with run_server(**given) as page:
         yield page.local_url
 

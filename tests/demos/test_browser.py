@@ -26,21 +26,6 @@ EDGES = """nodes => { const all = nodes.map((node) => node.getBoundingClientRect
   return [Math.min(...all.map((one) => one.left)), Math.max(...all.map((one) => one.right))]; }"""
 
 
-def test_page_opens_on_a_raced_example(visit):
-    page = visit()
-    assert page.title() == "mmspec"
-    assert re.fullmatch(r"The same 61 tokens, \d+\.\dx (sooner|later)", page.locator("h1").inner_text())
-    lanes = page.locator(".mm-lane .mm-text").all_inner_texts()
-    assert lanes[0] == lanes[1]
-    assert lanes[0].startswith("There is a sign at the bottom")
-    assert plugins.limits("tiny-llava").partition(";")[0] in page.locator(".mm-about:visible").inner_text()
-    assert "mmspec demo --model" in page.locator(".mm-about:visible").inner_text()
-    assert page.locator("#mm-live").inner_text().startswith("The same 61 tokens")
-    assert page.locator(".mm-stop:visible").is_disabled()
-    assert "Built with Gradio" not in page.inner_text("footer")
-    save_screenshot(page, "start")
-
-
 def test_replay(visit):
     page = visit()
     hidden, slider = page.locator(".mm-lane .mm-later"), page.get_by_label("Pass", exact=True)
@@ -102,7 +87,7 @@ def test_four_lanes(visit):
     assert page.locator(".mm-lane h3").all_inner_texts() == ["Plain", "FLASH", "MSD", "FLASH, chain"]
     assert len(set(page.locator(".mm-lane .mm-text").all_inner_texts())) == 1
     assert page.locator(".mm-table:visible tbody tr").count() == 4
-    assert page.locator(".mm-asked").count() == 2  # the race is a turn of the conversation
+    assert page.locator(".mm-asked").count() == 1  # a new conversation
     page.get_by_label("Lane of the draft tree").select_option(label="FLASH, chain")
     assert len({round(node.bounding_box()["y"] / 4) for node in page.locator(".mm-tree g:not(.bonus)").all()}) == 1
     save_screenshot(page, "lanes")
@@ -185,6 +170,7 @@ def test_follow_up_question(visit):
     ask(page)
     prompt = page.locator(".mm-prompt:visible textarea, .mm-prompt:visible input").first
     prompt.fill("How many objects are there?")
+    page.locator(".mm-follow:visible input").check()
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-out:visible .mm-asked").nth(1).wait_for()
     page.locator(".mm-play:visible").wait_for()
@@ -195,6 +181,7 @@ def test_follow_up_question(visit):
     assert "three" in page.locator(".mm-out:visible .mm-text").nth(1).inner_text()
     page.locator(".mm-clear:visible").click()
     page.locator(".mm-out:visible .mm-empty").wait_for()
+    assert page.locator(".mm-follow:visible input").is_disabled()
 
 
 def test_note_on_limits_of_an_embedded_model(visit, tmp_path):
@@ -248,6 +235,24 @@ def test_missing_upload_empty_prompt_and_unknown_model(visit):
     model.press("Enter")
     page.locator(".mm-ask:visible").click()
     page.locator(".mm-note:visible", has_text="cannot load model 'nobody/nothing'").wait_for()
+
+
+@pytest.mark.parametrize("name", ["Image", "Text"])
+def test_enter_sends_and_shift_enter_breaks_the_line(visit, name):
+    page = visit()
+    page.get_by_role("tab", name=name).click()
+    page.locator(".mm-play:visible").wait_for()
+    prompt, asked = page.locator(".mm-prompt:visible textarea"), page.locator(".mm-out:visible .mm-asked")
+    prompt.fill("Work out:")
+    prompt.press("Shift+Enter")
+    prompt.press_sequentially("3 + 4")
+    assert prompt.input_value() == "Work out:\n3 + 4"
+    page.wait_for_timeout(300)
+    assert "Work out" not in asked.inner_text()
+    prompt.press("Enter")
+    page.locator(".mm-out:visible .mm-asked", has_text="Work out:").wait_for()
+    assert (asked.inner_text(), prompt.input_value()) == ("Work out:\n3 + 4",) * 2
+    assert page.locator(".mm-tall textarea").count() == 0 or prompt.bounding_box()["height"] > 80
 
 
 def test_text_prompt(visit):
@@ -307,6 +312,7 @@ def test_stop_cancels_the_request(visit, monkeypatch):
     page.locator(".mm-mark:visible").wait_for()
     assert page.locator(".mm-stop:visible").is_disabled()
     page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
+    page.locator(".mm-follow:visible input").check()
     ask(page)  # the next request runs, and the stopped one is a turn
     assert page.locator(".mm-out:visible .mm-asked").all_inner_texts() == ["Tell a long story.", "Work out: 37 + 48"]
     assert page.locator(".mm-out:visible .mm-talk .mm-mark").count() == 1

@@ -52,11 +52,20 @@ def test_open_catalog_allows_any_name():
         pytest.param(["smollm2", "llava"], False, ("llava", "smollm2"), marks=needs_smollm2),
     ],
 )
-def test_default_models_are_in_the_catalog(models, open, expected):
+def test_default_models_are_in_the_catalog(models, open, expected, monkeypatch):
+    if "smollm2" not in models:
+        others = [name for name in plugins.installed() if name != "smollm2"]
+        monkeypatch.setattr(plugins, "installed", lambda: others)
     made = make_catalog(models, open=open)
     assert (made.default_model("image"), made.default_model("text")) == expected
     assert made.default_model("video") == expected[0]
     assert set(expected) <= set(made.models)
+
+
+def test_texts_are_answered_by_a_language_model_where_one_is_installed(monkeypatch):
+    monkeypatch.setattr(plugins, "installed", lambda: ["tiny-hybrid", "tiny-llava", "smollm2"])
+    assert make_catalog().default_model("text") == "smollm2"
+    assert make_catalog(["llava"], open=False).default_model("text") == "llava"
 
 
 def test_models_and_methods_of_a_kind():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mmspec.compare import Difference
 from mmspec.demos.racing import Race, race
 from mmspec.demos.streaming import StreamedAnswer
 from mmspec.engine.stats import Stats
@@ -71,9 +74,44 @@ class _Recorded:
 @pytest.mark.parametrize(("limit", "tokens"), [(5, 5), (64, 8)])
 def test_all_methods_are_warmed_up(monkeypatch: pytest.MonkeyPatch, limit: int, tokens: int) -> None:
     pipes = {name: _Recorded() for name in ("none", "msd")}
-    loaded = SimpleNamespace(name="tiny", pipeline=pipes.__getitem__)
+    loaded = SimpleNamespace(name="tiny", pipeline=pipes.__getitem__, open=None)
     monkeypatch.setattr("mmspec.demos.racing.resolved", lambda method, pipe: method)
     monkeypatch.setattr("mmspec.demos.racing.stream_answer", lambda pipe, name, *_: iter([lane(name)]))
     *_, last = race(loaded, ["none", "msd"], {"prompt": "Hi"}, {"max_new_tokens": limit})  # type: ignore[arg-type]
     assert last.equal
     assert [pipe.calls for pipe in pipes.values()] == [[tokens], [tokens]]
+
+
+def raced(monkeypatch: pytest.MonkeyPatch, times: dict[str, list[float]], tokens: Sequence[int] = ()) -> list[Race]:
+    """Race methods whose answers take the given seconds, run by run; ``tokens`` are those of all answers in turn."""
+    pipes = {name: SimpleNamespace(generate=lambda **_: None, left=iter(times[name])) for name in times}
+    loaded = SimpleNamespace(name="tiny", pipeline=pipes.__getitem__, open=lambda _: None)
+    last, running = iter(tokens), set()
+
+    def answers(pipe: Any, name: str, *_: Any) -> Iterator[StreamedAnswer]:
+        assert not running  # each answers alone
+        running.add(name)
+        yield StreamedAnswer("tiny", name)
+        answer = lane(name, next(pipe.left))
+        answer.token_ids = [1, next(last, 2)]
+        yield answer
+        running.remove(name)
+
+    monkeypatch.setattr("mmspec.demos.racing.resolved", lambda method, pipe: method)
+    monkeypatch.setattr("mmspec.demos.racing.stream_answer", answers)
+    monkeypatch.setattr("mmspec.demos.racing.first_difference", lambda *_: Difference(1, 2, 3, 0.5))
+    return [replace(one) for one in race(loaded, list(times), {}, {"max_new_tokens": 2})]  # type: ignore[arg-type]
+
+
+def test_lanes_are_the_median_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = raced(monkeypatch, {"none": [9.0, 2.0, 4.0], "msd": [1.0, 8.0, 2.0]})
+    assert [lane.seconds for lane in states[-1].lanes] == [4.0, 2.0]
+    assert (states[-1].runs, states[-1].equal, states[-1].pays) == (3, True, True)
+    first = next(state for state in states if state.finished)
+    assert (first.runs, first.equal) == (1, True)  # complete after the first run
+    assert not Race([lane("none", 1.05), lane("msd", 1.0)]).pays
+
+
+def test_a_difference_in_any_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = raced(monkeypatch, {"none": [1.0] * 3, "msd": [1.0] * 3}, tokens=[2, 2, 2, 2, 2, 3])[-1]
+    assert (last.equal, last.difference) == (False, Difference(1, 2, 3, 0.5))

@@ -144,8 +144,11 @@ def test_answer_result():
 @pytest.mark.parametrize(
     ("seconds", "equal", "heading"),
     [
-        (4.0, True, "The same 6 tokens, 2.0x sooner"),
-        (1.0, True, "The same 6 tokens, 2.0x later"),
+        (4.0, True, "The same 6 tokens, 2.0x faster (median of 3 runs)"),
+        (2.1, True, "The same 6 tokens, as fast (median of 3 runs)"),
+        (1.91, True, "The same 6 tokens, as fast (median of 3 runs)"),
+        (1.88, True, "The same 6 tokens, 1.1x slower (median of 3 runs)"),
+        (1.0, True, "The same 6 tokens, 2.0x slower (median of 3 runs)"),
         (4.0, False, "The answers differ from token 4 on"),
     ],
 )
@@ -153,14 +156,35 @@ def test_race(seconds, equal, heading):
     race = Race([finished("none", seconds=seconds), finished()])
     assert "Racing" in result_html([], "Who?", race)
     assert heading not in claim_html(race)
+    race.runs = 3
     race.equal, race.difference = equal, None if equal else Difference(3, 1, 2, 0.0123)
     assert f"<h1>{heading}</h1>" in claim_html(race)
     html = result_html([], "Who?", race)
-    assert "each on its own clock" in html
+    assert "Complete runs: 3." in html
     assert ("the logit margin at the difference is 0.012" in html) is not equal
     rows = re.findall("<tr>(.*?)</tr>", html)
     assert len(rows) == 3
     assert rows[2].endswith(f"<td>{seconds / 2:.2f}x</td>")
+
+
+def test_race_that_is_timed_further_and_one_that_was_stopped_meanwhile():
+    race = Race([finished("none"), finished(seconds=1.0)], equal=True, runs=1)
+    html = result_html([], "Who?", race)
+    assert "equal tokens; timing 2 more runs…" in html
+    assert "<tr>" not in html
+    html = result_html([], "Who?", race, recorded={"lanes": []})
+    assert "more runs" not in html
+    assert "Complete runs: 1." in html
+    assert "(one run)" in claim_html(race)
+
+
+def test_bars_are_full_only_at_the_end():
+    answer = StreamedAnswer("tiny", "none", limit=8)
+    for count in range(1, 5):
+        answer.append(Piece(text([65]), [65]), text)
+        assert f"width:{12.5 * count}%" in result_html([], "Who?", Race([answer, answer]))
+    answer.append(Piece("", [], "stop", Stats()), text)
+    assert "width:100.0%" in result_html([], "Who?", Race([answer, answer]))
 
 
 def test_recording():

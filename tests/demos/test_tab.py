@@ -1,21 +1,24 @@
-"""Tests of the page's event handlers, without a browser."""
+"""Tests of a tab's event handlers, without a browser."""
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from mmspec import plugins
-from mmspec.demos import page as page_module
+from mmspec.demos import tab as tab_module
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import Upload
-from mmspec.demos.page import Conversation, build
+from mmspec.demos.page import build
 from mmspec.demos.racing import Race
-from mmspec.demos.samples import TEXTS
+from mmspec.demos.samples import TEXTS, TRAINED_TEXTS
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.demos.streaming import StreamedAnswer, Token
+from mmspec.demos.tab import Conversation
 from mmspec.engine.stats import Stats
 from mmspec.vision.embedded import samples
 
@@ -50,20 +53,20 @@ def service(tmp_path):
 @pytest.fixture
 def ask(service, monkeypatch):
     """Press "Ask" or "Race" in the tab of a kind; returns the final conversation and HTML."""
-    tabs, init = {}, page_module._Tab.__init__
+    tabs, init = {}, tab_module.Tab.__init__
 
     def record(self, service, kind, *rest, **options):
         tabs[kind] = self
         init(self, service, kind, *rest, **options)
 
-    monkeypatch.setattr(page_module._Tab, "__init__", record)
+    monkeypatch.setattr(tab_module.Tab, "__init__", record)
     build(service, service.uploads.folder / "samples")
 
-    def press_button(kind, prompt, model, *media, conversation=None, press="ask"):
+    def press_button(kind, prompt, model, *media, conversation=None, follow_up=False, press="ask"):
         handler = getattr(tabs[kind], press)
-        return list(handler(conversation or Conversation(), prompt, ["none", "ngram"], model, *SETTINGS, *media))[-1][
-            :2
-        ]
+        return list(
+            handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], model, *SETTINGS, *media)
+        )[-1][:2]
 
     press_button.tabs = tabs
     return press_button
@@ -79,7 +82,7 @@ def store_upload(service, path):
 
 def test_conversations_have_different_seeds(ask, service):
     conversation, _ = ask("text", "Hello", "tiny-hybrid")
-    conversation, _ = ask("text", "And?", "tiny-hybrid", conversation=conversation)
+    conversation, _ = ask("text", "And?", "tiny-hybrid", conversation=conversation, follow_up=True)
     ask("text", "Hello", "tiny-hybrid")
     seeds = [request.seed for request in service.requests]
     assert seeds[0] == seeds[1] == conversation.seed != 0
@@ -109,7 +112,7 @@ def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
         ("image", "How many objects are there?", "tiny-llava", [sample]),
         ("image", "Describe the image.", "tiny-llava", [drawn]),
         ("image", "Describe the image.", "llava", [Upload(str(tmp_path / "lake.png"), "lake.png")]),
-        ("text", next(iter(TEXTS.values())), "tiny-hybrid", []),
+        ("text", next(iter(TRAINED_TEXTS.values())), "tiny-hybrid", []),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)
         assert "mm-limits" not in html
@@ -124,17 +127,25 @@ def test_names_outside_the_catalog_raise(ask, service, press):
 
 
 def test_given_seed(service, ask, monkeypatch):
-    monkeypatch.setattr("tests.demos.test_page.SETTINGS", ("auto", 0.0, 7, 12, 8))
+    monkeypatch.setattr("tests.demos.test_tab.SETTINGS", ("auto", 0.0, 7, 12, 8))
     ask("text", "Hello", "tiny-hybrid")
     assert service.requests[0].seed == 7
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
-def test_turns_are_kept(ask, service, press):
+@pytest.mark.parametrize(("follow_up", "history"), [(False, []), (True, [("Hello", "yes")])])
+def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(ask, service, press, follow_up, history):
     conversation, _ = ask("text", "Hello", "tiny-hybrid", press=press)
-    _, html = ask("text", "And?", "tiny-hybrid", conversation=conversation, press=press)
-    assert service.requests[1].history == [("Hello", "yes")]
-    assert html.index("Hello") < html.index("And?")
+    after, html = ask("text", "Hello", "tiny-hybrid", conversation=conversation, follow_up=follow_up, press=press)
+    assert service.requests[1].history == history
+    assert after.history == [*history, ("Hello", "yes")]
+    assert html.count('class="mm-asked">Hello') == 1 + len(history)
+
+
+@pytest.mark.parametrize("press", ["ask", "race"])
+def test_a_running_request_is_not_joined_by_another(ask, service, press):
+    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(stop=Event()), press=press)
+    assert service.requests == []
 
 
 def test_stopped_answer_is_kept_as_a_turn(ask, service):
@@ -146,11 +157,37 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
             conversations[-1].stop.set()
 
     service.answer = answer
-    for outputs in ask.tabs["text"].ask(Conversation(), "Hello", [], "tiny-hybrid", *SETTINGS):
+    for outputs in ask.tabs["text"].ask(Conversation(), False, "Hello", [], "tiny-hybrid", *SETTINGS):
         if isinstance(outputs[0], Conversation):
             conversations.append(outputs[0])
     assert conversations[-1].history == [("Hello", "yes")]
     assert conversations[-1].stop is None
     assert "stopped" in conversations[-1].turns[0][2]
     assert "stopped" in outputs[1]
-    assert [button.interactive for button in outputs[3:]] == [True, True, False]
+    assert [button.interactive for button in outputs[3:]] == [True, True, False, True]
+
+
+def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
+    for kind, tab in ask.tabs.items():
+        unopened, conversation, html, *_ = list(tab.opening(True, SimpleNamespace(query_params={})))[-1]
+        prompt = service.requests[-1].prompt
+        assert unopened is False
+        assert conversation.history == [(prompt, "yes")]
+        assert f'class="mm-asked">{prompt}' in html
+        assert "&quot;plays&quot;:true" in html
+        assert service.requests[-1].kind == kind
+        raced = len(service.requests)
+        for again, query in ((False, {}), (True, {"kind": "text"})):
+            ((skipped, *_),) = tab.opening(again, SimpleNamespace(query_params=query))
+            assert skipped is not False
+        assert len(service.requests) == raced
+    _, html = ask("text", "Hello", "tiny-hybrid", press="race")
+    assert "&quot;plays&quot;:false" in html  # only the opening replay plays by itself
+
+
+def test_examples_suit_the_model(ask):
+    tab = ask.tabs["text"]
+    for model, texts in (("smollm2", TEXTS), ("tiny-hybrid", TRAINED_TEXTS)):
+        *_, first, second, third = tab.select(model, "auto", [])
+        assert [first.value, second.value, third.value] == list(texts)
+        assert [tab.example(number, model)[0] for number in range(3)] == list(texts.values())
