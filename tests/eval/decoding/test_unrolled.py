@@ -79,7 +79,7 @@ def test_output_equals_generate(batch):
     requests = [" ".join(map(str, inputs["input_ids"][row, row:].tolist())) for row in range(batch)]
     target = UnrolledTarget(TransformersTarget(model))
     processor = Processor(type("Reader", (), {"decode": staticmethod(lambda ids, **options: "")}))
-    processor._token_ids = lambda prompt, chat_template: [int(token) for token in prompt.split()]
+    processor._token_ids = lambda prompt, *options: [int(token) for token in prompt.split()]
     pipe = Pipeline(target, processor, Oracle(reference, vocab=90, spoil=0.1))
     answers = pipe.generate_batch([{"prompt": request} for request in requests], max_new_tokens=20, nodes=12)
     assert [answer.token_ids for answer in answers] == reference

@@ -127,6 +127,7 @@ def test_files_without_prompts(tmp_path, text, rule):
 @pytest.fixture
 def run(capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "120")
     return runner(capfd)
 
 
