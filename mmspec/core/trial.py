@@ -10,16 +10,16 @@ _LATELY = 32  # steps whose gain is averaged
 _FEWEST = 12  # steps that may show a loss
 _STAKE = 3.0  # what fewer may lose
 _HOPE = 1.0  # gain of another step: some drafts are accepted, although none were
-_DOUBT = (-0.25,) * 8  # gains of steps that are assumed after a rest
-_REST = 28, 72  # fewest and most steps of a rest
+_REST = 28, 84  # fewest and most steps of a rest
+_CHANCE = 2.0  # standard errors that a mean loss must exceed
 _LOSS = 0.03  # share of the time that the steps between rests may lose
 
 
 class Trial:
     """Steps of something, with what each has gained, in plain decode steps of time or in the tokens of one.
 
-    While the mean gain of recent steps is below zero by more than its standard error, it rests. The more it loses, the
-    longer it rests.
+    While the mean gain of recent steps is below zero by more than chance, it rests. The more it loses, the longer it
+    rests.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,8 @@ class Trial:
         """Whether to rest in this step; called once per step."""
         if not self.rest and self._loses():
             fewest, most = _REST
-            self.rest = min(max(fewest, int((_FEWEST - len(_DOUBT)) * -fmean(self._gains) / _LOSS)), most)
+            self.rest = min(max(fewest, int(_FEWEST * -fmean(self._gains) / _LOSS)), most)
             self._gains.clear()
-            self._gains += _DOUBT
         if not self.rest:
             return False
         self.rest -= 1
@@ -51,4 +50,4 @@ class Trial:
         if len(self._gains) < _FEWEST:
             return sum(self._gains) < -_STAKE
         gains = [*self._gains, _HOPE]
-        return fmean(gains) + stdev(gains) / sqrt(len(gains)) < 0.0
+        return fmean(gains) + _CHANCE * stdev(gains) / sqrt(len(gains)) < 0.0

@@ -24,7 +24,6 @@ _BINS = 16
 _PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _DECAY = 0.995  # decay of a bin's observations, per observation
 _FADE = 0.95  # decay of recent tokens and seconds, per step
-_DISCOUNT = 0.7  # discount on verify cost: look-up drafters also learn from rejected nodes
 _DRAFT = 0.2  # initial draft cost, in plain steps
 _PLAIN = 12  # plain steps whose time is averaged
 
@@ -33,9 +32,9 @@ class AdaptiveBudget(MeasuredBudget):
     """Adaptive tree size: maximises expected tokens minus verify time at the recent decoding rate.
 
     Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Once recent draft
-    steps have taken more time per token than plain steps, by the clock and by more than the standard error of their
-    mean, drafting rests (``Trial``): plain steps are measured anew, then a few draft steps, so that a busy machine
-    slows both. Time is in plain steps of the batch, tokens are per row.
+    steps have taken more time per token than plain steps, by the clock and by more than chance, drafting rests
+    (``Trial``): plain steps are measured anew, then draft steps, so that a busy machine slows both. Time is in plain
+    steps of the batch, tokens are per row.
 
     Args:
         cost: verify time of the target.
@@ -92,7 +91,7 @@ class AdaptiveBudget(MeasuredBudget):
         """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
         widest = min(self.nodes, max(map(len, gains), default=0))
         corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
-        price = _DISCOUNT * self._tokens / self._time
+        price = self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
         for n in range(1, widest + 1):
             profit += sum(row[n - 1] for row in corrected if len(row) >= n) / len(gains)
@@ -101,7 +100,7 @@ class AdaptiveBudget(MeasuredBudget):
         self._shown = [list(row[:best]) for row in gains]
         # Candidates cost draft time: request only somewhat more than was used lately.
         self._usual += 0.2 * (best - self._usual)
-        self.nodes = min(self.limit, 4 + int(2 * self._usual))
+        self.nodes = min(self.limit, 3 + int(1.5 * self._usual))
         return best
 
     def observe(

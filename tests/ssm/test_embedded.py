@@ -68,6 +68,6 @@ def test_what_travels_is_small() -> None:
     assert {path.suffix for path in files} <= {".json", ".jinja", ".md", ".safetensors"}
     assert (Path(tiny_hybrid()) / "model.safetensors").stat().st_size < 8.5e6
     folders = [ROOT / part / "embedded" for part in ("mmspec", "ssm", "vision")]
-    assert sum(path.stat().st_size for at in folders for path in at.rglob("*") if path.is_file()) < 32_000_000
+    assert sum(path.stat().st_size for at in folders for path in at.rglob("*") if path.is_file()) < 41_000_000
     for path in (path for at in folders for path in at.rglob("*.json")):
         assert not re.search(r'"/\w', path.read_text()), f"{path} names a folder of the machine that it was made on"
