@@ -212,6 +212,7 @@ def test_broken_file_shows_an_error(visit, tmp_path):
 def test_too_long_video_shows_an_error(visit, tmp_path):
     page, long = visit(), save_ten_minute_video(tmp_path / "long.mp4")
     page.get_by_role("tab", name="Video").click()
+    page.locator("[aria-label*=Clear]:visible, [aria-label*=Remove]:visible").first.click()
     page.locator("input[type=file]:not([accept*=image])").last.set_input_files(long)
     page.locator(CHOSEN_VIDEO).first.wait_for()
     page.locator(".mm-ask:visible").click()
