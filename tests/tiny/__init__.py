@@ -75,14 +75,14 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @cache
-def byte_model() -> LlamaForCausalLM:
+def byte_model(layers: int = 1) -> LlamaForCausalLM:
     """A llama of the byte tokenizer's vocabulary."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=259,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,

@@ -95,7 +95,7 @@ def test_a_stream_arrives_in_pieces(url: str) -> None:
         (question(), {"Authorization": "Bearer wrong"}, 401, "a valid API key is needed"),
         (question(), {"Host": "example.org"}, 403, "the host must be one of"),
         (question(), {"Origin": "http://example.org"}, 403, "requests of web pages need --allow-origin"),
-        (question(presence_penalty=1), {}, 400, "presence_penalty is not supported"),
+        (question(use_beam_search=True), {}, 400, "use_beam_search is not supported"),
         (b"{", {}, 400, "the body must be JSON"),
         (question(model="other"), {}, 404, "unknown model"),
         (b" " * (1 << 20) + b" ", {}, 413, "a request's body must have at most 1048576 bytes"),
