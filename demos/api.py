@@ -12,11 +12,12 @@ from mmspec.demos.models import ModelCache
 from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
 from mmspec.errors import UserError
 from mmspec.serving.addresses import names
+from mmspec.serving.drain import LIVE, READY
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import SPARE_CONNECTIONS
 
-_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", "/health")
+_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", LIVE, *READY)
 _POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads
 
 

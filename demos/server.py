@@ -26,9 +26,10 @@ from mmspec.demos.request_filter import RequestFilter, refuse_urls
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, temporary_folder
 from mmspec.demos.turns import RUNNING, WAITING
-from mmspec.serving.server import GRACE
+from mmspec.serving.limits import Limits
 
 _PORT_ATTEMPTS = 5
+_GRACE = Limits().shutdown_timeout
 _CSS = Path(__file__).with_name("style.css")
 _REPLAY = Path(__file__).with_name("replay.js")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
@@ -138,12 +139,12 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
 
 
 def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
-    """Close the server; open pages and running requests have ``GRACE`` seconds to end."""
+    """Close the server; open pages and running requests have some seconds to end."""
     started = clock()
     if api is not None:
-        api.state.drain.close_from_thread(GRACE)
+        api.state.drain.close_from_thread(_GRACE)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
-    demo.server.config.timeout_graceful_shutdown = max(1, round(GRACE - (clock() - started)))
+    demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
     demo.close(verbose=False)
 
 

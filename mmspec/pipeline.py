@@ -257,8 +257,9 @@ class Pipeline:
                 expected to be fastest; ``nodes`` is an alias), ``logits_processor`` and ``stopping_criteria`` (lists as
                 for transformers' ``generate``), ``frames`` (per video), ``trace`` (record the verified trees),
                 ``logprobs`` (record log probabilities of tokens and of so many alternatives), ``chat_template`` (False
-                takes a text prompt as it is), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat
-                template), ``answer_start`` (text that the answer goes on from).
+                takes a text prompt as it is), ``max_time`` (seconds after the first token, at which the answer ends as
+                at ``max_new_tokens``), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat template),
+                ``answer_start`` (text that the answer goes on from).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.

@@ -17,7 +17,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog, unknown_path
 from mmspec.serving.disconnect import ClientGoneError
-from mmspec.serving.drain import Drain, Drained
+from mmspec.serving.drain import LIVE, READY, Drain, Drained
 from mmspec.serving.endpoints import Endpoints
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.grammars import GrammarChecker
@@ -68,7 +68,7 @@ def create_app(
     catalog = Catalog(pipe, names)
     metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    runner = Runner(pipe, media, GrammarChecker(), slots, metrics)
+    runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media)
     endpoints = Endpoints(runner, requests, catalog, limits.body_bytes, scrape)
 
@@ -100,7 +100,8 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
     app.add_api_route("/", endpoints.page, methods=["GET"])
-    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    for path in (LIVE, *READY):
+        app.add_api_route(path, endpoints.health, methods=["GET"])
     app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
 
 

@@ -16,7 +16,9 @@ ENDPOINTS = {
     "GET /v1/models": "the model's names",
     "POST /tokenize": "tokens of a text or a conversation",
     "POST /detokenize": "text of tokens",
-    "GET /health": "status 200 while the server runs",
+    "GET /health": "status 200 while the server accepts requests, 503 while it loads or stops",
+    "GET /readyz": "the same",
+    "GET /livez": "status 200 while the process answers",
     "GET /metrics": "figures for Prometheus",
 }
 _INSTEAD = {

@@ -91,10 +91,11 @@ def serve(
 
 def _here(settings: Settings, host: str, port: int) -> None:
     from mmspec.drafters.registry import registered_name
-    from mmspec.serving.server import listen, run
+    from mmspec.serving.server import listen, loading, run
 
-    with listen(host, port) as listening:  # before the model is loaded, which takes longer
-        pipe = settings.pipeline()
+    with listen(host, port) as listening:
+        with loading(listening):
+            pipe = settings.pipeline()
         drafter = registered_name(pipe.drafter) or "none"
         what = [f"model {pipe.name}, drafter {drafter}"]
         if defaults := pipe.defaults.describe():

@@ -85,7 +85,7 @@ class Endpoints:
         return HTMLResponse(self._catalog.page())
 
     async def health(self) -> Response:
-        """``GET /health``: status 200 while the server runs."""
+        """Status 200; see ``mmspec.serving.drain`` for other times."""
         return Response()
 
     async def metrics(self) -> Response:

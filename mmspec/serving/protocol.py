@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from mmspec.checks import Rule, shown
+from mmspec.checks import Rule, shown, whole
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
@@ -76,6 +76,7 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -100,6 +101,11 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
     def alternatives(self) -> int | None:
         """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
         raise NotImplementedError
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of ``Pipeline.stream`` beside ``params``."""
+        return {"logprobs": self.alternatives, "max_time": self.t_max_predict_ms / 1000 or None}
 
     def params(self, limits: Limits, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters of the first choice, without ``constraint``, which takes long to check.

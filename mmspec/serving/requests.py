@@ -44,7 +44,7 @@ class Requests:
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         source = None if use.grammar is None else "tools"
         constraint = constraint if use.grammar is None else ("grammar", use.grammar)
-        keywords = {"logprobs": asked.alternatives, **use.keywords}
+        keywords = asked.keywords | use.keywords
         work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source)
         before = [""] * work.n
         form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
@@ -61,7 +61,7 @@ class Requests:
         """What a request of completions asks for, and how it is answered."""
         self._catalog.check(asked.model)
         self._check_characters(asked.prompt, "prompt")
-        keywords = {"logprobs": asked.alternatives, "chat_template": False}
+        keywords = asked.keywords | {"chat_template": False}
         params = asked.params(self._limits, self._pipe.defaults.params)
         work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
         if work.choices > self._limits.max_running:
