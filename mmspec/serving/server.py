@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread, Timer
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,7 +18,7 @@ from mmspec.errors import UserError
 from mmspec.serving.drain import Unready
 from mmspec.serving.limits import Limits
 
-_THREADS = 1  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
+_THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 
 SPARE_CONNECTIONS = 64
 """Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
@@ -97,8 +99,10 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
     )
 
 
-def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
+def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
+
+    SIGTERM ends the process: the interpreter's own end takes seconds, for it frees all objects one by one.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -108,6 +112,9 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
         server = uvicorn_server(app, limits)
         server.abandon = True
         server.run(sockets=[listening])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def wait_for_sigterm() -> None:

@@ -101,7 +101,7 @@ def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
         assert json.loads(left[-4].removeprefix("data: "))["error"]["type"] == "server_error"
         assert time.monotonic() - started > GRACE / 2
     assert running.wait(GRACE + 10) == 0
-    assert time.monotonic() - started < END + 1
+    assert time.monotonic() - started < END + 0.5
     assert eventually(lambda: gone(workers))
 
 
@@ -131,7 +131,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
             assert late.headers["Retry-After"] == "1"
             assert httpx.get(f"{url.removesuffix('/v1')}/livez").status_code == 200
             assert running.wait(GRACE + 10) == 0
-            assert time.monotonic() - started < END + 1
+            assert time.monotonic() - started < END + 0.5
             for one in streams:
                 lines = one.result().text.split("\n\n")
                 assert lines[-2:] == ["data: [DONE]", ""]
