@@ -28,10 +28,12 @@ from mmspec.serving.metrics import Metrics
 from mmspec.serving.requests import Requests
 from mmspec.serving.runner import Runner
 from mmspec.serving.slots import Admission, Slots
+from mmspec.serving.stored import StoredResponses
 from mmspec.serving.tool_formats import AUTO
 from mmspec.serving.tool_use import ToolUse
 
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
+_STORED_SECONDS = 3600
 
 
 def create_app(
@@ -69,8 +71,9 @@ def create_app(
     metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
-    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media)
-    endpoints = Endpoints(runner, requests, catalog, limits.body_bytes, scrape)
+    stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
+    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
+    endpoints = Endpoints(runner, requests, catalog, stored, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -95,6 +98,9 @@ def create_app(
 def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
+    app.add_api_route("/v1/responses/{name}", endpoints.response, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", endpoints.delete_response, methods=["DELETE"])
     app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])

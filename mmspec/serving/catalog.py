@@ -13,6 +13,9 @@ from mmspec.serving.errors import APIError
 ENDPOINTS = {
     "POST /v1/chat/completions": "answers a conversation of texts, images and videos",
     "POST /v1/completions": "continues one or several texts as they are, without the chat template",
+    "POST /v1/responses": "the same in the form of the Responses API, with stored conversations",
+    "GET /v1/responses/{name}": "a stored response",
+    "DELETE /v1/responses/{name}": "drops it",
     "GET /v1/models": "the model's names",
     "POST /tokenize": "tokens of a text or a conversation",
     "POST /detokenize": "text of tokens",
@@ -22,7 +25,6 @@ ENDPOINTS = {
     "GET /metrics": "figures for Prometheus",
 }
 _INSTEAD = {
-    "/v1/responses": "use POST /v1/chat/completions",
     "/v1/embeddings": "the model generates text: use a server of embeddings",
     "/v1/audio": "the model reads no audio: use POST /v1/chat/completions with texts, images and videos",
     "/v1/images": "the model generates text only: use POST /v1/chat/completions, which reads images",
