@@ -26,12 +26,26 @@ ENDPOINTS = {
 }
 _INSTEAD = {
     "/v1/embeddings": "the model generates text: use a server of embeddings",
+    "/v1/rerank": "the model generates text: use a server of embeddings",
+    "/v1/score": "the model generates text: use a server of embeddings",
+    "/v1/moderations": "the model generates text: ask it through POST /v1/chat/completions",
     "/v1/audio": "the model reads no audio: use POST /v1/chat/completions with texts, images and videos",
+    "/v1/realtime": "the model reads no audio: use POST /v1/chat/completions with stream: true",
     "/v1/images": "the model generates text only: use POST /v1/chat/completions, which reads images",
+    "/v1/videos": "the model generates text only: use POST /v1/chat/completions, which reads videos",
     "/v1/files": "send images and videos as data URIs to POST /v1/chat/completions",
+    "/v1/uploads": "send images and videos as data URIs to POST /v1/chat/completions",
     "/v1/batches": "send requests to POST /v1/chat/completions at the same time: they decode together",
+    "/v1/conversations": "use POST /v1/responses with previous_response_id",
+    "/v1/assistants": "use POST /v1/responses with previous_response_id",
+    "/v1/threads": "use POST /v1/responses with previous_response_id",
+    "/v1/fine_tuning": "the server does not train: see the command mmspec train",
+    "/v1/messages": "this is OpenAI's API, not Anthropic's: use POST /v1/chat/completions",
     "/chat/completions": "the base URL ends with /v1: use POST /v1/chat/completions",
     "/completions": "the base URL ends with /v1: use POST /v1/completions",
+    "/responses": "the base URL ends with /v1: use POST /v1/responses",
+    "/completion": "this is OpenAI's API, not llama.cpp's: use POST /v1/completions",
+    "/generate": "use POST /v1/completions",
     "/api": "this is OpenAI's API, not Ollama's: use POST /v1/chat/completions",
 }
 _PAGE = """<!doctype html>

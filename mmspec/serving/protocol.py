@@ -134,8 +134,8 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
             APIError: a value is beyond the server's limits.
         """
         if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
-            message = f"{self.limit_name} must be at most {limits.max_tokens}: got {self.max_tokens}"
-            raise APIError(400, message, self.limit_name)
+            name = self.limit_name if self.limit_name in self.model_fields_set else "max_tokens"
+            raise APIError(400, f"{name} must be at most {limits.max_tokens}: got {self.max_tokens}", name)
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
