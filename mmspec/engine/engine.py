@@ -82,6 +82,7 @@ class Engine:
         *,
         trace: bool = False,
         logprobs: int | None = None,
+        logits: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
@@ -94,6 +95,7 @@ class Engine:
                 batched together.
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
+            logits: record the logits of each token.
             on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
 
         Raises:
@@ -113,6 +115,7 @@ class Engine:
         for sequence in sequences:
             sequence.trees = [] if trace else None
             sequence.top_logprobs = logprobs
+            sequence.logits = [] if logits else None
             sequence.on_change = on_change
         batch = PromptBatch(prompt, sequences, Mode(speculation, num_draft_tokens, self.target.kind(prompt)))
         with self._changed:

@@ -420,6 +420,32 @@ def test_a_dict_carries_stats_per_row():
     assert max(stats.mean_acceptance_length for stats in out.stats) > 1.2
 
 
+@pytest.mark.parametrize("several_criteria", [False, True])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1, "temperature": 0.7}])
+def test_scores_and_logits_are_those_of_generate(sampling, several_criteria):
+    """Up to the end of each row: generate goes on with padding."""
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 4, **sampling}
+    criteria = StoppingCriteriaList([lambda ids, _: torch.zeros(len(ids), dtype=torch.bool)] * several_criteria)
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    reference = model.generate(**inputs, **options, **wanted)
+    oracle = Oracle(reference.sequences[:, 9:].tolist(), vocab=90)
+    out = mmspec.generate(model, drafter=oracle, nodes=10, stopping_criteria=criteria, **inputs, **options, **wanted)
+    assert torch.equal(out.sequences, reference.sequences)
+    assert max(stats.mean_acceptance_length for stats in out.stats) > 1.2
+    steps = reference.sequences.shape[1] - 9
+    for ours, theirs in ((out.scores, reference.scores), (out.logits, reference.logits)):
+        assert len(ours) == len(theirs) == steps
+        for row, stats in enumerate(out.stats):
+            end = stats.num_generated_tokens
+            for mine, other in zip(ours[:end], theirs[:end], strict=True):
+                torch.testing.assert_close(mine[row], other[row], atol=1e-4, rtol=1e-4)
+            assert all(not one[row].any() for one in out.logits[end:])
+    only = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, **{**wanted, "output_scores": False})
+    assert only.scores is None
+    assert len(only.logits) == steps
+
+
 @pytest.mark.parametrize("drafter", [None, "none", "ngram", "recycle", "auto"])
 def test_whatever_load_takes_as_a_drafter(drafter, tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
@@ -474,8 +500,8 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"nodes": -1}, "^num_draft_tokens must be None or a whole number >= 0: got -1$"),
         ({"nodes": "8"}, "^num_draft_tokens must be None or a whole number >= 0: got '8'$"),
         (
-            {"output_scores": True, "return_dict_in_generate": True},
-            "only sequences and stats are returned: output_scores cannot be",
+            {"output_attentions": True, "return_dict_in_generate": True},
+            "sequences, scores, logits and stats are returned: output_attentions cannot be",
         ),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
