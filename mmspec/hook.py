@@ -77,10 +77,10 @@ def decode(
 
     Raises:
         UserError: a generation mode other than greedy search and sampling, returned hidden states or attentions,
-            ``inputs_embeds``, a cache that is not empty, or an unsupported model or processor.
+            a cache that is not empty, or an unsupported model or processor.
     """
     try:
-        _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
+        _refuse_unsupported(generation_config, model_kwargs, assistant_model)
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
         drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
@@ -89,7 +89,8 @@ def decode(
         prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
         stopper, joint = stopping_of(stopping_criteria, input_ids, _padding(generation_config))
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        records = bool(generation_config.return_dict_in_generate) and _returns_logits(generation_config)
+        wanted = generation_config.output_scores or generation_config.output_logits
+        records = bool(generation_config.return_dict_in_generate and wanted)
         pipe, options = _pipeline(model, drafter), {"num_draft_tokens": num_draft_tokens, "logits": records}
         rows = _decode(partial(pipe.add, prompt, sampler, stopper, **options), pipe, joint, streamer)
     finally:
@@ -107,10 +108,6 @@ def decode(
         if generation_config.output_scores:
             output.scores = scores_by_step(logits, sequences, logits_processor)  # type: ignore[assignment]
     return output
-
-
-def _returns_logits(config: GenerationConfig) -> bool:
-    return bool(config.output_scores or config.output_logits)
 
 
 def _decode(
@@ -254,12 +251,14 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any], raw_inputs: dict[st
     mask = model_kwargs.get("attention_mask")
     own = ("input_ids", "inputs", "attention_mask", *model_kwargs)
     skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
+    embeds = model_kwargs.get("inputs_embeds")
     return Prompt(
-        input_ids,
+        input_ids if embeds is None else input_ids.new_zeros(embeds.shape[:2]),
         None if mask is None or bool(mask.all()) else mask,
         {name: value for name, value in model_kwargs.items() if name not in skipped and value is not None},
         padding_in_history=True,
         media={name: x for name, x in (raw_inputs or {}).items() if isinstance(x, Tensor) and name not in own},
+        history=None if embeds is None else input_ids,
     )
 
 
@@ -284,9 +283,7 @@ def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
 
 
-def _refuse_unsupported(
-    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], assistant_model: Any
-) -> None:
+def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], assistant_model: Any) -> None:
     refuse_other_modes(config, assistant_model)
     wanted = [
         name
@@ -295,8 +292,6 @@ def _refuse_unsupported(
     ]
     if wanted:
         raise UserError(f"sequences, scores, logits and stats are returned: {', '.join(wanted)} cannot be")
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
-        raise UserError("the prompt must be given as input_ids: inputs_embeds were given")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError(f"past_key_values must be empty: the cache given holds {past.get_seq_length()} tokens")

@@ -24,6 +24,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import TEXT_CONFIGS
+from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, text_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -542,11 +543,41 @@ def test_the_users_model_stays_as_it_was():
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_refuses_embeddings_and_filled_caches():
+def embedded(model, batch):
+    """Embeddings that belong to no tokens, the ids near them, and their mask."""
+    inputs = text_inputs(batch, 9)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    noise = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(3))
+    return embeds + 0.3 * noise, inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2"])
+def test_prompts_of_embeddings(name, batch):
+    """With token ids beside them, processors see these."""
+    model = shared_model(name)
+    embeds, ids, mask = embedded(model, batch)
+    for given in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):
+        options = {**GREEDY, "repetition_penalty": 1.5, **given, **mask, "nodes": 8}
+        reference = model.generate(**{name: value for name, value in options.items() if name != "nodes"})
+        oracle = Oracle(reference[:, 9 if "input_ids" in given else 0 :].tolist(), vocab=90)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, **options), reference)
+        assert torch.equal(model.generate(custom_generate=mmspec.decode, drafter=oracle, **options), reference)
+
+
+@pytest.mark.parametrize("drafter", ["recycle", "small", "eagle", "medusa"])
+def test_drafters_of_a_prompt_of_embeddings(drafter):
+    """They get placeholders in place of the prompt's tokens."""
+    model = shared_model("llama")
+    embeds, _, mask = embedded(model, 3)
+    options = {"max_new_tokens": 8, "do_sample": False, "inputs_embeds": embeds, **mask}
+    found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
+    assert torch.equal(found, model.generate(**options))
+
+
+def test_refuses_filled_caches():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    with pytest.raises(UserError, match="input_ids: inputs_embeds were given"):
-        mmspec.generate(model, drafter="ngram", nodes=4, inputs_embeds=embeds, **GREEDY)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=inputs["input_ids"][:, :5], past_key_values=past)

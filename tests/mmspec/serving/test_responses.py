@@ -11,7 +11,7 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
-from mmspec.serving.response_request import ITEMS
+from mmspec.serving.response_request import ITEMS, messages
 from mmspec.serving.stored import StoredResponses
 from tests.served import QUESTION, SCENE, Served, data_uri, question, served
 
@@ -170,6 +170,18 @@ def test_an_error_after_the_first_event(pipe: Pipeline, monkeypatch: pytest.Monk
         *_, last = client.responses.create(**long, input="A", stream=True)
     assert last.type == "response.failed"
     assert last.response.error.message == "internal error (ValueError): details are in the server's log"
+
+
+def test_calls_belong_to_the_message_before_them() -> None:
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
+    results = [{"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab"]
+    said = {"type": "message", "role": "assistant", "content": "I call."}
+    content = [{"type": "text", "text": "I call."}]
+    tool_calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
+    found = messages(ITEMS.validate_python([said, *calls, *results, *calls]))
+    assert found[0] == {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    assert [message["tool_call_id"] for message in found[1:3]] == ["a", "b"]
+    assert found[3:] == [{"role": "assistant", "content": None, "tool_calls": tool_calls}]
 
 
 def test_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
