@@ -9,7 +9,15 @@ import gradio as gr
 
 from mmspec.demos import views
 from mmspec.demos.catalog import Catalog
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
+from mmspec.demos.chat_request import (
+    DEFAULT_PROMPTS,
+    MAX_FRAMES,
+    MAX_IMAGES,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_CHARS,
+    Kind,
+    Upload,
+)
 from mmspec.demos.methods import FEWEST, MOST, label
 from mmspec.demos.samples import Example, media, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
@@ -48,28 +56,31 @@ class Controls:
         """The examples for a model, which has as many as any other."""
         return texts(model) if self.kind == "text" else self._media_examples
 
+    def shown(self, example: str) -> Any:
+        """An example as the value of its component."""
+        return example if self.kind == "text" else [Upload(example, Path(example).name)]
+
     def _add_inputs(self) -> None:
         self.media: list[Any] = []
         model = self.catalog.default_model(self.kind)
         examples = self.examples(model)
         example = examples[0].value
+        look: dict[str, Any] = {"height": 200, "buttons": [], "elem_classes": "mm-media"}
         if self.kind == "image":
-            sources: Any = ["upload", "clipboard"]
+            given: dict[str, Any] = {"file_types": ["image"], "columns": 4, "object_fit": "contain", **look}
             self.media = [
                 ImageUpload(
-                    example,
-                    label="Image",
-                    type="filepath",
-                    sources=sources,
-                    height=200,
-                    buttons=[],
-                    elem_classes="mm-media",
+                    self.shown(example),  # type: ignore[arg-type]
+                    label=f"Images, up to {MAX_IMAGES} in one question",
+                    sources=["upload", "clipboard"],
+                    allow_preview=False,
+                    **given,
                 )
             ]
         elif self.kind == "video":
-            self.media = [
-                VideoUpload(example, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
-            ]
+            self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]  # type: ignore[arg-type]
+        self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
+        self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [

@@ -88,5 +88,5 @@ class _Link:
         }
         values = [example.value for example in controls.examples(model) if Path(example.value).name == link.example]
         if controls.media and link.example:
-            updates[controls.media[0]] = values[0] if values else None
+            updates[controls.media[0]] = controls.shown(values[0]) if values else []
         return updates

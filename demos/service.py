@@ -7,8 +7,9 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmspec.demos import previews
 from mmspec.demos.catalog import Catalog
-from mmspec.demos.chat_request import ChatRequest, Kind
+from mmspec.demos.chat_request import ChatRequest, Kind, Upload
 from mmspec.demos.methods import FEWEST, check_methods, drafter_of
 from mmspec.demos.models import ModelCache
 from mmspec.demos.racing import Race, race
@@ -65,6 +66,20 @@ class Service:
             self._openings[chat.kind] = race
         yield self._openings[chat.kind]
 
+    def preview(self, upload: Upload, kind: Kind) -> None:
+        """Write the preview of an upload, if it fits into the space of uploads.
+
+        Raises:
+            UserError: the file was not uploaded, or cannot be decoded.
+        """
+        if not self.uploads.contains(upload.path):
+            raise not_uploaded_error(kind)
+        if self.uploads.reserve(previews.SPACE):
+            try:
+                previews.write(upload, kind)
+            finally:
+                self.uploads.release(previews.SPACE)
+
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)
         pipe = self.models.get(chat.model).pipeline(chat.drafter)
@@ -93,10 +108,10 @@ class Service:
     def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict, dict]:
         """The request with its defaults, and the pipeline's request and keywords."""
         chat = self.with_defaults(chat)
-        if chat.upload is not None:
-            if not self.uploads.contains(chat.upload.path):
+        for upload in chat.uploads:
+            if not self.uploads.contains(upload.path):
                 raise not_uploaded_error(chat.kind)
-            self.uploads.touch(chat.upload.path)
+            self.uploads.touch(upload.path)
         return chat, chat.pipeline_request(), chat.generate_kwargs()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from mmspec import plugins
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import Kind
+from mmspec.demos.conversation import Turn
 from mmspec.demos.methods import label
 from mmspec.demos.plots import format_duration, histogram, time_split
 from mmspec.demos.racing import AS_FAST, RUNS, Race
@@ -143,6 +144,12 @@ def result_html(
 def stopped_html(text: str) -> str:
     """HTML of an answer that the visitor stopped."""
     return f'{text} <span class="mm-mark">stopped</span>'
+
+
+def turns_html(turns: Iterable[Turn]) -> list[tuple[str, str]]:
+    """Prompt and HTML of the answer of each turn."""
+    texts = [(turn, tokens_html(turn.tokens)) for turn in turns]
+    return [(turn.prompt, stopped_html(text) if turn.stopped else text) for turn, text in texts]
 
 
 def note_html(message: str) -> str:
