@@ -22,6 +22,11 @@ from mmspec.demos.methods import FEWEST, MOST, label
 from mmspec.demos.samples import Example, media, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
 
+_ADD = (
+    '<p class="mm-about mm-adding"><button type="button" class="mm-add">Add pictures</button> '
+    f"or paste them; up to {MAX_IMAGES} in one question.</p>"
+)
+
 
 class Controls:
     """The components of a tab.
@@ -65,20 +70,21 @@ class Controls:
         model = self.catalog.default_model(self.kind)
         examples = self.examples(model)
         example = examples[0].value
-        look: dict[str, Any] = {"height": 200, "buttons": [], "elem_classes": "mm-media"}
+        look: dict[str, Any] = {"height": 210, "buttons": [], "elem_classes": "mm-media"}
         if self.kind == "image":
             given: dict[str, Any] = {"file_types": ["image"], "columns": 4, "object_fit": "contain", **look}
             self.media = [
                 ImageUpload(
                     self.shown(example),  # type: ignore[arg-type]
-                    label=f"Images, up to {MAX_IMAGES} in one question",
+                    label="Pictures",
                     sources=["upload", "clipboard"],
-                    allow_preview=False,
                     **given,
                 )
             ]
         elif self.kind == "video":
             self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]  # type: ignore[arg-type]
+        if self.kind == "image":
+            gr.HTML(_ADD, apply_default_css=False)
         self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
         self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
         self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)

@@ -30,7 +30,7 @@ from mmspec.serving.server import GRACE
 
 _PORT_ATTEMPTS = 5
 _CSS = Path(__file__).with_name("style.css")
-_REPLAY = Path(__file__).with_name("replay.js")
+_SCRIPTS = Path(__file__).with_name("scripts")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
 
@@ -56,7 +56,7 @@ def run_server(
         **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
     """
     with (
-        temporary_folder() as folder,
+        temporary_folder(launch.get("server_port", 0)) as folder,
         mock.patch.dict(os.environ, _gradio_environment(folder)),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
         mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
@@ -72,7 +72,7 @@ def run_server(
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_CSS,
-            head=f"<script>{_REPLAY.read_text()}</script>",
+            head=f"<script>{_script()}</script>",
             theme=_theme(),
             max_threads=2 * (RUNNING + WAITING),
             footer_links=["api"],
@@ -99,6 +99,13 @@ def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
     if api is None:
         return {"middleware": [restricted]}
     return {"middleware": [Middleware(Dispatcher, api=api), restricted], "lifespan": api.router.lifespan_context}
+
+
+def _script() -> str:
+    """The page's scripts, which share one scope."""
+    names = ("dom", "trees", "player", "media", "connection", "page")
+    parts = [(_SCRIPTS / f"{name}.js").read_text() for name in names]
+    return "(() => {\n\"use strict\";\n" + "\n".join(parts) + "})();"
 
 
 def _theme() -> gr.themes.Base:

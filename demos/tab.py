@@ -65,7 +65,8 @@ class Tab:
             # "Clear" when a gallery is emptied, which has no event for it.
             emptied = [media.delete] if self.kind == "image" else [media.clear]
             gr.on([media.upload, *emptied], None, cancels=running, api_visibility="private")
-            gr.on([media.upload, *emptied], self.clear, None, self.outputs, **UNQUEUED)
+            gr.on(emptied, self.clear, None, self.outputs, **UNQUEUED)
+            media.upload(self.uploaded, media, [media, *self.outputs], **UNQUEUED)
             controls.preview.click(self.preview, media, media, **UNQUEUED)
         for number, button in enumerate(controls.example_buttons):
             button.click(None, cancels=running, api_visibility="private")
@@ -82,6 +83,11 @@ class Tab:
     def example(self, number: int, model: str) -> tuple[Any, ...]:
         """Start a new conversation about an example that suits the model."""
         return self.controls.shown(self.controls.examples(model)[number].value), *self.clear()
+
+    def uploaded(self, uploads: Sequence[Upload]) -> tuple[Any, ...]:
+        """Start a new conversation about uploads, which replace an example."""
+        own = [upload for upload in uploads if Path(upload.path).parent != self.folder]
+        return own if len(own) < len(uploads) else gr.skip(), *self.clear()
 
     def preview(self, uploads: Sequence[Upload]) -> Any:
         """Show uploads, some of which the browser cannot show, by previews."""
