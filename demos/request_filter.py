@@ -20,8 +20,7 @@ from mmspec.demos.storage import UploadFolder
 _API = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
-# gradio's page asks for "/app_id" after a lost connection, and reloads at an answer, which would drop what it shows.
-_CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component", "/app_id")
+_CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component")
 _ALIVE = "/alive"  # answered with an id of this server, which differs after a restart
 _MAX_FORM_BYTES = 64 * 2**10  # bytes of an upload's form besides the file
 _MAX_REQUEST_BYTES = 2**20  # bytes of any other request
