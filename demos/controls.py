@@ -7,7 +7,7 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.demos import views
+from mmspec.demos import notes, views
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import (
     DEFAULT_PROMPTS,
@@ -49,7 +49,9 @@ class Controls:
                 self._add_inputs()
                 with gr.Accordion("Settings", open=False):
                     self._add_settings()
-            with gr.Column(scale=3, min_width=300):
+                methods = self.catalog.methods(self.catalog.default_model(kind))
+                self.explained = gr.HTML(notes.methods_html(methods), apply_default_css=False)
+            with gr.Column(scale=3, min_width=300, elem_classes="mm-results"):
                 self.result = gr.HTML(
                     views.result_html([], self.prompt.value),
                     elem_classes="mm-out",
@@ -87,7 +89,7 @@ class Controls:
             gr.HTML(_ADD, apply_default_css=False)
         self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
         self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
-        self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
+        self.about = gr.HTML(notes.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [
                 gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in examples
@@ -129,17 +131,27 @@ class Controls:
         self.drafter = gr.Dropdown(
             list(catalog.drafters),
             value="auto",
-            label="Drafter of Ask",
-            info="or a checkpoint's hub id or folder, which can then be raced, too" if catalog.open else None,
+            label="Method of Ask",
+            info="or a drafter's hub id or folder, which can then be raced, too" if catalog.open else None,
             allow_custom_value=True,
         )
-        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
+        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: always the likeliest token")
         self.seed = gr.Number(
-            0, label="Seed", info="of sampling; 0: another one for each conversation", precision=0, minimum=0
+            0,
+            label="Seed",
+            info="the same number repeats the same random choices; 0: another one for each conversation",
+            precision=0,
+            minimum=0,
         )
-        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Max new tokens")
+        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Longest answer", info="in tokens")
         self.frames = gr.Slider(
-            1, MAX_FRAMES, 8, step=1, label="Frames", info="sampled evenly", visible=self.kind == "video"
+            1,
+            MAX_FRAMES,
+            8,
+            step=1,
+            label="Frames",
+            info="pictures taken from it, evenly",
+            visible=self.kind == "video",
         )
         self.settings = [self.model, self.drafter, self.temperature, self.seed, self.length, self.frames]
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from mmspec.demos import endpoints, views
+from mmspec.demos import endpoints, notes, views
 from mmspec.demos.chat_request import Kind
 from mmspec.demos.link import LinkSettings, parse_link
 from mmspec.demos.methods import FEWEST
@@ -27,7 +27,7 @@ def build(service: Service, folder: Path) -> gr.Blocks:
     kinds = [kind for kind in get_args(Kind) if service.catalog.models_for(kind)]
     kinds.sort(key=lambda kind: (kind == "text") != service.catalog.opens_on_text)
     with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
-        gr.HTML('<p class="mm-name">mmspec</p>', apply_default_css=False)
+        gr.HTML(notes.links_html(), apply_default_css=False)
         with gr.Tabs() as selected:
             tabs: dict[str, Tab] = {kind: Tab(service, kind, folder) for kind in kinds}
         link = _Link(tabs, selected)

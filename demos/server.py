@@ -105,7 +105,7 @@ def _script() -> str:
     """The page's scripts, which share one scope."""
     names = ("dom", "trees", "player", "media", "connection", "page")
     parts = [(_SCRIPTS / f"{name}.js").read_text() for name in names]
-    return "(() => {\n\"use strict\";\n" + "\n".join(parts) + "})();"
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();"
 
 
 def _theme() -> gr.themes.Base:

@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 
 from mmspec import plugins
-from mmspec.demos import samples, views
+from mmspec.demos import notes, samples, views
 from mmspec.demos.chat_request import DEFAULT_PROMPTS, ChatRequest, Kind, Upload
 from mmspec.demos.controls import Controls
 from mmspec.demos.conversation import Conversation, KeptConversation, Turn
@@ -76,7 +76,7 @@ class Tab:
             [controls.model.change, controls.drafter.change],
             self.select,
             [controls.model, controls.drafter, controls.methods],
-            [controls.methods, controls.about, *controls.example_buttons],
+            [controls.methods, controls.about, controls.explained, *controls.example_buttons],
             **UNQUEUED,
         )
 
@@ -97,15 +97,15 @@ class Tab:
         return uploads
 
     def select(self, model: str, drafter: str, chosen: Sequence[str]) -> tuple[Any, ...]:
-        """Updates of method picker, note and examples for a model."""
+        """Updates of method picker, notes and examples for a model."""
         model = model or self.service.catalog.default_model(self.kind)
         choices = self.controls.method_choices(model, drafter)
         names = [name for _, name in choices]
         kept = [name for name in chosen if name in names]
         picked = kept if len(kept) >= FEWEST else names[:FEWEST]
-        about = views.about_html(model, self.kind, self.service.catalog)
+        notes_html = notes.about_html(model, self.kind, self.service.catalog), notes.methods_html(names)
         labels = [gr.Button(example.label) for example in self.controls.examples(model)]
-        return gr.CheckboxGroup(choices, value=picked), about, *labels
+        return gr.CheckboxGroup(choices, value=picked), *notes_html, *labels
 
     def ask(
         self, conversation: Conversation, follow_up: bool, prompt: str, _: Any, *settings: Any

@@ -40,6 +40,12 @@ function start() {
 if (document.body) start();
 else addEventListener("DOMContentLoaded", start);
 
+// On a phone, the race comes before the controls.
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(".mm-jump")) return;
+  [...document.querySelectorAll(".mm-side")].find((one) => one.offsetParent).scrollIntoView({ block: "start" });
+});
+
 // On a phone, the results stay in view from the tap until the next tap or scroll.
 document.addEventListener("click", (event) => {
   following = innerWidth <= 640 && Boolean(event.target.closest(".mm-go, .mm-ask"));
