@@ -18,7 +18,7 @@ _CHECKPOINTS: dict[Kind, str] = {
     "text": "Qwen/Qwen2.5-1.5B-Instruct",
 }
 _LINKS = {"source": "Code", "documentation": "Docs"}  # labels of the package's addresses, on the page
-_PAPER = re.compile(r"(.*?)[ (:,]*(?:as in |Mamba-2: )?arXiv (\d{4}\.\d{5}).*")
+_PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
 def links_html() -> str:
@@ -35,17 +35,10 @@ def links_html() -> str:
 
 def methods_html(methods: Sequence[str]) -> str:
     """What each method does, with a link to its paper."""
-    lines = "".join(f"<li><b>{escape(name)}</b>: {_linked(text)}.</li>" for name, text in explained(methods).items())
+    link = r'<a href="https://arxiv.org/abs/\1" target="_blank" rel="noopener">\g<0></a>'
+    pairs = ((name, _PAPER.sub(link, escape(text))) for name, text in explained(methods).items())
+    lines = "".join(f"<li><b>{escape(name)}</b>: {text}.</li>" for name, text in pairs)
     return f'<h2 class="mm-part">The methods</h2><ul class="mm-about mm-explained">{lines}</ul>'
-
-
-def _linked(text: str) -> str:
-    """A line with its first number at arXiv as a link."""
-    match = _PAPER.fullmatch(text)
-    if match is None:
-        return escape(text)
-    url = f"https://arxiv.org/abs/{match[2]}"
-    return f'{escape(match[1])} (<a href="{url}" target="_blank" rel="noopener">paper</a>)'
 
 
 def about_html(model: str, kind: Kind, catalog: Catalog) -> str:

@@ -34,7 +34,7 @@ _TIMING = (
     "engine without a drafter."
 )
 _EXPLANATION = (
-    "A token is a word or a piece of one. A small drafter guesses several tokens ahead, and the model checks all of them "
+    "A token is a word or a piece of one. A small drafter guesses several tokens ahead, and the model checks them all "
     "in one pass. What you read is what the model alone would have written."
 )
 
