@@ -23,7 +23,7 @@ from mmspec.demos.samples import Example, media, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
 
 _ADD = (
-    '<p class="mm-about mm-adding"><button type="button" class="mm-add">Add pictures</button> '
+    '<p class="mm-adding"><button type="button" class="mm-add">Add pictures</button> '
     f"or paste them; up to {MAX_IMAGES} in one question.</p>"
 )
 

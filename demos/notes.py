@@ -38,7 +38,7 @@ def methods_html(methods: Sequence[str]) -> str:
     link = r'<a href="https://arxiv.org/abs/\1" target="_blank" rel="noopener">\g<0></a>'
     pairs = ((name, _PAPER.sub(link, escape(text))) for name, text in explained(methods).items())
     lines = "".join(f"<li><b>{escape(name)}</b>: {text}.</li>" for name, text in pairs)
-    return f'<h2 class="mm-part">The methods</h2><ul class="mm-about mm-explained">{lines}</ul>'
+    return f'<h2 class="mm-part">The methods</h2><ul class="mm-explained">{lines}</ul>'
 
 
 def about_html(model: str, kind: Kind, catalog: Catalog) -> str:

@@ -100,7 +100,8 @@ def open_pipeline(
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
     if not downloading:
         transformers.logging.disable_progress_bar()
-    _log.info("loading %s with drafter %s, device %s, dtype %s", model, drafter or "none", device, dtype)
+    drafting = f"drafter {drafter}, " if drafter else ""
+    _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
     with nullcontext() if downloading else notes.status(f"loading {model}"):
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:

@@ -43,9 +43,9 @@ def test_start_of_the_server_on_a_terminal(tmp_path):
         server.wait(60)
     os.close(writer)
     said = b""
-    while not said.endswith(b"dtype auto...\r\n"):
+    while not said.endswith(b"dtype auto)...\r\n"):
         said += os.read(reader, 1)
     os.close(reader)
     assert line.startswith("mmspec serve: http://127.0.0.1:")
     assert b"importing torch and transformers..." in said
-    assert b"loading tiny-llava with drafter none, device auto, dtype auto..." in said
+    assert b"loading tiny-llava (drafter none, device auto, dtype auto)..." in said
