@@ -104,7 +104,7 @@ def demo(
         served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key)
         options["api"] = served.app(cache)
     try:
-        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, **options) as page:
+        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, opened=True, **options) as page:
             click.echo(f"mmspec demo: {_addresses(str(page.local_url), api)} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {_addresses(str(page.share_url), api)}")

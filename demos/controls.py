@@ -77,14 +77,14 @@ class Controls:
             given: dict[str, Any] = {"file_types": ["image"], "columns": 4, "object_fit": "contain", **look}
             self.media = [
                 ImageUpload(
-                    self.shown(example),  # type: ignore[arg-type]
+                    self.shown(example),
                     label="Pictures",
                     sources=["upload", "clipboard"],
                     **given,
                 )
             ]
         elif self.kind == "video":
-            self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]  # type: ignore[arg-type]
+            self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]
         if self.kind == "image":
             gr.HTML(_ADD, apply_default_css=False)
         self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses

@@ -17,8 +17,8 @@ from mmspec.demos.tab import UNQUEUED, Tab
 from mmspec.errors import UserError
 
 
-def build(service: Service, folder: Path) -> gr.Blocks:
-    """Build the page and the API endpoints.
+def build(service: Service, folder: Path) -> tuple[gr.Blocks, Tab]:
+    """Build the page and the API endpoints; returns the page, and the tab that it opens on.
 
     Args:
         service: answers the requests.
@@ -34,7 +34,7 @@ def build(service: Service, folder: Path) -> gr.Blocks:
         page.load(link.settings, None, link.fields, **UNQUEUED)
         endpoints.add_endpoints(page, service)
     page.queue(max_size=None, default_concurrency_limit=None)
-    return page
+    return page, tabs[kinds[0]]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 from PIL import Image
@@ -39,11 +40,12 @@ def write(upload: Upload, kind: Kind) -> None:
     target = Path(upload.path + _SUFFIXES[kind])
     part = target.with_name(f"part-{target.name}")
     if kind == "image":
-        image = decoder().load(upload.path, "image", name=upload.name)
+        image: Any = decoder().load(upload.path, "image", name=upload.name)
         _small(image).save(part)
     else:
-        options = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
-        _write_video(decoder().load(upload.path, "video", name=upload.name, **options), part)
+        options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
+        video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
+        _write_video(video, part)
     part.replace(target)
 
 

@@ -47,23 +47,32 @@ class Service:
     def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
         """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
 
+        return self._alone(self._race(chat, methods))
+
+    def _alone(self, races: Iterator[Race]) -> Iterator[Race]:
         def waiting(ahead: int) -> Race:
             return Race([], ahead=ahead)
 
-        return self.models.turns.run(_user_errors(self._race(chat, methods)), waiting, alone=True)
+        return self.models.turns.run(_user_errors(races), waiting, alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
         """The race that a tab opens on: it runs for the first visitor, later ones get its result.
 
         One in which no method is faster, as while the machine is busy with other things, is repeated once.
         """
-        if chat.kind not in self._openings:
-            for _ in range(_OPENING_RACES):
-                for race in self.race(chat):
-                    yield race
-                if race.pays:
-                    break
-            self._openings[chat.kind] = race
+        if chat.kind in self._openings:
+            yield self._openings[chat.kind]
+        else:
+            yield from self._alone(self._opening(chat))
+
+    def _opening(self, chat: ChatRequest) -> Iterator[Race]:
+        for number in range(_OPENING_RACES):
+            if chat.kind in self._openings:  # by a visitor before
+                break
+            for result in self._race(chat, None):
+                yield result
+            if result.pays or number == _OPENING_RACES - 1:
+                self._openings[chat.kind] = result
         yield self._openings[chat.kind]
 
     def preview(self, upload: Upload, kind: Kind) -> None:

@@ -232,13 +232,16 @@ class Tab:
         if conversation.opened or "kind" in request.query_params:
             yield (gr.skip(),) * len(self.outputs)
             return
+        chat = self.opening_request()
+        yield from self._run(Conversation(), chat, self.service.opening(chat), plays=True)
+
+    def opening_request(self) -> ChatRequest:
+        """The request of the opening race."""
         first = self.controls.examples(self.service.catalog.default_model(self.kind))[0].value
         if self.kind == "text":
-            chat = ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)
-        else:
-            shown = self.controls.shown(first)
-            chat = ChatRequest(self.kind, DEFAULT_PROMPTS[self.kind], shown, max_new_tokens=_OPENING_TOKENS)
-        yield from self._run(Conversation(), chat, self.service.opening(chat), plays=True)
+            return ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)
+        shown = self.controls.shown(first)
+        return ChatRequest(self.kind, DEFAULT_PROMPTS[self.kind], shown, max_new_tokens=_OPENING_TOKENS)
 
 
 def _buttons(conversation: Conversation) -> tuple[Any, ...]:

@@ -33,7 +33,8 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
             return "gallery"
 
         def preprocess(self, payload: GalleryData | None) -> list[Upload]:  # type: ignore[override]
-            files = [getattr(item, "image", None) or item.video for item in payload.root] if payload else []
+            items = payload.root if payload else []
+            files = [item.image if isinstance(item, GalleryImage) else item.video for item in items]
             return [_upload(file) for file in files if file.path]
 
         def postprocess(self, value: list[Upload] | None) -> GalleryData:  # type: ignore[override]
@@ -46,8 +47,8 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
         def get_block_name(self) -> str:
             return "video"
 
-        def preprocess(self, payload: FileData | None) -> list[Upload]:  # type: ignore[override]
+        def preprocess(self, payload: FileData | None) -> list[Upload]:
             return [_upload(payload)] if payload and payload.path else []
 
-        def postprocess(self, value: list[Upload] | None) -> FileData | None:  # type: ignore[override]
+        def postprocess(self, value: list[Upload] | None) -> FileData | None:
             return FileData(path=previews.shown(value[0].path), orig_name=value[0].name) if value else None
