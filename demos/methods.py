@@ -15,6 +15,8 @@ from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_fo
 from mmspec.errors import UserError
 
 CHAIN = "@chain"
+_PLAIN = "the model alone, one token per pass; the others guess tokens, which it checks (arXiv 2211.17192)"
+_CHAIN = "the same method guesses one continuation, instead of a tree of several (arXiv 2305.09781)"
 FEWEST, MOST = 2, 4  # methods of a race
 
 
@@ -26,6 +28,16 @@ def drafter_of(method: str) -> str:
 def label(method: str) -> str:
     """A method's name for people, such as "FLASH, chain"."""
     return Selection.parse(method).label()
+
+
+def explained(methods: Sequence[str]) -> dict[str, str]:
+    """What the drafters among methods do, by their labels: one line each, with the paper's number at arXiv."""
+    lines = {label(PLAIN): _PLAIN}
+    for method in methods:
+        for name in Selection.parse(drafter_of(method)).drafters:
+            if name in plugins.names("drafters"):
+                lines[label(name)] = drafter_spec(name).summary.partition(";")[0].replace("target", "model")
+    return {**lines, "Chain": _CHAIN} if any(method.endswith(CHAIN) for method in methods) else lines
 
 
 def make_method(method: str, home: str, target: Target) -> Drafter | None:

@@ -52,6 +52,11 @@ class LoadedModel:
         self._pipelines: OrderedDict[str, Pipeline] = OrderedDict()
         self._lock = RLock()
 
+    @property
+    def one_image(self) -> bool:
+        """Whether it is a LLaVA-1.5 (arXiv 2310.03744) or LLaVA-NeXT, trained with one image in a prompt."""
+        return self.target.model.config.model_type in ("llava", "llava_next")
+
     def pipeline(self, method: str) -> Pipeline:
         """The pipeline of a method, made if it is not cached. Threads may share it.
 

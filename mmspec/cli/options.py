@@ -128,6 +128,11 @@ def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
     return click.option(*about.get("declared", names), name, help=text, **settings)
 
 
+def complete(group: str) -> Callable[..., list[str]]:
+    """Completion of an option's value: the registered names of a group, see ``mmspec.plugins``."""
+    return lambda ctx, param, incomplete: [name for name in plugins.names(group) if name.startswith(incomplete)]
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
 device_options = stack(
@@ -149,6 +154,7 @@ model_options = stack(
         show_default=True,
         help="Embedded name, local folder, GGUF file or hub id.",
         metavar="NAME",
+        shell_complete=complete("models"),
     ),
     device_options,
 )
@@ -160,7 +166,14 @@ _DRAFTER_HELP = (
     "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
 )
 
-drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
+drafter_option = click.option(
+    "--drafter",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help=_DRAFTER_HELP,
+    shell_complete=complete("drafters"),
+)
 
 generation_config_option = click.option(
     "--generation-config",

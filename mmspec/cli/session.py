@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
+_log = logging.getLogger("mmspec.load")
 SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
@@ -98,6 +100,8 @@ def open_pipeline(
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
     if not downloading:
         transformers.logging.disable_progress_bar()
+    drafting = f"drafter {drafter}, " if drafter else ""
+    _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
     with nullcontext() if downloading else notes.status(f"loading {model}"):
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:

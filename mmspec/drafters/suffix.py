@@ -153,5 +153,8 @@ class Automaton:
 
 
 SPEC = DrafterSpec(
-    "suffix", "Suffix", "looks up the longest earlier match of the sequence's end, of any length", Suffix
+    "suffix",
+    "Suffix",
+    "looks up the longest earlier match of the sequence's end, of any length (arXiv 2411.04975)",
+    Suffix,
 )

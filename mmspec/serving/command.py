@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.listening import API_KEY, check_api_key, listen_options
+from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import derived, drafter_option, generation_config_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
@@ -15,6 +16,8 @@ from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:
     from mmspec.serving.settings import Settings
+
+_log = logging.getLogger("mmspec.serve")
 
 
 @click.command()
@@ -90,11 +93,13 @@ def serve(
 
 
 def _here(settings: Settings, host: str, port: int) -> None:
-    from mmspec.drafters.registry import registered_name
-    from mmspec.serving.server import listen, loading, run
+    with steps_shown():
+        _log.info("importing torch and transformers")
+        from mmspec.drafters.registry import registered_name
+        from mmspec.serving.server import listen, loading, run
 
     with listen(host, port) as listening:
-        with loading(listening):
+        with loading(listening), steps_shown():
             pipe = settings.pipeline()
         drafter = registered_name(pipe.drafter) or "none"
         what = [f"model {pipe.name}, drafter {drafter}"]
@@ -110,6 +115,8 @@ def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:
 
     with listen(host, port) as free:
         port = free.getsockname()[1]
+    with steps_shown():
+        _log.info("starting %d replicas of %s on Ray", replicas, settings.model)
     with deployed(settings, replicas, host, port):
         _announce(host, port, f"model {settings.model}, {replicas} replicas on Ray")
         wait_for_sigterm()
