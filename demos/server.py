@@ -117,7 +117,7 @@ def _opened(service: Service, first: Tab) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(GRACE)
+        thread.join(_GRACE)
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
