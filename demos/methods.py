@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmspec import plugins
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Target
-from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for, make_drafter
+from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for
 from mmspec.errors import UserError
 
 CHAIN = "@chain"
@@ -26,21 +24,6 @@ def drafter_of(method: str) -> str:
 def label(method: str) -> str:
     """A method's name for people, such as "FLASH, chain"."""
     return Selection.parse(method).label()
-
-
-def make_method(method: str, home: str, target: Target) -> Drafter | None:
-    """The drafter of a method; None for plain decoding.
-
-    Args:
-        home: the target's folder or name.
-
-    Raises:
-        UserError: the drafter is unknown, made for another model, or does not draft chains.
-    """
-    drafter = make_drafter(method, home)
-    if drafter is not None:
-        drafter.attach(target)
-    return drafter
 
 
 def available(model: str) -> list[str]:

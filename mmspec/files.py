@@ -68,9 +68,7 @@ def make_folder(folder: Path, write: Callable[[Path], None], hint: str = _CACHE)
 
 def _cannot_make(folder: Path, error: Exception, hint: str) -> UserError:
     what = "a cache folder" if hint == _CACHE else "a folder"
-    return UserError(
-        f"cannot make {folder}: expected {what} that can be written, received {first_line(error)}{hint}"
-    )
+    return UserError(f"cannot make {folder}: expected {what} that can be written, received {first_line(error)}{hint}")
 
 
 def flush(file: Path) -> None:

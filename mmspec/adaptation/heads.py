@@ -57,6 +57,7 @@ class HeadAdaptation:
         self.drafter = RecordedDrafter(drafter)
         self._target, self._store = target, store
         self._current = self._former = self._learner.weights()
+        self._proven = True  # whether requests have shown that the current ones are no worse
         self._watch = AcceptanceWatch()
         self._buffer: deque[RecordedAnswer] = deque()
         self._queue: deque[RecordedAnswer] = deque()  # to learn
@@ -95,13 +96,13 @@ class HeadAdaptation:
         fallen = self._watch.fallen
         self._watch.replaced(kept=not fallen)
         if fallen:
-            self._current = self._former
+            self._current, self._proven = self._former, True
             self._learner.restart(self._former)
             self.rollbacks += 1
         else:
-            if self.replacements and self._store is not None:  # those of the last requests have proved themselves
+            if not self._proven and self._store is not None:
                 self._store.write(lambda folder: self._drafter(self._current).save(folder, self._target))
-            self._former, self._current = self._current, self._learner.weights()
+            self._former, self._current, self._proven = self._current, self._learner.weights(), False
             self.replacements += 1
         fresh = self._drafter(self._current)
         fresh.attach(self._target)  # not while a request waits

@@ -20,8 +20,10 @@ class AdaptOptions(Checked):
         space: limit on what is kept there, in MiB.
     """
 
-    folder: Path | None = option(None, settable(OUT_FOLDER), "Keep what drafters learn in this folder; with --adapt.")
-    space: int = option(256, whole(1), "Limit on that folder, in MiB.")
+    folder: Path | None = option(
+        None, settable(OUT_FOLDER), "Keep what drafters learn in this folder, and begin with it; implies --adapt."
+    )
+    space: int = option(256, whole(1), "Limit on the size of --adapt-folder, in MiB.")
 
     @staticmethod
     def of(value: Any) -> AdaptOptions | None:

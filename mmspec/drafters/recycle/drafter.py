@@ -49,8 +49,8 @@ class _Settings(Checked):
 class Recycle(Drafter):
     """Token Recycling drafter.
 
-    The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With static shapes it is on the device
-    (``mmspec.drafters.recycle.device``).
+    The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With
+    static shapes it is on the device (``mmspec.drafters.recycle.device``).
 
     Args:
         top_k: successors per context.
