@@ -50,8 +50,9 @@ class OnlineLearner:
         """Add an answer to a batch; the last one of a batch takes a step."""
         target: Any = self._target
         batch, parameters = collate([self._row(answer)], target), self._optimisers.parameters
-        with torch.enable_grad():
-            loss = self._objective(self._network, self._target, batch, self._draft_ids, self._generator, 1.0).total
+        half = batch.hidden.dtype != torch.float32
+        with torch.enable_grad(), torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=half):
+            loss = self._objective(self._network, target, batch, self._draft_ids, self._generator, 1.0).total
             if not loss.requires_grad:  # answers of a token or two
                 return
             # Of these alone: the target's weights may require gradients.
