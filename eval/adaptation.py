@@ -90,7 +90,7 @@ def stream(
         for name, part in parts.items():
             adapted, fixed = (sum(one.tokens[part]) / max(1, sum(one.steps[part])) for one in stats)
             row |= {f"{name}adapting": adapted, f"{name}fixed": fixed, f"{name}gain": adapted / fixed - 1}
-        yield row | acceptance_difference(*stats)
+        yield row | acceptance_difference(stats[0], stats[1])
 
 
 def cost(pipes: tuple[Pipeline, Pipeline], requests: list[dict[str, Any]], keywords: dict[str, Any]) -> dict[str, Any]:

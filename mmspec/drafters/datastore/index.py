@@ -68,7 +68,8 @@ class SuffixIndex:
         places = _mapped(folder / SUFFIXES, self.config.suffixes * self.config.place)
         if sys.byteorder != "little":
             raise UserError(f"{folder}: expected a little-endian machine, received {sys.byteorder}")
-        self._places = memoryview(places).cast({4: "I", 8: "Q"}[self.config.place])
+        whole_places = memoryview(places)
+        self._places = whole_places.cast("I") if self.config.place == 4 else whole_places.cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SuffixIndex, (self.folder,)
