@@ -157,10 +157,12 @@ class Engine:
     # ------------------------------------------------------------------ worker
 
     def _wake(self) -> None:
-        """Start the worker, unless it runs."""
+        """Start the worker, or tell it that there are sequences."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
             self._worker.start()
+        else:
+            self._changed.notify_all()  # it may be waiting for the next turn of idle work
 
     def _run(self) -> None:
         """Run steps until no sequence is left and no idle work."""

@@ -93,13 +93,15 @@ def test_states_are_those_of_a_forward_pass_over_the_sequence(name, kind):
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "medusa"), ("llava", "flash"), ("bamba", "hydra")])
 def test_answers_are_equal_while_weights_are_replaced_under_concurrent_requests(name, kind, monkeypatch):
-    swaps = []
+    swaps, most = [], []
     begin = RecordedDrafter.begin
 
     def checked(self, *arguments):
-        before = self.drafter
-        running = len(self._rows)
+        before, running = self.drafter, len(self._rows)
+        if self.fresh is None:  # there is always another one, as if another engine had made it
+            self.fresh = before.renewed(copy.deepcopy(pipe.adaptation.heads[0]._current))
         begin(self, *arguments)
+        most.append(running)
         if self.drafter is not before:
             swaps.append(running)
 
@@ -113,7 +115,7 @@ def test_answers_are_equal_while_weights_are_replaced_under_concurrent_requests(
     expected = [tokens(plain, *request) for request in requests]
     pipe, rng = adapting(name, kind), random.Random(0)
     order = [rng.randrange(len(requests)) for _ in range(24)]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda number: tokens(pipe, *requests[number]), order))
     assert found == [expected[number] for number in order]
     for _ in range(2):
@@ -124,7 +126,7 @@ def test_answers_are_equal_while_weights_are_replaced_under_concurrent_requests(
     pipe.engine.drain()
     head = pipe.adaptation.heads[0]
     assert head.replacements >= 2
-    assert swaps
+    assert max(most) > 0  # some began beside others
     assert set(swaps) == {0}
 
 
