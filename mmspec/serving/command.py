@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
-from mmspec.cli.options import derived, drafter_option, generation_config_option, model_options, trust_option
+from mmspec.cli.options import (
+    adapt_of,
+    adapt_options,
+    derived,
+    drafter_option,
+    generation_config_option,
+    model_options,
+    trust_option,
+)
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from mmspec.serving.addresses import is_loopback, names, url
@@ -56,6 +64,7 @@ _log = logging.getLogger("mmspec.serve")
     metavar="MIB",
     help="Memory for the states of earlier prompts; 0 computes every prompt.",
 )
+@adapt_options
 @derived(Limits)
 @click.option(
     "--engine",
@@ -82,10 +91,13 @@ def serve(
     check_api_key(api_key, no_auth, public=not is_loopback(host))
     if replicas > 1 and engine != "ray":
         raise UserError(f"--replicas goes with --engine ray: got --engine {engine}")
+    adapt = adapt_of(options)
+    if adapt is not None and adapt.folder is not None and engine == "ray":
+        raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
     from mmspec.serving.settings import Settings
 
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    settings = Settings(**options, limits=limits, api_key=api_key, hosts=names(host))
+    settings = Settings(**options, limits=limits, adapt=adapt, api_key=api_key, hosts=names(host))
     if engine == "ray":
         _on_ray(settings, replicas, host, port)
     else:
