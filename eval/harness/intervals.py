@@ -34,4 +34,4 @@ def wilson_interval(count: int, total: int) -> dict[str, float]:
     z, share = 1.959963984540054, count / total
     middle = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * (share * (1 - share) / total + z**2 / (4 * total**2)) ** 0.5
-    return {"share": share, "low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+    return {"share": share, "low": middle - half if count else 0.0, "high": middle + half if count < total else 1.0}

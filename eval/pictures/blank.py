@@ -45,7 +45,7 @@ def _noises() -> dict[str, Image.Image]:
         "colours": colours,
         "greys": greys,
         "faint": Image.fromarray(faint),
-        "blurred": colours.filter(ImageFilter.GaussianBlur(6)),
+        "blurred": colours.filter(ImageFilter.GaussianBlur(2)),
         "coarse": coarse.resize((WIDTH, HEIGHT), Image.Resampling.NEAREST),
     }
 

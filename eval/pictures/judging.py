@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from mmspec.vision.scenes.vocabulary import BACKGROUNDS, COLOURS, SHAPES
+from mmspec.vision.scenes.reading import COLOUR_WORDS, SHAPE_WORDS
+from mmspec.vision.scenes.vocabulary import BACKGROUNDS
 
 _IRREGULAR = {
     "child": "children",
@@ -36,6 +37,7 @@ _COMPOUNDS = (
 """Names of other things than the words in them."""
 
 _NEGATED = re.compile(r"\b(?:no|not|without|neither|nor|cannot|\w+n't)\b[^.,;:!?]*")
+_QUOTED = re.compile(r"\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)")
 _STRAIGHT = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 _AFTER_ARTICLE = r"(?<![\w-])(?:an?|the|one|half an?|sliced|whole|ripe|fresh) "
 _FRUIT = r"(?:slices?|fruits?|halves|half|segments?)"
@@ -45,8 +47,8 @@ _FUNCTION_WORD = r"(?:on|in|with|is|are|that|which|and an?|cut|lying|sitting)"
 def names(caption: str, words: Collection[str]) -> bool:
     """Whether a caption names one of some things.
 
-    Words count as a whole, in singular and plural. Those in a negated part ("no dogs") and in the name of something
-    else ("hot dog") do not. A word that is a colour, too ("orange"), counts only where it is a noun.
+    Words count as a whole, in singular and plural. Those in quotations, in a negated part ("no dogs") and in the name
+    of something else ("hot dog") do not. A word that is a colour, too ("orange"), counts only where it is a noun.
 
     Args:
         words: nouns in the singular, possibly of several words.
@@ -67,14 +69,14 @@ def mentioned(caption: str, words: Iterable[str]) -> list[str]:
 
 def coloured_shapes(caption: str) -> list[str]:
     """Coloured shapes of drawn scenes in a caption, such as "red star": a colour followed by a shape."""
-    shapes = "|".join(map(_forms, SHAPES))
-    found = re.findall(rf"(?<![\w-])(?:{'|'.join(COLOURS)})\s+(?:{shapes})(?![\w'-])", _affirmed(caption))
+    shapes = "|".join(map(_forms, SHAPE_WORDS))
+    found = re.findall(rf"(?<![\w-])(?:{'|'.join(COLOUR_WORDS)})\s+(?:{shapes})(?![\w'-])", _affirmed(caption))
     return [" ".join(match.split()) for match in found]
 
 
 @cache
 def _pattern(word: str) -> re.Pattern[str]:
-    if word in COLOURS:
+    if word in COLOUR_WORDS:
         noun = rf"{_AFTER_ARTICLE}{word}(?=\s*(?:[.,;:!?]|$)|\s+{_FUNCTION_WORD}\b)"
         return re.compile(rf"(?<![\w-]){word}s(?![\w'-])|(?<![\w-]){word} {_FRUIT}(?![\w'-])|{noun}")
     return re.compile(rf"(?<![\w-])(?:{_forms(word)})(?![\w'-])")
@@ -86,8 +88,8 @@ def _plain(caption: str) -> str:
 
 
 def _affirmed(caption: str) -> str:
-    """Plain text without what is negated."""
-    return _NEGATED.sub(" ", _plain(caption))
+    """Plain text without quotations and what is negated."""
+    return _NEGATED.sub(" ", _QUOTED.sub(" ", _plain(caption)))
 
 
 def _forms(word: str) -> str:
@@ -115,22 +117,20 @@ shade tone hue tint grain static dot pixel speckle spot line stripe block grid s
 phrase message sentence equation sum time font character sign page paper centre center middle top bottom left right
 side edge corner part half area region end whole rest way variety range mix mixture blend transition effect lot bit
 kind type sort series set object subject thing detail element feature content shape form lightness brightness darkness
-dark light gray beige teal navy turquoise magenta violet gold silver pastel one other same circle square triangle star
-cross diamond ring rectangle oval arrangement
+dark light gray beige teal navy turquoise magenta violet gold silver pastel one other same figure row column circle
+square triangle star cross diamond ring rectangle oval arrangement
 """
-_ABSTRACT = {*_ABSTRACT_WORDS.split(), *COLOURS, *BACKGROUNDS}
+_ABSTRACT = {*_ABSTRACT_WORDS.split(), *COLOUR_WORDS, *BACKGROUNDS, *SHAPE_WORDS}
 """Heads of noun phrases that claim no concrete thing."""
 
 _END_WORDS = """
 of on in with and or at that which is are was to from by for against behind under over above below near next shows
 show showing depicts displays features contains appears looks has have fades changes goes turns covers fills reads
-says written saying there as like than between into across along without no
+says written saying there as like than between into across along without no can could may must it its this these them
+also halfway while where when be been sits stands lies then
 """
-_NOUN_PHRASE = re.compile(
-    r"\b(?:an?|the|one|two|three|four|five|several|some|many) "
-    rf"((?:[a-z'-]+ ){{0,5}}?[a-z'-]+)(?=\s(?:{'|'.join(_END_WORDS.split())})\b|\s*[.,;:!?()]|\s*$)"
-)
-_QUOTED = re.compile(r"\"[^\"]*\"|(?<!\w)'[^']*'(?!\w)")
+_NOUN = rf"(?!(?:{'|'.join(_END_WORDS.split())})\b)[a-z'-]+"
+_NOUN_PHRASE = re.compile(rf"\b(?:an?|the|one|two|three|four|five|several|some|many)((?: {_NOUN}){{1,6}})")
 
 
 def claimed_things(caption: str, vocabulary: Collection[str]) -> list[str]:
@@ -140,16 +140,18 @@ def claimed_things(caption: str, vocabulary: Collection[str]) -> list[str]:
     nothing, nor does quoted text. Unknown heads count, so that the share of captions that claim something is
     overestimated rather than underestimated.
     """
-    text = _affirmed(_QUOTED.sub(" ", _plain(caption)))
+    text = _affirmed(caption)
     heads = []
     for match in _NOUN_PHRASE.finditer(text):
-        words = [word for word in match[1].split() if not re.search(r"(?:ing|ed)$", word)]
-        if words and not _claims_nothing(words[-1]):
+        words = match[1].split()
+        while len(words) > 1 and re.search(r"(?:ing|ed)$", words[-1]) and not _is_abstract(words[-1]):
+            words.pop()
+        if not _is_abstract(words[-1]):
             heads.append(words[-1])
     known = mentioned(text, {*vocabulary, *_PEOPLE} - _ABSTRACT)
     return list(dict.fromkeys([*known, *heads]))
 
 
-def _claims_nothing(word: str) -> bool:
+def _is_abstract(word: str) -> bool:
     singular = {word, word.removesuffix("s"), word.removesuffix("es")}
     return bool(singular & _ABSTRACT)
