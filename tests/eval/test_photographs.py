@@ -85,5 +85,10 @@ def test_the_task_of_blank_pictures():
     task = TASKS["blank-pictures"]
     first, second, *others = task.samples(None, None)
     assert len(others) == 18
-    answers = [(first, ["A plain background."]), (second, ["A red star."]), (others[0], ["A bear."]), (others[1], [""])]
-    assert task.score(answers) == {"nothing invented": 0.5, "coloured shapes": 0.25, "things": 0.25}
+    answers = [
+        (first, ["A plain background."]),
+        (second, ["A red star."]),
+        (others[0], ["A bear."]),
+        (others[1], ["A cat."]),
+    ]
+    assert task.score(answers) == {"nothing invented": 0.25, "coloured shapes": 0.25, "things": 0.5}
