@@ -66,7 +66,7 @@ def main(model: str, dtype: str, prompt: str, max_new_tokens: int, fetching: boo
     captions = caption_pictures(pipe, blanks, prompt, max_new_tokens)
     blank = judge_blank(blanks, captions, list(group_words(pictures)))
     print_results(wide_console(), seen, blank)
-    settings = {"model": model, "prompt": prompt, "max_new_tokens": max_new_tokens, "missing": missing}
+    settings = {"model": model, "dtype": dtype, "prompt": prompt, "max_new_tokens": max_new_tokens, "missing": missing}
     return {**describe(pipe.target), **settings, "photographs": seen, "blank": blank}
 
 

@@ -51,7 +51,7 @@ def test_photographs_are_fetched_captioned_and_judged(listed, tmp_path):
     assert "note: gone 1 (npm; car): expected one file from" in done.stderr
     assert "note: 1 photographs are not in the cache: car" in done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
-    assert result["missing"] == ["car"]
+    assert (result["missing"], result["dtype"]) == (["car"], "float32")
     (row,) = result["photographs"]["pictures"]
     assert row["caption"]
     assert row["caption"].split()[0] in done.stdout
