@@ -22,9 +22,9 @@ from mmspec.engine.calibrate import describe
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.fetching import cached, fetch, is_fetched
-from mmspec.eval.pictures.listing import listed_packages
+from mmspec.eval.pictures.picture import cached, photograph_packages
 from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
+from mmspec.vision.pictures.fetching import fetch, is_fetched
 
 _SHARES: list[Column] = [
     ("captions with", "{measure}"),
@@ -48,7 +48,7 @@ _GROUPS: list[Column] = [
 @click.option("--fetch", "fetching", is_flag=True, help="First fetch photographs that are not in the cache.")
 def main(model: str, dtype: str, prompt: str, max_new_tokens: int, fetching: bool) -> dict[str, Any]:
     """Print captions and tables of how many name what is there, then one JSON line."""
-    packages = listed_packages()
+    packages = photograph_packages()
     for package in [one for one in packages if fetching and not is_fetched(one)]:
         click.echo(f"fetching {package.name} {package.version} ({package.manager})", err=True)
         try:

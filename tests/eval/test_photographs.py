@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from mmspec.eval import photographs
-from mmspec.eval.pictures import blank, fetching
-from mmspec.eval.pictures.listing import Package, Photograph
+from mmspec.eval.pictures import blank
 from mmspec.eval.suite.tasks import TASKS, pictures
+from mmspec.vision.pictures import fetching
+from mmspec.vision.pictures.listing import Package, Photograph
 
 
 @pytest.fixture
@@ -30,12 +31,12 @@ def listed(tmp_path, monkeypatch):
     monkeypatch.setitem(fetching.COMMANDS, "npm", (sys.executable, "-c", code))
     digest = sha256(buffer.getvalue()).hexdigest()
     packages = [
-        Package("npm", "here", "1", (Photograph("cat", "cat.png", digest, "MIT", "animal", ("cat",), ("animal",)),)),
-        Package("npm", "gone", "1", (Photograph("car", "car.png", digest, "MIT", "vehicle", ("car",), ()),)),
+        Package("npm", "here", "1", (Photograph("cat", "cat.png", digest, ("cat",), ("animal",), "animal"),)),
+        Package("npm", "gone", "1", (Photograph("car", "car.png", digest, ("car",), group="vehicle"),)),
     ]
     blanks = blank.blank_pictures()[:2]
     for module in (photographs, pictures):
-        monkeypatch.setattr(module, "listed_packages", lambda: packages)
+        monkeypatch.setattr(module, "photograph_packages", lambda: packages)
     monkeypatch.setattr(photographs, "blank_pictures", lambda: blanks)
     return packages
 

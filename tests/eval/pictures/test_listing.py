@@ -2,15 +2,15 @@
 
 import re
 
-from mmspec.eval.pictures.fetching import COMMANDS
 from mmspec.eval.pictures.judging import names
-from mmspec.eval.pictures.listing import listed_packages
+from mmspec.eval.pictures.picture import photograph_packages
+from mmspec.vision.pictures.fetching import COMMANDS
 
 TRAINED_ON = {"tuxpaint-stamps-default", "openclipart-png", "openmoji", "fluent-emoji"}
 
 
 def test_the_list():
-    packages = listed_packages()
+    packages = photograph_packages()
     pictures = [one for package in packages for one in package.pictures]
     assert len(pictures) == len({one.name for one in pictures}) == len({one.sha256 for one in pictures}) == 60
     assert {package.manager for package in packages} == set(COMMANDS)
@@ -27,6 +27,6 @@ def test_the_list():
 
 
 def test_the_groups_are_spread():
-    groups = [one.group for package in listed_packages() for one in package.pictures]
+    groups = [one.group for package in photograph_packages() for one in package.pictures]
     assert len(set(groups)) == 10
     assert max(map(groups.count, groups)) <= 15

@@ -1,14 +1,13 @@
-"""The list of photographs: which package holds each, and the words that describe it. No picture is part of it."""
+"""Lists of photographs: which package holds each, and the words that describe it. No picture is part of them."""
 
 from __future__ import annotations
 
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-_FILE = Path(__file__).parent / "photographs.json"
 
 
 @dataclass(frozen=True)
@@ -19,17 +18,19 @@ class Photograph:
         name: unique in the list.
         path: in the package; ``OUTER!INNER`` is a file in a Qt resource file.
         sha256: of the file, in hexadecimal.
+        names: words for the main thing, singular.
+        kinds: words for its kind, or for what else is in view.
+        group: of pictures that are counted together.
         licence: of the picture where its package states one, else of the package.
-        group, names, kinds: as for ``Picture``.
     """
 
     name: str
     path: str
     sha256: str
-    licence: str
-    group: str
     names: tuple[str, ...]
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    group: str = ""
+    licence: str = ""
 
     @property
     def file(self) -> str:
@@ -53,12 +54,13 @@ class Package:
 
     @property
     def slug(self) -> str:
-        """A file name."""
-        return re.sub(r"[^\w.+-]", "_", f"{self.manager}-{self.name}-{self.version}")
+        """A file name, another one for other photographs of the same package."""
+        own = zlib.crc32(" ".join(picture.sha256 for picture in self.pictures).encode())
+        return re.sub(r"[^\w.+-]", "_", f"{self.manager}-{self.name}-{self.version}-{own:08x}")
 
 
-def listed_packages(file: Path = _FILE) -> list[Package]:
-    """The packages of the list, each with its photographs."""
+def listed_packages(file: Path) -> list[Package]:
+    """The packages of a list, each with its photographs."""
     return [
         Package(**{**entry, "pictures": tuple(map(_photograph, entry["pictures"]))})
         for entry in json.loads(file.read_text())
@@ -66,4 +68,4 @@ def listed_packages(file: Path = _FILE) -> list[Package]:
 
 
 def _photograph(entry: dict[str, Any]) -> Photograph:
-    return Photograph(**{**entry, "names": tuple(entry["names"]), "kinds": tuple(entry["kinds"])})
+    return Photograph(**{**entry, "names": tuple(entry["names"]), "kinds": tuple(entry.get("kinds", ()))})

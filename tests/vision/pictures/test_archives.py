@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.eval.pictures.archives import read_files, resource_files
+from mmspec.vision.pictures.archives import read_files, resource_files
 
 
 def resource(files, version=3, compressed=()):

@@ -13,10 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mmspec.errors import UserError, explained, first_line
-from mmspec.eval.pictures.archives import read_files
-from mmspec.eval.pictures.listing import Package, Photograph
-from mmspec.eval.pictures.picture import Picture
 from mmspec.files import cache_folder, make_folder
+from mmspec.vision.pictures.archives import read_files
+from mmspec.vision.pictures.listing import Package, Photograph
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "apt": ("apt-get", "download", "{name}={version}"),
@@ -73,16 +72,16 @@ def fetch(package: Package) -> None:
         raise UserError(f"{where}: {first_line(error)}") from error
 
 
-def cached(packages: Sequence[Package]) -> tuple[list[Picture], list[str]]:
-    """The photographs in the cache, and the names of those that are not there or broken."""
+def located(packages: Sequence[Package]) -> tuple[list[tuple[Photograph, Path]], list[str]]:
+    """The photographs in the cache with their files, and the names of those that are not there or broken."""
     found, missing = [], []
     for package in packages:
-        for one in package.pictures:
-            path = folder_of(package) / one.file
-            if _is_intact(path, one):
-                found.append(Picture(one.name, str(path), one.names, one.kinds, one.group))
+        for picture in package.pictures:
+            path = folder_of(package) / picture.file
+            if _is_intact(path, picture):
+                found.append((picture, path))
             else:
-                missing.append(one.name)
+                missing.append(picture.name)
     return found, missing
 
 

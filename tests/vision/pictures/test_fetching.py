@@ -4,14 +4,13 @@ import io
 import sys
 import tarfile
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.eval.pictures import fetching
-from mmspec.eval.pictures.fetching import cached, fetch, folder_of, is_fetched
-from mmspec.eval.pictures.listing import Package, Photograph
+from mmspec.vision.pictures import fetching
+from mmspec.vision.pictures.fetching import fetch, folder_of, is_fetched, located
+from mmspec.vision.pictures.listing import Package, Photograph
 
 DATA = {"cat": b"a cat", "car": b"a car"}
 
@@ -22,7 +21,7 @@ def package(name="pets", version="1:2~3", **changed):
         name,
         version,
         tuple(
-            Photograph(one, f"package/{one}.png", sha256(changed.get(one, data)).hexdigest(), "MIT", "g", (one,), ())
+            Photograph(one, f"package/{one}.png", sha256(changed.get(one, data)).hexdigest(), (one,))
             for one, data in DATA.items()
         ),
     )
@@ -45,21 +44,23 @@ def store(tmp_path, monkeypatch):
 
 
 def test_a_package_is_fetched_once(store):
-    assert cached([package()]) == ([], ["cat", "car"])
+    assert located([package()]) == ([], ["cat", "car"])
     fetch(package())
     (store / "pets.tgz").unlink()
-    found, missing = cached([package()])
-    assert ([one.name for one in found], found[0].names, missing) == (["cat", "car"], ("cat",), [])
-    assert Path(found[1].image).read_bytes() == b"a car"
+    found, missing = located([package()])
+    assert ([one.name for one, _ in found], found[0][0].names, missing) == (["cat", "car"], ("cat",), [])
+    assert found[1][1].read_bytes() == b"a car"
     assert is_fetched(package())
-    assert [one.name for one in folder_of(package()).parent.iterdir()] == ["npm-pets-1_2_3"]
+    assert [one.name for one in folder_of(package()).parent.iterdir()] == [package().slug]
+    assert package().slug.startswith("npm-pets-1_2_3-")
+    assert package(cat=b"other").slug != package().slug
 
 
 def test_a_broken_picture_is_missing_until_it_is_fetched_again(store):
     fetch(package())
     (folder_of(package()) / "car.png").write_bytes(b"a cart")
     assert not is_fetched(package())
-    assert cached([package()])[1] == ["car"]
+    assert located([package()])[1] == ["car"]
     fetch(package())
     assert is_fetched(package())
 
@@ -85,4 +86,4 @@ def test_what_cannot_be_downloaded_is_named(store, monkeypatch, command, message
     monkeypatch.setitem(fetching.COMMANDS, "npm", command)
     with pytest.raises(UserError, match=rf"^pets 1:2~3 \(npm; cat, car\): .*{message}"):
         fetch(package())
-    assert cached([package()]) == ([], ["cat", "car"])
+    assert located([package()]) == ([], ["cat", "car"])
