@@ -77,12 +77,16 @@ def drawn(scenes: Sequence[Scene | Composed], rng: Any) -> dict[str, Tensor]:
     """
     images, imagined, strengths, masks = [], [], [], []
     for scene in scenes:
-        composed = isinstance(scene, Composed)
-        images.append(scene.draw() if isinstance(scene, Composed) else enlarged(render(scene, rng)))
-        number, strength = (scene.things[0].imagined if composed and scene.things else None) or (-1, 0.0)
+        number, strength, mask = -1, 0.0, np.ones(VISUAL_TOKENS, np.float32)
+        if isinstance(scene, Composed):
+            images.append(scene.draw())
+            if scene.things and scene.things[0].imagined:
+                (number, strength), mask = scene.things[0].imagined, scene.mask()
+        else:
+            images.append(enlarged(render(scene, rng)))
         imagined.append(number)
         strengths.append(strength)
-        masks.append(scene.mask() if number >= 0 else np.ones(VISUAL_TOKENS, np.float32))
+        masks.append(mask)
     return {
         "pixels": to_pixels(images),
         "imagined": torch.tensor(imagined, dtype=torch.long),

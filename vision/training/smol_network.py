@@ -49,17 +49,18 @@ class SmolLlava(nn.Module):
         self, language: Any, image_token: int, pictures: Tensor, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         super().__init__()
-        config = FastVlmConfig(
-            vision_config=EfficientNetLiteConfig(image_size=SIDE),
+        vision = EfficientNetLiteConfig(image_size=SIDE)
+        config: Any = FastVlmConfig(
+            vision_config=vision,
             text_config=language.config,
-            image_token_id=image_token,
+            image_token_index=image_token,
             image_seq_length=VISUAL_TOKENS,
         )
         config.tie_word_embeddings = language.config.tie_word_embeddings
         with torch.device("meta"):
             model: Any = FastVlmForConditionalGeneration(config)
         weights = weights or efficientnet.lite0()
-        model.model.vision_tower = EfficientNetLite(config.vision_config)
+        model.model.vision_tower = EfficientNetLite(vision)
         model.model.vision_tower.load_state_dict({name: x for name, x in weights.items() if "classifier" not in name})
         model.model.vision_tower.requires_grad_(False).eval()
         model.model.multi_modal_projector = type(model.model.multi_modal_projector)(config)

@@ -80,9 +80,8 @@ class WordsTask:
         plain |= {"pixels": pixels, "masks": torch.ones(len(pixels), VISUAL_TOKENS)}
         none = torch.zeros(0, 0, dtype=torch.long)
         joined = {name: torch.cat((plain[name], parts[name])) for name in parts}
-        return PictureBatch(none, none, **joined), *(
-            torch.from_numpy(np.stack(rows)) for rows in zip(*words, strict=True)
-        )
+        ids, weights = (torch.from_numpy(np.stack(rows)) for rows in zip(*words, strict=True))
+        return PictureBatch(none, none, **joined), ids, weights
 
     def _tokens(self, text: str) -> list[int]:
         if text not in self._ids:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -108,7 +108,7 @@ def _examples() -> Iterator[SceneConversation]:
     for index in count():
         rng = seeded("train", index)
         for kind in CONVERSATIONS.values():
-            yield kind.make(rng)
+            yield cast(SceneConversation, kind.make(rng))
 
 
 class SceneSampler:
