@@ -25,6 +25,7 @@ DEFAULT_MODELS: dict[Kind, tuple[str, ...]] = {
 
 MAX_PROMPT_CHARS = 4000
 MAX_NEW_TOKENS = 512
+MAX_IMAGES = 8
 MAX_FRAMES = 32
 MAX_TURNS = 12
 MAX_VIDEO_SECONDS = 300
@@ -49,15 +50,15 @@ class ChatRequest:
     """One prompt with its conversation history and settings.
 
     Attributes:
-        kind: kind of ``upload``; "text" has no upload.
-        history: earlier (prompt, answer) pairs about the same upload.
+        kind: kind of ``uploads``: up to ``MAX_IMAGES`` images, one video, or none.
+        history: earlier (prompt, answer) pairs about the same uploads.
         frames: number of frames sampled from a video.
         seed: sampling seed.
     """
 
     kind: Kind
     prompt: str
-    upload: Upload | None = None
+    uploads: Sequence[Upload] = ()
     history: list[tuple[str, str]] = field(default_factory=list)
     model: str = ""
     drafter: str = "auto"
@@ -84,7 +85,7 @@ class ChatRequest:
             return {"prompt": prompt, **media}
         messages: list[dict[str, Any]] = []
         for user, assistant in [*self.history, (prompt, None)]:
-            attached = [{"type": self.kind}] if self.kind != "text" and not messages else []
+            attached = [{"type": self.kind} for _ in self.uploads] if not messages else []
             messages.append({"role": "user", "content": self._content(user, attached)})
             if assistant is not None:
                 messages.append({"role": "assistant", "content": self._content(assistant)})
@@ -114,20 +115,24 @@ class ChatRequest:
     def _media(self) -> dict[str, Any]:
         if self.kind == "text":
             return {}
-        if self.upload is None:
+        if not self.uploads:
             raise UserError(f"no {self.kind} was uploaded: upload one or select an example")
-        if not Path(self.upload.path).is_file():
-            raise UserError(f"{self.upload.name} was removed (uploads are kept for a limited time): upload it again")
-        path, name = self.upload.path, self.upload.name
+        most = MAX_IMAGES if self.kind == "image" else 1
+        if len(self.uploads) > most:
+            raise UserError(f"a question must have at most {most} {self.kind}s: got {len(self.uploads)}")
+        for upload in self.uploads:
+            if not Path(upload.path).is_file():
+                raise UserError(f"{upload.name} was removed (uploads are kept for a limited time): upload it again")
         if self.kind == "image":
-            return {"images": [_decoder().load(path, "image", name=name)]}
+            return {"images": [decoder().load(upload.path, "image", name=upload.name) for upload in self.uploads]}
         if not 1 <= self.frames <= MAX_FRAMES:
             raise UserError(f"frames must lie in 1..{MAX_FRAMES}: got {self.frames}")
         video: dict[str, Any] = {"frames": int(self.frames), "max_duration": MAX_VIDEO_SECONDS}
-        return {"videos": [_decoder().load(path, "video", name=name, **video)]}
+        (upload,) = self.uploads
+        return {"videos": [decoder().load(upload.path, "video", name=upload.name, **video)]}
 
 
 @cache
-def _decoder() -> Decoder:
-    """The worker pool shared by all requests."""
+def decoder() -> Decoder:
+    """The worker pool shared by all visitors."""
     return Decoder(seconds=20, memory=2 << 30)

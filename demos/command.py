@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options
-from mmspec.cli.options import device_options, generation_config_option
+from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options, steps_shown
+from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.addresses import is_loopback
 
+_log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
 
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
@@ -28,17 +30,26 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
     "models",
     multiple=True,
     metavar="NAME",
+    shell_complete=complete("models"),
     help=(
         "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: tiny-llava]"
     ),
 )
-@click.option("--drafter", "drafters", multiple=True, metavar="NAME", help="Selectable drafter. May be repeated.")
+@click.option(
+    "--drafter",
+    "drafters",
+    multiple=True,
+    metavar="NAME",
+    shell_complete=complete("drafters"),
+    help="Selectable drafter. May be repeated.",
+)
 @device_options
 @generation_config_option
 @listen_options(7860)
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
 @API_KEY.declared
+@adapt_options
 @click.option("--share", is_flag=True, help="Also create a public link through gradio's servers.")
 @click.option(
     "--upload-space",
@@ -62,6 +73,7 @@ def demo(
     api_key: str | None,
     share: bool,
     upload_space: int,
+    **adapting: Any,
 ) -> None:
     """Serve the web demo: streamed answers, a race against plain decoding, draft trees.
 
@@ -75,33 +87,43 @@ def demo(
         check_api_key(api_key, no_auth, public)
     elif click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
         raise UserError("--api-key goes with --api: got no --api")
-    try:
-        import gradio  # noqa: F401
-    except ImportError:
-        raise missing("the demo", "gradio", "demo") from None
-    from mmspec.demos.catalog import make_catalog
-    from mmspec.demos.models import ModelCache
-    from mmspec.demos.server import run_server
+    adapt = adapt_of(adapting)
+    if adapt is not None and not api:
+        raise UserError("--adapt goes with --api: got no --api")
+    with steps_shown():
+        _import()
+        from mmspec.demos.catalog import make_catalog
+        from mmspec.demos.models import ModelCache
+        from mmspec.demos.server import run_server
 
-    catalog = make_catalog(models, drafters, open=not public)
-    cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config)
-    for name in reversed(models or (catalog.default,)):
-        cache.get(name)  # fails now if a model is missing, not at the first request
+        catalog = make_catalog(models, drafters, open=not public)
+        cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config)
+        for name in reversed(models or (catalog.default,)):
+            cache.get(name)  # fails now if a model is missing, not at the first request
+        _log.info("making the page")
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     if api:
         from mmspec.demos.api import API
 
         drafter = drafters[0] if drafters else "auto"
-        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key)
+        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key, adapt)
         options["api"] = served.app(cache)
     try:
-        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, **options) as page:
+        with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, opened=True, **options) as page:
             click.echo(f"mmspec demo: {_addresses(str(page.local_url), api)} (Ctrl-C to stop)")
             if page.share_url:
                 click.echo(f"public address: {_addresses(str(page.share_url), api)}")
             Event().wait()
     except OSError as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
+
+
+def _import() -> None:
+    _log.info("importing torch, transformers and gradio")
+    try:
+        import gradio  # noqa: F401
+    except ImportError:
+        raise missing("the demo", "gradio", "demo") from None
 
 
 def _addresses(url: str, api: bool) -> str:

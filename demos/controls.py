@@ -7,12 +7,25 @@ from typing import Any
 
 import gradio as gr
 
-from mmspec.demos import views
+from mmspec.demos import notes, views
 from mmspec.demos.catalog import Catalog
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_FRAMES, MAX_NEW_TOKENS, MAX_PROMPT_CHARS, Kind
+from mmspec.demos.chat_request import (
+    DEFAULT_PROMPTS,
+    MAX_FRAMES,
+    MAX_IMAGES,
+    MAX_NEW_TOKENS,
+    MAX_PROMPT_CHARS,
+    Kind,
+    Upload,
+)
 from mmspec.demos.methods import FEWEST, MOST, label
 from mmspec.demos.samples import Example, media, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
+
+_ADD = (
+    '<p class="mm-adding"><button type="button" class="mm-add">Add pictures</button> '
+    f"or paste them; up to {MAX_IMAGES} in one question.</p>"
+)
 
 
 class Controls:
@@ -36,7 +49,9 @@ class Controls:
                 self._add_inputs()
                 with gr.Accordion("Settings", open=False):
                     self._add_settings()
-            with gr.Column(scale=3, min_width=300):
+                methods = self.catalog.methods(self.catalog.default_model(kind))
+                self.explained = gr.HTML(notes.methods_html(methods), apply_default_css=False)
+            with gr.Column(scale=3, min_width=300, elem_classes="mm-results"):
                 self.result = gr.HTML(
                     views.result_html([], self.prompt.value),
                     elem_classes="mm-out",
@@ -48,29 +63,33 @@ class Controls:
         """The examples for a model, which has as many as any other."""
         return texts(model) if self.kind == "text" else self._media_examples
 
+    def shown(self, example: str) -> Any:
+        """An example as the value of its component."""
+        return example if self.kind == "text" else [Upload(example, Path(example).name)]
+
     def _add_inputs(self) -> None:
         self.media: list[Any] = []
         model = self.catalog.default_model(self.kind)
         examples = self.examples(model)
         example = examples[0].value
+        look: dict[str, Any] = {"height": 210, "buttons": [], "elem_classes": "mm-media"}
         if self.kind == "image":
-            sources: Any = ["upload", "clipboard"]
+            given: dict[str, Any] = {"file_types": ["image"], "columns": 4, "object_fit": "contain", **look}
             self.media = [
                 ImageUpload(
-                    example,
-                    label="Image",
-                    type="filepath",
-                    sources=sources,
-                    height=200,
-                    buttons=[],
-                    elem_classes="mm-media",
+                    self.shown(example),
+                    label="Pictures",
+                    sources=["upload", "clipboard"],
+                    **given,
                 )
             ]
         elif self.kind == "video":
-            self.media = [
-                VideoUpload(example, label="Video", sources=["upload"], height=200, buttons=[], elem_classes="mm-media")
-            ]
-        self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
+            self.media = [VideoUpload(self.shown(example), label="Video", sources=["upload"], **look)]
+        if self.kind == "image":
+            gr.HTML(_ADD, apply_default_css=False)
+        self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
+        self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
+        self.about = gr.HTML(notes.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [
                 gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in examples
@@ -112,17 +131,27 @@ class Controls:
         self.drafter = gr.Dropdown(
             list(catalog.drafters),
             value="auto",
-            label="Drafter of Ask",
-            info="or a checkpoint's hub id or folder, which can then be raced, too" if catalog.open else None,
+            label="Method of Ask",
+            info="or a drafter's hub id or folder, which can then be raced, too" if catalog.open else None,
             allow_custom_value=True,
         )
-        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0 is greedy")
+        self.temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature", info="0: always the likeliest token")
         self.seed = gr.Number(
-            0, label="Seed", info="of sampling; 0: another one for each conversation", precision=0, minimum=0
+            0,
+            label="Seed",
+            info="the same number repeats the same random choices; 0: another one for each conversation",
+            precision=0,
+            minimum=0,
         )
-        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Max new tokens")
+        self.length = gr.Slider(1, MAX_NEW_TOKENS, 256, step=1, label="Longest answer", info="in tokens")
         self.frames = gr.Slider(
-            1, MAX_FRAMES, 8, step=1, label="Frames", info="sampled evenly", visible=self.kind == "video"
+            1,
+            MAX_FRAMES,
+            8,
+            step=1,
+            label="Frames",
+            info="pictures taken from it, evenly",
+            visible=self.kind == "video",
         )
         self.settings = [self.model, self.drafter, self.temperature, self.seed, self.length, self.frames]
 

@@ -5,7 +5,7 @@ Each endpoint yields partial results, so that clients can stream and cancel; the
 
 # No postponed annotations: gradio reads the endpoints' types from them.
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -175,7 +175,7 @@ def _gradio_errors(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
 def _parse_request(arguments: dict[str, Any]) -> ChatRequest:
     """Check the types of an endpoint's arguments."""
     fields = {
-        name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments and name != "upload"
+        name: arguments[name] for name in ChatRequest.__dataclass_fields__ if name in arguments and name != "uploads"
     }
     for name, kind in (("prompt", str), ("model", str), ("drafter", str), ("max_new_tokens", int), ("seed", int)):
         if not isinstance(fields[name], kind) or isinstance(fields[name], bool):
@@ -183,17 +183,17 @@ def _parse_request(arguments: dict[str, Any]) -> ChatRequest:
     for name in ("temperature", "frames"):
         if not isinstance(fields.get(name, 0), int | float):
             raise UserError(f"{name} must be a number: got {fields[name]!r}")
-    return ChatRequest(**fields, upload=_parse_upload(arguments.get("upload"), arguments["kind"]))
+    return ChatRequest(**fields, uploads=_parse_upload(arguments.get("upload"), arguments["kind"]))
 
 
-def _parse_upload(file: Any, kind: Kind) -> Upload | None:
-    """The upload for a client's file data."""
+def _parse_upload(file: Any, kind: Kind) -> Sequence[Upload]:
+    """The upload for a client's file data, if there is any."""
     if file is None:
-        return None
+        return ()
     path = file.get("path") if isinstance(file, dict) else None
     if not isinstance(path, str):
         raise not_uploaded_error(kind)
-    return Upload(path, str(file.get("orig_name") or Path(path).name))
+    return (Upload(path, str(file.get("orig_name") or Path(path).name)),)
 
 
 def answer_result(answer: StreamedAnswer) -> Answer:

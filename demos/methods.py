@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmspec import plugins
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Target
-from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for, make_drafter
+from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for
 from mmspec.errors import UserError
 
 CHAIN = "@chain"
+_PLAIN = "the model alone, one token per pass; the others guess tokens, which it checks (arXiv 2211.17192)"
+_CHAIN = "the same method guesses one continuation, instead of a tree of several (arXiv 2305.09781)"
 FEWEST, MOST = 2, 4  # methods of a race
 
 
@@ -28,19 +28,14 @@ def label(method: str) -> str:
     return Selection.parse(method).label()
 
 
-def make_method(method: str, home: str, target: Target) -> Drafter | None:
-    """The drafter of a method; None for plain decoding.
-
-    Args:
-        home: the target's folder or name.
-
-    Raises:
-        UserError: the drafter is unknown, made for another model, or does not draft chains.
-    """
-    drafter = make_drafter(method, home)
-    if drafter is not None:
-        drafter.attach(target)
-    return drafter
+def explained(methods: Sequence[str]) -> dict[str, str]:
+    """What the drafters among methods do, by their labels: one line each, with the paper's number at arXiv."""
+    lines = {label(PLAIN): _PLAIN}
+    for method in methods:
+        for name in Selection.parse(drafter_of(method)).drafters:
+            if name in plugins.names("drafters"):
+                lines[label(name)] = drafter_spec(name).summary.partition(";")[0].replace("target", "model")
+    return {**lines, "Chain": _CHAIN} if any(method.endswith(CHAIN) for method in methods) else lines
 
 
 def available(model: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from mmspec.demos import endpoints, views
+from mmspec.demos import endpoints, notes, views
 from mmspec.demos.chat_request import Kind
 from mmspec.demos.link import LinkSettings, parse_link
 from mmspec.demos.methods import FEWEST
@@ -17,8 +17,8 @@ from mmspec.demos.tab import UNQUEUED, Tab
 from mmspec.errors import UserError
 
 
-def build(service: Service, folder: Path) -> gr.Blocks:
-    """Build the page and the API endpoints.
+def build(service: Service, folder: Path) -> tuple[gr.Blocks, Tab]:
+    """Build the page and the API endpoints; returns the page, and the tab that it opens on.
 
     Args:
         service: answers the requests.
@@ -27,14 +27,14 @@ def build(service: Service, folder: Path) -> gr.Blocks:
     kinds = [kind for kind in get_args(Kind) if service.catalog.models_for(kind)]
     kinds.sort(key=lambda kind: (kind == "text") != service.catalog.opens_on_text)
     with gr.Blocks(title="mmspec", analytics_enabled=False) as page:
-        gr.HTML('<p class="mm-name">mmspec</p>', apply_default_css=False)
+        gr.HTML(notes.links_html(), apply_default_css=False)
         with gr.Tabs() as selected:
             tabs: dict[str, Tab] = {kind: Tab(service, kind, folder) for kind in kinds}
         link = _Link(tabs, selected)
         page.load(link.settings, None, link.fields, **UNQUEUED)
         endpoints.add_endpoints(page, service)
     page.queue(max_size=None, default_concurrency_limit=None)
-    return page
+    return page, tabs[kinds[0]]
 
 
 @dataclass
@@ -88,5 +88,5 @@ class _Link:
         }
         values = [example.value for example in controls.examples(model) if Path(example.value).name == link.example]
         if controls.media and link.example:
-            updates[controls.media[0]] = values[0] if values else None
+            updates[controls.media[0]] = controls.shown(values[0]) if values else []
         return updates

@@ -8,6 +8,7 @@ from mmspec.engine.stats import Stats
 
 _WIDTH, _HEIGHT = 360, 168
 _LEFT, _BASE = 34, 128
+_PHASES = {"prefill": "read prompt", "draft": "guess", "verify": "check", "commit": "store"}
 
 
 def format_duration(seconds: float) -> str:
@@ -41,7 +42,7 @@ def histogram(counts: Sequence[int]) -> str:
 
 
 def time_split(stats: Stats) -> str:
-    """Bar chart of prefill, draft, verify and commit time."""
+    """Bar chart of the time of prefill, drafting, verification and commit."""
     times = {
         "prefill": stats.prefill_seconds,
         "draft": stats.draft_seconds,
@@ -55,12 +56,12 @@ def time_split(stats: Stats) -> str:
     longest = max(times.values())
     for row, (name, seconds) in enumerate(times.items()):
         y = 30 + row * 30
-        wide = max(170 * seconds / longest, 1.5)
+        wide = max(150 * seconds / longest, 1.5)
         label = f"{format_duration(seconds)} · {seconds / total:.0%}"
         parts.append(
-            f'<text class="name" x="0" y="{y + 13}">{name}</text>'
-            f'<rect class="{name}" x="58" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
-            f'<text class="label" x="{58 + wide + 8:.1f}" y="{y + 13}">{label}</text>'
+            f'<text class="name" x="0" y="{y + 13}">{_PHASES[name]}</text>'
+            f'<rect class="{name}" x="84" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
+            f'<text class="label" x="{84 + wide + 8:.1f}" y="{y + 13}">{label}</text>'
         )
     return _figure(f"Time: {format_duration(total)}", "".join(parts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import anyio
@@ -20,6 +21,7 @@ _API = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
 _CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component")
+_ALIVE = "/alive"  # answered with an id of this server, which differs after a restart
 _MAX_FORM_BYTES = 64 * 2**10  # bytes of an upload's form besides the file
 _MAX_REQUEST_BYTES = 2**20  # bytes of any other request
 
@@ -38,6 +40,7 @@ class RequestFilter:
     def __init__(self, app: ASGIApp, uploads: UploadFolder) -> None:
         self.app = app
         self.uploads = uploads
+        self.server = secrets.token_hex(8)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,7 +50,7 @@ class RequestFilter:
         if scope["method"] == "POST":
             status, message = self._check_post(route, Headers(scope=scope))
         else:
-            status, message = self._check_get(route)
+            status, message = (200, self.server) if route == _ALIVE else self._check_get(route)
         if status:
             await PlainTextResponse(message, status)(scope, receive, send)
         elif scope["method"] == "POST" and route == "/upload":

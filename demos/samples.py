@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmspec import plugins
-from mmspec.demos.chat_request import ChatRequest, Kind
+from mmspec.demos.chat_request import ChatRequest, Kind, Upload
 from mmspec.vision.embedded import samples
 from mmspec.vision.scenes.__main__ import SCALE, write_clip
 from mmspec.vision.scenes.clips import sample_clip
@@ -81,21 +81,23 @@ def media(kind: Kind, folder: Path) -> list[Example]:
 
 
 def example_of(request: ChatRequest, folder: Path) -> str | None:
-    """Name of the file of the examples in ``folder`` that a request's upload equals; None for others."""
-    if request.upload is None:
-        return None
-    try:
-        matches = (path for path in sorted(folder.iterdir()) if filecmp.cmp(request.upload.path, path, shallow=False))
-        return next((path.name for path in matches), None)
-    except OSError:  # the upload was removed, which the request itself will report
-        return None
+    """Name of the file of the examples in ``folder`` that a request's only upload equals; None for others."""
+    return _example(request.uploads[0], folder) if len(request.uploads) == 1 else None
 
 
 def is_sample(request: ChatRequest, folder: Path) -> bool:
-    """Whether a request's upload is one of the examples in ``folder``, or its text an example."""
-    if request.upload is None:
+    """Whether a request's uploads are examples in ``folder``, or its text is an example."""
+    if not request.uploads:
         return request.prompt.strip() in TRAINED_TEXTS.values()
-    return example_of(request, folder) is not None
+    return all(_example(upload, folder) for upload in request.uploads)
+
+
+def _example(upload: Upload, folder: Path) -> str | None:
+    try:
+        matches = (path for path in sorted(folder.iterdir()) if filecmp.cmp(upload.path, path, shallow=False))
+        return next((path.name for path in matches), None)
+    except OSError:  # the upload was removed, which the request itself will report
+        return None
 
 
 def _still(clip: Path) -> str:

@@ -6,8 +6,9 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import Event, Thread
 from time import monotonic as clock
 from typing import Any
 from unittest import mock
@@ -25,12 +26,15 @@ from mmspec.demos.page import build
 from mmspec.demos.request_filter import RequestFilter, refuse_urls
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, temporary_folder
+from mmspec.demos.tab import Tab
 from mmspec.demos.turns import RUNNING, WAITING
-from mmspec.serving.server import GRACE
+from mmspec.errors import UserError
+from mmspec.serving.limits import Limits
 
 _PORT_ATTEMPTS = 5
+_GRACE = Limits().shutdown_timeout
 _CSS = Path(__file__).with_name("style.css")
-_REPLAY = Path(__file__).with_name("replay.js")
+_SCRIPTS = Path(__file__).with_name("scripts")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
 
@@ -43,6 +47,7 @@ def run_server(
     api: FastAPI | None = None,
     upload_space: int = 2048,
     cleanup: tuple[float, float] = (60, 1800),
+    opened: bool = False,
     **launch: Any,
 ) -> Iterator[gr.Blocks]:
     """Serve the demo until the block ends; uploads are kept in a temporary folder.
@@ -53,10 +58,11 @@ def run_server(
         api: answers the paths of OpenAI's API; None for the page alone.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval at which unused uploads are removed, and the age from which they are, in seconds.
+        opened: run the opening race of the first tab at once, instead of for the first visitor.
         **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
     """
     with (
-        temporary_folder() as folder,
+        temporary_folder(launch.get("server_port", 0)) as folder,
         mock.patch.dict(os.environ, _gradio_environment(folder)),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
         mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
@@ -64,7 +70,8 @@ def run_server(
         uploads = UploadFolder(folder, upload_space * 2**20)
         samples = folder / "samples"
         samples.mkdir()
-        demo = build(Service(models, catalog, uploads), samples)
+        service = Service(models, catalog, uploads)
+        demo, first = build(service, samples)
         uploads.exempt_existing()
         _launch(
             demo,
@@ -72,7 +79,7 @@ def run_server(
             prevent_thread_lock=True,
             quiet=True,
             css_paths=_CSS,
-            head=f"<script>{_REPLAY.read_text()}</script>",
+            head=f"<script>{_script()}</script>",
             theme=_theme(),
             max_threads=2 * (RUNNING + WAITING),
             footer_links=["api"],
@@ -86,11 +93,31 @@ def run_server(
             **{"share": False, **launch},
         )
         try:
-            with uploads.periodic_cleanup(*cleanup):
+            with uploads.periodic_cleanup(*cleanup), _opened(service, first) if opened else nullcontext():
                 yield demo
         finally:
             uploads.remove_unused(age=0)  # first: closing waits for open pages and running requests
             _close(demo, api)
+
+
+@contextmanager
+def _opened(service: Service, first: Tab) -> Iterator[None]:
+    """Run the opening race of a tab in a thread, until the block ends."""
+    ended = Event()
+
+    def work() -> None:
+        with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
+            for _ in races:
+                if ended.is_set():
+                    break
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_GRACE)
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
@@ -99,6 +126,13 @@ def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
     if api is None:
         return {"middleware": [restricted]}
     return {"middleware": [Middleware(Dispatcher, api=api), restricted], "lifespan": api.router.lifespan_context}
+
+
+def _script() -> str:
+    """The page's scripts, which share one scope."""
+    names = ("dom", "trees", "player", "media", "connection", "page")
+    parts = [(_SCRIPTS / f"{name}.js").read_text() for name in names]
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "})();"
 
 
 def _theme() -> gr.themes.Base:
@@ -138,12 +172,12 @@ def _launch(demo: gr.Blocks, *, server_name: str = "127.0.0.1", server_port: int
 
 
 def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
-    """Close the server; open pages and running requests have ``GRACE`` seconds to end."""
+    """Close the server; open pages and running requests have some seconds to end."""
     started = clock()
     if api is not None:
-        api.state.drain.close_from_thread(GRACE)
+        api.state.drain.close_from_thread(_GRACE)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it logs a traceback for each; reset at a launch
-    demo.server.config.timeout_graceful_shutdown = max(1, round(GRACE - (clock() - started)))
+    demo.server.config.timeout_graceful_shutdown = max(1, round(_GRACE - (clock() - started)))
     demo.close(verbose=False)
 
 

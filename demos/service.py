@@ -7,8 +7,9 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mmspec.demos import previews
 from mmspec.demos.catalog import Catalog
-from mmspec.demos.chat_request import ChatRequest, Kind
+from mmspec.demos.chat_request import ChatRequest, Kind, Upload
 from mmspec.demos.methods import FEWEST, check_methods, drafter_of
 from mmspec.demos.models import ModelCache
 from mmspec.demos.racing import Race, race
@@ -46,24 +47,47 @@ class Service:
     def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
         """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
 
+        return self._alone(self._race(chat, methods))
+
+    def _alone(self, races: Iterator[Race]) -> Iterator[Race]:
         def waiting(ahead: int) -> Race:
             return Race([], ahead=ahead)
 
-        return self.models.turns.run(_user_errors(self._race(chat, methods)), waiting, alone=True)
+        return self.models.turns.run(_user_errors(races), waiting, alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
         """The race that a tab opens on: it runs for the first visitor, later ones get its result.
 
         One in which no method is faster, as while the machine is busy with other things, is repeated once.
         """
-        if chat.kind not in self._openings:
-            for _ in range(_OPENING_RACES):
-                for race in self.race(chat):
-                    yield race
-                if race.pays:
-                    break
-            self._openings[chat.kind] = race
+        if chat.kind in self._openings:
+            yield self._openings[chat.kind]
+        else:
+            yield from self._alone(self._opening(chat))
+
+    def _opening(self, chat: ChatRequest) -> Iterator[Race]:
+        for number in range(_OPENING_RACES):
+            if chat.kind in self._openings:  # by a visitor before
+                break
+            for result in self._race(chat, None):
+                yield result
+            if result.pays or number == _OPENING_RACES - 1:
+                self._openings[chat.kind] = result
         yield self._openings[chat.kind]
+
+    def preview(self, upload: Upload, kind: Kind) -> None:
+        """Write the preview of an upload, if it fits into the space of uploads.
+
+        Raises:
+            UserError: the file was not uploaded, or cannot be decoded.
+        """
+        if not self.uploads.contains(upload.path):
+            raise not_uploaded_error(kind)
+        if self.uploads.reserve(previews.SPACE):
+            try:
+                previews.write(upload, kind)
+            finally:
+                self.uploads.release(previews.SPACE)
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)
@@ -93,10 +117,10 @@ class Service:
     def _prepare(self, chat: ChatRequest) -> tuple[ChatRequest, dict, dict]:
         """The request with its defaults, and the pipeline's request and keywords."""
         chat = self.with_defaults(chat)
-        if chat.upload is not None:
-            if not self.uploads.contains(chat.upload.path):
+        for upload in chat.uploads:
+            if not self.uploads.contains(upload.path):
                 raise not_uploaded_error(chat.kind)
-            self.uploads.touch(chat.upload.path)
+            self.uploads.touch(upload.path)
         return chat, chat.pipeline_request(), chat.generate_kwargs()
 
 

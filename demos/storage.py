@@ -117,14 +117,19 @@ class UploadFolder:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Create a temporary folder, locked while in use and removed at the end; also removes folders of killed servers."""
+def temporary_folder(port: int = 0) -> Iterator[Path]:
+    """Create a temporary folder, locked while in use and removed at the end; also removes folders of killed servers.
+
+    Args:
+        port: the server's; a server that is started again at the same one has a folder of the same name, so that open
+            pages find their files there once they have uploaded them again. 0 for any port.
+    """
     parent = Path(gettempdir())
     for stale in parent.glob(f"{_PREFIX}*"):
         if (lock := _try_lock(stale)) is not None:
             shutil.rmtree(stale, ignore_errors=True)
             os.close(lock)
-    folder, lock = _new_folder(parent)
+    folder, lock = _new_folder(parent, port)
     try:
         yield folder
     finally:
@@ -133,9 +138,13 @@ def temporary_folder() -> Iterator[Path]:
             os.close(lock)
 
 
-def _new_folder(parent: Path) -> tuple[Path, int | None]:
+def _new_folder(parent: Path, port: int) -> tuple[Path, int | None]:
     while True:
-        folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            folder = parent / f"{_PREFIX}{port}"
+            folder.mkdir(0o700)
+        except FileExistsError:
+            folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
         lock = _try_lock(folder)
         if lock is not None or fcntl is None:
             return folder, lock

@@ -9,9 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from mmspec import plugins
-from mmspec.demos.catalog import Catalog
-from mmspec.demos.chat_request import Kind
+from mmspec.demos.conversation import Turn
 from mmspec.demos.methods import label
 from mmspec.demos.plots import format_duration, histogram, time_split
 from mmspec.demos.racing import AS_FAST, RUNS, Race
@@ -24,21 +22,20 @@ _ORIGINS = {
     "accepted": ("mm-accepted", "drafted and accepted"),
     "bonus": ("mm-bonus", "bonus token, the model's own"),
 }
-_LEGEND = {"accepted": "drafted and accepted", "bonus": "bonus token", "plain": "undrafted"}
-_CHECKPOINTS: dict[Kind, str] = {
-    "image": "llava-hf/llava-1.5-7b-hf",
-    "video": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
-    "text": "Qwen/Qwen2.5-1.5B-Instruct",
+_LEGEND = {
+    "accepted": "drafted and accepted",
+    "bonus": "bonus token: the model's own, after the accepted ones",
+    "plain": "not drafted",
 }
-_EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one drafter."
+_EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one method."
 _TIMING = (
     "How the race is timed: same weights, same process, no other request meanwhile. After a short warm-up, the methods "
     f"take turns, each alone, up to {RUNS} times; shown is each method's run of median time. Plain decoding is this "
     "engine without a drafter."
 )
 _EXPLANATION = (
-    "A small drafter proposes several tokens ahead, and the model verifies all of them in one pass. What you read is "
-    "what the model alone would have written."
+    "A token is a word or a piece of one. A small drafter guesses several tokens ahead, and the model checks them all "
+    "in one pass. What you read is what the model alone would have written."
 )
 
 
@@ -49,18 +46,9 @@ def claim_html(race: Race | None = None) -> str:
         heading = headline(race)
         fast, slow = race.fastest, race.baseline
         compared = f"<b>{escape(label(fast.drafter))}</b> against {_method(slow)} decoding of {escape(fast.model)}. "
-    return f"<h1>{heading}</h1><p>{compared}{_EXPLANATION}</p>"
-
-
-def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
-    """What an embedded model was trained on, and how to use another one; empty for other models."""
-    limits = plugins.limits(model)
-    if limits is None:
-        return ""
-    others = [name for name in catalog.models_for(kind) if name != model and name in plugins.installed()]
-    select = f" Also installed, see Settings: {', '.join(map(escape, others))}." if others else ""
-    start = f"For those, start <code>mmspec demo --model {_CHECKPOINTS[kind]}</code>."
-    return f'<p class="mm-about">{escape(limits.partition(";")[0])}. {start}{select}</p>'
+    return (
+        f'<h1>{heading}</h1><p>{compared}{_EXPLANATION}</p><button type="button" class="mm-jump">Try your own</button>'
+    )
 
 
 def headline(race: Race) -> str:
@@ -143,6 +131,12 @@ def result_html(
 def stopped_html(text: str) -> str:
     """HTML of an answer that the visitor stopped."""
     return f'{text} <span class="mm-mark">stopped</span>'
+
+
+def turns_html(turns: Iterable[Turn]) -> list[tuple[str, str]]:
+    """Prompt and HTML of the answer of each turn."""
+    texts = [(turn, tokens_html(turn.tokens)) for turn in turns]
+    return [(turn.prompt, stopped_html(text) if turn.stopped else text) for turn, text in texts]
 
 
 def note_html(message: str) -> str:

@@ -76,6 +76,7 @@ class Answer:
             stop=params.stop_strings,
             criteria=extras.stopping_criteria,
             tokenizer=pipe.io.tokenizer,
+            max_time=extras.max_time,
         )
         sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
         recorded = {"trace": extras.trace, "logprobs": extras.logprobs}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,18 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.request import num_draft_tokens_of
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import JointCriteria, Stopper, stopping_of
+from mmspec.engine.stopping import JointCriteria, stopping_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
 from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.scores import logits_by_step, scores_by_step
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """Output with ``return_dict_in_generate=True``: ``sequences`` and one ``Stats`` per row."""
+    """Output with ``return_dict_in_generate=True``: ``sequences``, one ``Stats`` per row, ``scores`` and ``logits`` if
+    asked for. The latter are zeros at rows that have ended."""
 
     stats: list[Stats] | None = None
 
@@ -73,11 +76,11 @@ def decode(
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
 
     Raises:
-        UserError: a generation mode other than greedy search and sampling, returned scores or hidden states,
-            ``inputs_embeds``, a cache that is not empty, or an unsupported model or processor.
+        UserError: a generation mode other than greedy search and sampling, returned hidden states or attentions,
+            a cache that is not empty, or an unsupported model or processor.
     """
     try:
-        _refuse_unsupported(generation_config, input_ids, model_kwargs, assistant_model)
+        _refuse_unsupported(generation_config, model_kwargs, assistant_model)
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
         drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
@@ -86,28 +89,37 @@ def decode(
         prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
         stopper, joint = stopping_of(stopping_criteria, input_ids, _padding(generation_config))
         sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        rows = _decode(_pipeline(model, drafter), prompt, sampler, stopper, joint, num_draft_tokens, streamer)
+        wanted = generation_config.output_scores or generation_config.output_logits
+        records = bool(generation_config.return_dict_in_generate and wanted)
+        pipe, options = _pipeline(model, drafter), {"num_draft_tokens": num_draft_tokens, "logits": records}
+        rows = _decode(partial(pipe.add, prompt, sampler, stopper, **options), pipe, joint, streamer)
     finally:
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
     sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
     if not generation_config.return_dict_in_generate:
         return sequences
-    return SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
+    output = SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
+    if records:
+        own = [row.logits[: row.stats.num_generated_tokens] for row in rows if row.logits is not None]
+        logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
+        if generation_config.output_logits:
+            output.logits = logits  # type: ignore[assignment]
+        if generation_config.output_scores:
+            output.scores = scores_by_step(logits, sequences, logits_processor)  # type: ignore[assignment]
+    return output
 
 
 def _decode(
-    pipe: Pipeline,
-    prompt: Prompt,
-    sampler: Sampler,
-    stopper: Stopper,
-    joint: JointCriteria | None,
-    num_draft_tokens: int | None,
-    streamer: Any,
+    add: Callable[..., list[RequestState]], pipe: Pipeline, joint: JointCriteria | None, streamer: Any
 ) -> list[RequestState]:
-    """Decode all rows of a prompt until they end."""
+    """Decode all rows of a prompt until they end.
+
+    Args:
+        add: ``pipe.add`` of the prompt.
+    """
     wakeup = Wakeup()
-    rows = pipe.add(prompt, sampler, stopper, num_draft_tokens, on_change=wakeup)
+    rows = add(on_change=wakeup)
     try:
         if joint is not None:
             _decode_jointly(pipe, rows, wakeup, joint)
@@ -239,12 +251,14 @@ def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any], raw_inputs: dict[st
     mask = model_kwargs.get("attention_mask")
     own = ("input_ids", "inputs", "attention_mask", *model_kwargs)
     skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
+    embeds = model_kwargs.get("inputs_embeds")
     return Prompt(
-        input_ids,
+        input_ids if embeds is None else input_ids.new_zeros(embeds.shape[:2]),
         None if mask is None or bool(mask.all()) else mask,
         {name: value for name, value in model_kwargs.items() if name not in skipped and value is not None},
         padding_in_history=True,
         media={name: x for name, x in (raw_inputs or {}).items() if isinstance(x, Tensor) and name not in own},
+        history=None if embeds is None else input_ids,
     )
 
 
@@ -269,19 +283,15 @@ def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
     return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
 
 
-def _refuse_unsupported(
-    config: GenerationConfig, input_ids: Tensor, model_kwargs: dict[str, Any], assistant_model: Any
-) -> None:
+def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], assistant_model: Any) -> None:
     refuse_other_modes(config, assistant_model)
     wanted = [
         name
-        for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+        for name in ("output_hidden_states", "output_attentions")
         if getattr(config, name, None) and config.return_dict_in_generate
     ]
     if wanted:
-        raise UserError(f"only sequences and stats are returned: {', '.join(wanted)} cannot be")
-    if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
-        raise UserError("the prompt must be given as input_ids: inputs_embeds were given")
+        raise UserError(f"sequences, scores, logits and stats are returned: {', '.join(wanted)} cannot be")
     past = model_kwargs.get("past_key_values")
     if past is not None and past.get_seq_length() > 0:
         raise UserError(f"past_key_values must be empty: the cache given holds {past.get_seq_length()} tokens")

@@ -8,6 +8,8 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
+- ``mmspec.adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/heads.py``), by
+  the drafter's name.
 - ``mmspec.prompts``: functions from a number to that many requests, for training commands without data of the user.
 - ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``mmspec.towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one

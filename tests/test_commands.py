@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -18,18 +20,22 @@ from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
+GROUPS = ("train", "datastore")
 COMMANDS = {
-    **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name != "train"},
+    **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name not in GROUPS},
+    ("datastore", "build"): plugins.find("commands", "datastore").commands["build"],
     **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
 }
 MEASURING = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text())
-POSITIONAL = {("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
+POSITIONAL = {("datastore", "build"): [__file__], ("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
 OUTPUTS, INPUTS = (
     [
         pytest.param(names, option, id=f"{' '.join(names)} {option.opts[0]}")
         for names, command in COMMANDS.items()
         for option in command.params
-        if isinstance(option.type, click.Path) and isinstance(option.type, Output) == outputs
+        if isinstance(option, click.Option)
+        and isinstance(option.type, click.Path)
+        and isinstance(option.type, Output) == outputs
     ]
     for outputs in (True, False)
 )
@@ -49,11 +55,50 @@ def mistake(names: tuple[str, ...], args: list[str], capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize("group", [[], ["train"]])
 def test_every_command_has_a_line_of_help(group: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*group, "--help"]) == 0
-    listed = capfd.readouterr().out.partition("Commands:\n")[2]
+    listed = capfd.readouterr().out.partition("--help")[2]
     for name in plugins.names("train" if group else "commands"):
         line = next(line for line in listed.splitlines() if line.split()[:1] == [name])
         assert len(line.split()) > 2
         assert "From " not in line
+
+
+def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert titles == ["Options", "Decode", "Serve", "Train", "Evaluate", "Inspect"]
+    assert lines[lines.index("Serve:") + 1].split()[0] == "serve"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("ge", ["generate"]),
+        ("train fl", ["flash"]),
+        ("generate --max", ["--max-new-tokens"]),
+        ("generate --model tiny-h", ["tiny-hybrid"]),
+        ("demo --drafter rec", ["recycle"]),
+        ("trian fl", []),
+    ],
+)
+def test_shell_completion(
+    typed: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"mmspec {typed}"
+    monkeypatch.setenv("_MMSPEC_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with suppress(SystemExit):
+        main([])
+    out, err = capfd.readouterr()
+    assert out.split() == [f"plain,{word}" for word in completed]
+    assert err == ""
+
+
+@pytest.mark.parametrize("typed", [["trian"], ["serve", "--prt", "3"], ["train", "tiny-lava"]])
+def test_a_misspelt_command_or_option(typed: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(typed) == 2
+    assert "did you mean " in capfd.readouterr().err.lower()
 
 
 def test_every_command_that_loads_a_model_takes_it_as_model() -> None:

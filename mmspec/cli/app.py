@@ -44,6 +44,8 @@ def main(args: Sequence[str] | None = None) -> int:
         status = cli.main(args, prog_name="mmspec", standalone_mode=False)
         sys.stdout.flush()
     except (UserError, click.ClickException) as error:
+        if "_MMSPEC_COMPLETE" in os.environ:  # a shell asks for completions, whose user is still typing
+            return USER_ERROR
         return _report("error", error, USER_ERROR)
     except (click.Abort, KeyboardInterrupt):
         return _print_line("interrupted", INTERRUPTED)

@@ -14,22 +14,36 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
-_HELP = {
-    "caption": "Describe an image, a video, or a folder of them.",
-    "generate": "Answer a text prompt.",
-    "train": "Train models and drafters.",
-    "tune": "Find the fastest drafter for your prompts.",
-    "eval": "Measure quality, acceptance and speed.",
-    "serve": "Serve a model through OpenAI's API.",
-    "demo": "Open the web demo.",
-    "info": "Show devices, versions, models and drafters.",
-    "export": "Write a drafter for vLLM or SGLang.",
-    "calibrate": "Measure the time of verify passes by tree size.",
-    "tiny-llava": "The embedded vision-language model.",
-    "smol-llava": "The embedded tower and connector of SmolLM2.",
-    "tiny-hybrid": "The embedded hybrid language model.",
-    "make-data": "Generate training data for drafters with a model.",
+_SECTIONS = {
+    "Decode": {
+        "caption": "Describe an image, a video, or a folder of them.",
+        "generate": "Answer a text prompt.",
+    },
+    "Serve": {
+        "serve": "Serve a model through OpenAI's API.",
+        "demo": "Open the web demo.",
+    },
+    "Train": {
+        "train": "Train models and drafters.",
+        "export": "Write a drafter for vLLM or SGLang.",
+    },
+    "Evaluate": {
+        "eval": "Measure quality, acceptance and speed.",
+        "tune": "Find the fastest drafter for your prompts.",
+        "calibrate": "Measure the time of verify passes by tree size.",
+    },
+    "Inspect": {
+        "info": "Show devices, versions, models and drafters.",
+    },
+    "Models and data": {
+        "tiny-llava": "The embedded vision-language model.",
+        "smol-llava": "The embedded tower and connector of SmolLM2.",
+        "tiny-hybrid": "The embedded hybrid language model.",
+        "make-data": "Generate training data for drafters with a model.",
+    },
 }
+_HELP = {name: text for section in _SECTIONS.values() for name, text in section.items()}
+_DRAFTERS, _OTHERS = "Drafters", "Other commands"
 
 CLOSED_PIPE = 128 + 13  # exit status that shells report after SIGPIPE
 
@@ -79,15 +93,24 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         entries = {entry.name: entry for entry in plugins.registered(self.plugin_group)}
-        rows = [(name, _HELP.get(name) or _summary(entries[name])) for name in self.list_commands(ctx)]
-        if rows:
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*_SECTIONS, _DRAFTERS, _OTHERS)}
+        for name in self.list_commands(ctx):
+            rows[_section(name)].append((name, _HELP.get(name) or _summary(entries[name])))
+        for title, listed in rows.items():
+            if listed:
+                with formatter.section(title):
+                    formatter.write_dl(listed, col_max=12)
 
 
 def _help_if_alone(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+
+
+def _section(name: str) -> str:
+    """The section of help that lists a command."""
+    found = next((title for title, section in _SECTIONS.items() if name in section), None)
+    return found or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
 
 
 def _summary(entry: EntryPoint) -> str:

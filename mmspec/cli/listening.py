@@ -1,7 +1,11 @@
-"""Options of commands that listen on a port: address, and the secret that a public address requires."""
+"""Commands that listen on a port: options, the secret that a public address requires, the steps of the start."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import click
@@ -25,6 +29,32 @@ def listen_options(port: int) -> Decorator:
         ),
         click.option("--no-auth", is_flag=True, help="Allow a public address without a key or login."),
     )
+
+
+class _Echo(logging.Handler):
+    """Prints records to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"{record.getMessage()}...", err=True)
+
+
+@contextmanager
+def steps_shown() -> Iterator[None]:
+    """Show the INFO records of ``mmspec``'s loggers while the block runs, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    log, handler = logging.getLogger("mmspec"), _Echo()
+    level, propagated = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagated
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from mmspec import plugins
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import Checked, Rule, is_required, shown
 from mmspec.sampling.params import SamplingParams
 
@@ -128,6 +129,11 @@ def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
     return click.option(*about.get("declared", names), name, help=text, **settings)
 
 
+def complete(group: str) -> Callable[..., list[str]]:
+    """Completion of an option's value: the registered names of a group, see ``mmspec.plugins``."""
+    return lambda ctx, param, incomplete: [name for name in plugins.names(group) if name.startswith(incomplete)]
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
 device_options = stack(
@@ -149,6 +155,7 @@ model_options = stack(
         show_default=True,
         help="Embedded name, local folder, GGUF file or hub id.",
         metavar="NAME",
+        shell_complete=complete("models"),
     ),
     device_options,
 )
@@ -160,7 +167,14 @@ _DRAFTER_HELP = (
     "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
 )
 
-drafter_option = click.option("--drafter", default="auto", show_default=True, metavar="NAME", help=_DRAFTER_HELP)
+drafter_option = click.option(
+    "--drafter",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help=_DRAFTER_HELP,
+    shell_complete=complete("drafters"),
+)
 
 generation_config_option = click.option(
     "--generation-config",
@@ -169,6 +183,18 @@ generation_config_option = click.option(
     show_default=True,
     help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
 )
+
+adapt_options = stack(
+    click.option("--adapt", is_flag=True, help="Let drafters learn from all requests while none is running."),
+    derived(AdaptOptions, prefix="adapt_"),
+)
+
+
+def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
+    """Take the values of ``adapt_options`` out of a command's; None without ``--adapt`` and ``--adapt-folder``."""
+    on, folder, space = (options.pop(name) for name in ("adapt", "adapt_folder", "adapt_space"))
+    return AdaptOptions(folder, space) if on or folder is not None else None
+
 
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 

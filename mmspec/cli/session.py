@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,12 +24,11 @@ from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
-from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.pipeline import Pipeline, load
-from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
+_log = logging.getLogger("mmspec.load")
 SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
@@ -88,16 +88,16 @@ def open_pipeline(
     device: str,
     dtype: str,
     trust_remote_code: bool = False,
-    max_num_seqs: int = MAX_NUM_SEQS,
-    generation_config: str = MODELS,
+    **options: Any,
 ) -> Pipeline:
     """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
-    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "generation_config": generation_config}
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
     if not downloading:
         transformers.logging.disable_progress_bar()
+    drafting = f"drafter {drafter}, " if drafter else ""
+    _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
     with nullcontext() if downloading else notes.status(f"loading {model}"):
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:

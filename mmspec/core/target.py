@@ -57,6 +57,8 @@ class Prompt:
         kept: (batch, length) bool, the positions that are prefilled, without padding and with each row's last; None
             prefills all.
         media: inputs of images and videos, where ``inputs`` contains what the target has encoded them as.
+        history: (batch, any) int64, the tokens that logits processors see before the answer, where ``inputs`` contains
+            ``inputs_embeds``, which have no tokens; ``input_ids`` are then placeholders. None for ``input_ids``.
     """
 
     input_ids: Tensor
@@ -66,6 +68,7 @@ class Prompt:
     stacked: Sequence[Prompt] = ()
     kept: Tensor | None = None
     media: dict[str, Any] = field(default_factory=dict)
+    history: Tensor | None = None
 
     @property
     def unencoded(self) -> Prompt | None:
@@ -78,13 +81,13 @@ class Prompt:
     @property
     def singles(self) -> Sequence[Prompt]:
         """A prompt of each row, without padding; empty if they are not known."""
-        alone = len(self.input_ids) == 1 and self.attention_mask is None
+        alone = len(self.input_ids) == 1 and self.attention_mask is None and self.history is None
         return [self] if alone else self.stacked
 
     def histories(self) -> list[list[int]]:
         """Token ids of each row, without padding unless ``padding_in_history``."""
-        rows = self.input_ids.tolist()
-        if self.attention_mask is None or self.padding_in_history:
+        rows = (self.input_ids if self.history is None else self.history).tolist()
+        if self.attention_mask is None or self.padding_in_history or self.history is not None:
             return rows
         keep = self.attention_mask.tolist()
         return [[t for t, k in zip(row, mask, strict=True) if k] for row, mask in zip(rows, keep, strict=True)]

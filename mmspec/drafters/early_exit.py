@@ -111,7 +111,7 @@ class EarlyExit(CapturedDrafter):
 SPEC = DrafterSpec(
     "early-exit",
     "Early exit",
-    "the target's own first layers, final norm and output layer (LayerSkip)",
+    "the target's own first layers, final norm and output layer (arXiv 2404.16710)",
     EarlyExit,
     argument="LAYERS",
 )

@@ -152,5 +152,9 @@ def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, 
 
 
 SPEC = DrafterSpec(
-    "ngram", "n-gram", "looks up what followed the last tokens earlier in the sequence", Ngram, chains=False
+    "ngram",
+    "n-gram",
+    "looks up what followed the last tokens earlier in the sequence: prompt lookup, as in arXiv 2304.04487",
+    Ngram,
+    chains=False,
 )

@@ -279,7 +279,7 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
 SPEC = DrafterSpec(
     "small",
     "Small model",
-    "a small language or vision-language model, as in assisted generation",
+    "a small language or vision-language model, as in assisted generation (arXiv 2211.17192)",
     Small,
     argument="MODEL",
     parse_argument=parse_argument,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import platform
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from mmspec.targets.packing import weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+_log = logging.getLogger("mmspec.calibrate")
 _WARM_UP = 3  # passes per size on CUDA, for kernel compilation and graph capture
 
 
@@ -38,6 +40,7 @@ def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> C
     """
     table = None if refresh else stored_cost(target)
     if table is None:
+        _log.info("measuring the time of verify passes")
         table = measure(target, prefix=prefix)
         if _disturbed(table):
             return table

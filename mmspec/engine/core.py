@@ -136,7 +136,7 @@ class EngineCore:
         began = clock()
         self.target.commit(verdict)
         for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
-            row.record_logprobs(output.logits[number], path, tokens)
+            row.record(output.logits[number], path, tokens)
             emitted = row.append(path, tokens)
             # Tokens after a stop are neither emitted nor counted as accepted.
             row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
@@ -223,7 +223,7 @@ class EngineCore:
         self._prefilled.append((batch.prompt, output, sequences))
         now = clock()
         for row, (sequence, token) in enumerate(zip(sequences, first.tolist(), strict=True)):
-            sequence.record_logprobs(output.logits[row], [0], [token])
+            sequence.record(output.logits[row], [0], [token])
             sequence.stats.num_cached_tokens = output.cached_tokens
             sequence.stats.num_generated_tokens = sequence.append([0], [token])
             sequence.stats.prefill_seconds = batch.seconds

@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any
 
-from mmspec.checks import Checked, Rule, is_text, nearest, option, optional, shown, whole
+from mmspec.checks import Checked, Rule, is_text, nearest, number, option, optional, shown, whole
 from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -42,6 +42,8 @@ class Extras(Checked):
         logprobs: record the log probability of every token and of so many alternatives, at most 20, before logits
             processors and sampling parameters; None records none.
         chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
+        max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
+            limit.
     """
 
     num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
@@ -50,6 +52,7 @@ class Extras(Checked):
     trace: bool = option(False, _FLAG)
     logprobs: int | None = option(None, LOGPROBS)
     chat_template: bool = option(True, _FLAG)
+    max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
 
 
 @dataclass(frozen=True)

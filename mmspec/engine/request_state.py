@@ -27,6 +27,8 @@ class RequestState(Sampled):
         trees: verified trees, one per step; None if not recorded.
         logprobs: of all generated tokens, and possibly of some after a stop; empty if not recorded.
         top_logprobs: alternatives per token in ``logprobs``; None does not record them.
+        logits: (vocab,) float32 each, raw logits of all generated tokens and possibly of some after a stop; None if not
+            recorded.
         on_change: called after a step in which the sequence got tokens or ended.
     """
 
@@ -47,6 +49,7 @@ class RequestState(Sampled):
         self.trees: list[TreeRecord] | None = None
         self.logprobs: list[TokenLogprob] = []
         self.top_logprobs: int | None = None
+        self.logits: list[Tensor] | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._read = len(history)
 
@@ -75,8 +78,8 @@ class RequestState(Sampled):
         self._read += len(new)
         return new
 
-    def record_logprobs(self, logits: Tensor, path: list[int], tokens: list[int]) -> None:
-        """Record log probabilities before ``append``, so that tokens never lack theirs.
+    def record(self, logits: Tensor, path: list[int], tokens: list[int]) -> None:
+        """Record logits and log probabilities before ``append``, so that tokens never lack theirs.
 
         Args:
             logits: (nodes, vocab), raw logits of the target.
@@ -84,6 +87,8 @@ class RequestState(Sampled):
         """
         if self.top_logprobs is not None:
             self.logprobs += token_logprobs(logits[path], tokens, self.top_logprobs)
+        if self.logits is not None:
+            self.logits += logits[path].float()  # a copy: the next pass may overwrite the logits
 
     def append(self, path: list[int], tokens: list[int]) -> int:
         """Append accepted tokens up to a stop or a failed logits processor, and return their number.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter as clock
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ class Stopper:
         stop: strings that end a row as soon as its text contains one; requires ``tokenizer``.
         criteria: transformers' stopping criteria, called with one row's tokens (prompt included), shape (1, length).
         tokenizer: decodes new tokens for ``stop``.
+        max_time: seconds after the first token, at which rows end; None for no limit.
 
     Raises:
         UserError: stop strings without a tokenizer.
@@ -39,6 +41,7 @@ class Stopper:
         stop: Sequence[str] = (),
         criteria: Sequence[StoppingCriteria] = (),
         tokenizer: Any = None,
+        max_time: float | None = None,
     ) -> None:
         if stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer: none was given")
@@ -48,6 +51,8 @@ class Stopper:
         self.stop = tuple(stop)
         self.criteria = list(criteria)
         self.tokenizer = tokenizer
+        self.max_time = max_time
+        self._began: float | None = None  # time of the first token
         # A token has at least one byte, so this many tokens cover any stop string.
         self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
@@ -70,9 +75,16 @@ class Stopper:
             history.append(token)
             if token in self.eos_token_ids or self.at_stop_string(history, prompt_length) or self._criterion(history):
                 return tokens[:count], "stop"
-            if len(history) >= end:
+            if len(history) >= end or self._is_late():
                 return tokens[:count], "length"
         return tokens, None
+
+    def _is_late(self) -> bool:
+        if self.max_time is None:
+            return False
+        if self._began is None:
+            self._began = clock()
+        return clock() - self._began > self.max_time
 
     def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
         """Whether the generated text contains a stop string near its end."""

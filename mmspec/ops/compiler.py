@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -23,6 +24,7 @@ from mmspec.errors import first_line
 from mmspec.files import cache_folder, flush
 
 _LINK = ["-shared", "-fPIC"]
+_log = logging.getLogger("mmspec.kernels")
 _SECONDS = 120  # that a compiler may take
 _PROBE = 4 << 20  # bytes; more than a compiler writes
 _ANOTHER = "MMSPEC_CACHE names another folder"
@@ -56,6 +58,7 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
         file = _kept(folder, name)
         if file is None:
             folder.mkdir(parents=True, exist_ok=True)
+            _log.info("compiling kernels with %s, which are kept in %s", compiler, folder)
             file = _compiled(source, [compiler, *flags, *_LINK], folder, name)
     expected = f"expected a folder whose files may be executed (not mounted noexec); {_ANOTHER}"
     with _explained(f"cannot load the compiled {file}", f"; {expected}"):

@@ -17,7 +17,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog, unknown_path
 from mmspec.serving.disconnect import ClientGoneError
-from mmspec.serving.drain import Drain, Drained
+from mmspec.serving.drain import LIVE, READY, Drain, Drained
 from mmspec.serving.endpoints import Endpoints
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.grammars import GrammarChecker
@@ -28,10 +28,12 @@ from mmspec.serving.metrics import Metrics
 from mmspec.serving.requests import Requests
 from mmspec.serving.runner import Runner
 from mmspec.serving.slots import Admission, Slots
+from mmspec.serving.stored import StoredResponses
 from mmspec.serving.tool_formats import AUTO
 from mmspec.serving.tool_use import ToolUse
 
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
+_STORED_SECONDS = 3600
 
 
 def create_app(
@@ -68,9 +70,10 @@ def create_app(
     catalog = Catalog(pipe, names)
     metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    runner = Runner(pipe, media, GrammarChecker(), slots, metrics)
-    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media)
-    endpoints = Endpoints(runner, requests, catalog, limits.body_bytes, scrape)
+    runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
+    stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
+    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
+    endpoints = Endpoints(runner, requests, catalog, stored, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,6 +81,8 @@ def create_app(
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * limits.max_running + 2))
         yield
         runner.close()
+        if pipe.adaptation is not None:
+            pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_routes(app, endpoints)
@@ -95,12 +100,16 @@ def create_app(
 def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
+    app.add_api_route("/v1/responses/{name}", endpoints.response, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", endpoints.delete_response, methods=["DELETE"])
     app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
     app.add_api_route("/", endpoints.page, methods=["GET"])
-    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    for path in (LIVE, *READY):
+        app.add_api_route(path, endpoints.health, methods=["GET"])
     app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
 
 

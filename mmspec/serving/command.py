@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.listening import API_KEY, check_api_key, listen_options
-from mmspec.cli.options import derived, drafter_option, generation_config_option, model_options, trust_option
+from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
+from mmspec.cli.options import (
+    adapt_of,
+    adapt_options,
+    derived,
+    drafter_option,
+    generation_config_option,
+    model_options,
+    trust_option,
+)
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES
 from mmspec.serving.addresses import is_loopback, names, url
@@ -15,6 +24,8 @@ from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:
     from mmspec.serving.settings import Settings
+
+_log = logging.getLogger("mmspec.serve")
 
 
 @click.command()
@@ -53,6 +64,7 @@ if TYPE_CHECKING:
     metavar="MIB",
     help="Memory for the states of earlier prompts; 0 computes every prompt.",
 )
+@adapt_options
 @derived(Limits)
 @click.option(
     "--engine",
@@ -79,10 +91,13 @@ def serve(
     check_api_key(api_key, no_auth, public=not is_loopback(host))
     if replicas > 1 and engine != "ray":
         raise UserError(f"--replicas goes with --engine ray: got --engine {engine}")
+    adapt = adapt_of(options)
+    if adapt is not None and adapt.folder is not None and engine == "ray":
+        raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
     from mmspec.serving.settings import Settings
 
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    settings = Settings(**options, limits=limits, api_key=api_key, hosts=names(host))
+    settings = Settings(**options, limits=limits, adapt=adapt, api_key=api_key, hosts=names(host))
     if engine == "ray":
         _on_ray(settings, replicas, host, port)
     else:
@@ -90,11 +105,14 @@ def serve(
 
 
 def _here(settings: Settings, host: str, port: int) -> None:
-    from mmspec.drafters.registry import registered_name
-    from mmspec.serving.server import listen, run
+    with steps_shown():
+        _log.info("importing torch and transformers")
+        from mmspec.drafters.registry import registered_name
+        from mmspec.serving.server import listen, loading, run
 
-    with listen(host, port) as listening:  # before the model is loaded, which takes longer
-        pipe = settings.pipeline()
+    with listen(host, port) as listening:
+        with loading(listening), steps_shown():
+            pipe = settings.pipeline()
         drafter = registered_name(pipe.drafter) or "none"
         what = [f"model {pipe.name}, drafter {drafter}"]
         if defaults := pipe.defaults.describe():
@@ -109,6 +127,8 @@ def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:
 
     with listen(host, port) as free:
         port = free.getsockname()[1]
+    with steps_shown():
+        _log.info("starting %d replicas of %s on Ray", replicas, settings.model)
     with deployed(settings, replicas, host, port):
         _announce(host, port, f"model {settings.model}, {replicas} replicas on Ray")
         wait_for_sigterm()

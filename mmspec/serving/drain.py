@@ -1,13 +1,36 @@
-"""Middleware that ends requests when the server stops."""
+"""Answers of a server that accepts no requests: while its model loads, and while it stops."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmspec.serving.errors import APIError, as_events
+
+LIVE = "/livez"
+"""Path of the liveness probe, which has status 200 as long as the process answers."""
+
+READY = ("/health", "/readyz")
+"""Paths of the readiness probe, which has status 200 while requests are accepted."""
+
+
+class Unready:
+    """An application that accepts no requests: status 503 with ``Retry-After``, and 200 for the liveness probe.
+
+    Args:
+        why: completes "the server is".
+    """
+
+    def __init__(self, why: str) -> None:
+        self.error = APIError(503, f"the server is {why}: try again later", headers={"Retry-After": "1"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            response = Response() if scope["path"] == LIVE else self.error.response()
+            await response(scope, receive, send)
 
 
 class Drain:
@@ -46,9 +69,6 @@ class Drain:
         self._loop = asyncio.get_running_loop()
         self.tasks.add(task)
 
-    def error(self) -> APIError:
-        return APIError(503, "the server is stopping: try again later", headers={"Retry-After": "1"})
-
 
 class Drained:
     """Refuses requests to a server that stops, and completes the responses of those that it cancels.
@@ -59,14 +79,14 @@ class Drained:
     """
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
-        self.app, self._drain = app, drain
+        self.app, self._drain, self._stopping = app, drain, Unready("stopping")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         if self._drain.closing:
-            await self._drain.error().response()(scope, receive, send)
+            await self._stopping(scope, receive, send)
             return
         started = stream = ended = False
 
@@ -91,6 +111,6 @@ class Drained:
             task.result()
         elif not started:
             with suppress(OSError):
-                await self._drain.error().response()(scope, receive, send)
+                await self._stopping.error.response()(scope, receive, send)
         elif stream and not ended:
-            await send({"type": "http.response.body", "body": as_events(self._drain.error())})
+            await send({"type": "http.response.body", "body": as_events(self._stopping.error)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -18,10 +17,18 @@ from mmspec.serving.catalog import Catalog
 from mmspec.serving.disconnect import EventStream, unless_gone
 from mmspec.serving.errors import as_api_error
 from mmspec.serving.fields import F, parse
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mmspec.serving.formats import Format
+from mmspec.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from mmspec.serving.requests import Requests
-from mmspec.serving.responses import Format
+from mmspec.serving.response_request import ResponsesRequest
 from mmspec.serving.runner import Runner, Work
+from mmspec.serving.stored import StoredResponses
 
 _log = logging.getLogger("mmspec.serving")
 
@@ -33,6 +40,7 @@ class Endpoints:
         runner: runs the requests.
         requests: makes work of requests.
         catalog: names of the model.
+        stored: responses that are kept.
         body_bytes: most bytes of a request's body.
         scrape: as for ``create_app``.
     """
@@ -42,11 +50,12 @@ class Endpoints:
         runner: Runner,
         requests: Requests,
         catalog: Catalog,
+        stored: StoredResponses,
         body_bytes: int,
         scrape: Callable[[], Awaitable[Collector]] | None = None,
     ) -> None:
         self._runner, self._requests, self._catalog, self._scrape = runner, requests, catalog, scrape
-        self._body_bytes = body_bytes
+        self._stored, self._body_bytes = stored, body_bytes
 
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -57,6 +66,20 @@ class Endpoints:
         """``POST /v1/completions``: the prompts as they are, without a chat template."""
         asked, work, form = await self._parsed(request, CompletionRequest, self._requests.completion)
         return await self._answer(request, asked, work, form)
+
+    async def respond(self, request: Request) -> Response:
+        """``POST /v1/responses``."""
+        asked, work, form = await self._parsed(request, ResponsesRequest, self._requests.response)
+        return await self._answer(request, asked, work, form)
+
+    async def response(self, name: str) -> dict[str, Any]:
+        """``GET /v1/responses/ID``."""
+        return self._stored.get(name)
+
+    async def delete_response(self, name: str) -> dict[str, Any]:
+        """``DELETE /v1/responses/ID``."""
+        self._stored.delete(name)
+        return {"id": name, "object": "response", "deleted": True}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """``POST /tokenize``, as vLLM's."""
@@ -85,7 +108,7 @@ class Endpoints:
         return HTMLResponse(self._catalog.page())
 
     async def health(self) -> Response:
-        """``GET /health``: status 200 while the server runs."""
+        """Status 200; see ``mmspec.serving.drain`` for other times."""
         return Response()
 
     async def metrics(self) -> Response:
@@ -93,9 +116,7 @@ class Endpoints:
         found = self._runner.metrics.registry if self._scrape is None else await self._scrape()
         return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
-    async def _answer(
-        self, request: Request, asked: ChatRequest | CompletionRequest, work: Work, form: Format
-    ) -> Response:
+    async def _answer(self, request: Request, asked: GenerationRequest, work: Work, form: Format) -> Response:
         receive = request.receive
         if not asked.stream:
             return JSONResponse(await unless_gone(receive, self._whole(work, form)))
@@ -118,20 +139,16 @@ class Endpoints:
                 async for index, piece in pieces:
                     if not started:
                         for chunk in form.first_chunks():
-                            yield _event(chunk)
+                            yield form.event(chunk)
                         started = True
-                    yield _event(form.chunk(index, piece, include_usage=include_usage))
-            if include_usage:
-                yield _event(form.usage_chunk())
+                    for chunk in form.chunks(index, piece, include_usage=include_usage):
+                        yield form.event(chunk)
         except Exception as error:
             if not started:
                 raise
             found = as_api_error(error)
             if found.status >= 500:
                 _log.error("a request failed", exc_info=error)
-            yield _event(found.content())
-        yield b"data: [DONE]\n\n"
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+            for chunk in form.failed(found):
+                yield form.event(chunk)
+        yield form.end

@@ -68,6 +68,15 @@ def parse(kind: type[F], body: bytes) -> F:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise APIError(400, f"the body must be JSON: {error}") from None
+    return validated(kind, given)
+
+
+def validated(kind: type[F], given: Any) -> F:
+    """A request's fields.
+
+    Raises:
+        APIError: see ``parse``.
+    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mmspec.serving.drain import LIVE, READY
 from mmspec.serving.errors import APIError
 
-_OPEN = ("/health",)  # paths without an API key
+_OPEN = (LIVE, *READY)  # paths without an API key
 
 
 class Guard:

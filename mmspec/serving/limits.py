@@ -22,6 +22,9 @@ class Limits(Checked):
     max_pixels: int = option(1 << 24, whole(1), "Pixels of an image or video frame.")
     frames: int = option(8, whole(1, 512), "Frames that are sampled from a video.")
     max_video_seconds: int = option(300, whole(1), "Duration of a video, in seconds.")
+    max_stored: int = option(256, whole(0), "Responses that are kept for previous_response_id, for an hour.")
+    request_timeout: int = option(0, whole(0), "Seconds after which a request ends with an error; 0 is no limit.")
+    shutdown_timeout: int = option(3, whole(0), "Seconds that running requests have to end after SIGTERM.")
 
     @property
     def body_bytes(self) -> int:

@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.metrics import ReplicaMetrics
-from mmspec.serving.server import GRACE, SPARE_CONNECTIONS
+from mmspec.serving.server import SPARE_CONNECTIONS
 from mmspec.serving.settings import Settings
 
 _NAME = "mmspec"
@@ -55,7 +55,7 @@ class Replica:
 def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterator[None]:
     """Deploy replicas on the cluster of ``RAY_ADDRESS``, by default on a Ray started on this machine.
 
-    At the end of the block, running requests have ``GRACE`` seconds to end.
+    At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.
 
     Raises:
         UserError: Ray is not installed, or a replica does not start.
@@ -78,7 +78,7 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
             num_replicas=replicas,
             ray_actor_options={"num_cpus": cpus if own else 1, "num_gpus": gpus},
             max_ongoing_requests=settings.limits.max_running + settings.limits.max_waiting + SPARE_CONNECTIONS,
-            graceful_shutdown_timeout_s=GRACE,
+            graceful_shutdown_timeout_s=settings.limits.shutdown_timeout,
             graceful_shutdown_wait_loop_s=0.1,
             max_constructor_retry_count=1,
             request_router_config={"request_router_class": _ROUTER},

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model, field_validator, model_validator
 
-from mmspec.checks import Rule, shown
+from mmspec.checks import Rule, shown, whole
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
@@ -19,7 +19,7 @@ from mmspec.serving.messages import ChatMessage
 from mmspec.serving.tool_use import CHOICE, Tool
 from mmspec.targets.processor import is_token_ids
 
-_IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
+IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
 _TEMPERATURE = 1.0  # OpenAI's default
 
@@ -56,7 +56,7 @@ class ResponseFormat(Fields):
         return "json_schema", JSON_SCHEMA.check("json_schema", schema)
 
 
-_MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
+MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
 _OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 _Sampling = create_model(
@@ -66,16 +66,33 @@ _Sampling = create_model(
 )
 
 
-class _Request(_Sampling):  # type: ignore[valid-type, misc]
-    """Fields that both endpoints have: those of ``SamplingParams``, and"""
+class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
+    """Fields of all endpoints that generate: those of ``SamplingParams``, and some more.
 
+    Attributes:
+        limit_name: the endpoint's own name of ``max_tokens``.
+    """
+
+    limit_name: ClassVar[str] = "max_tokens"
     model: str
     n: int = Field(1, ge=1)
-    max_tokens: Annotated[Any, checked("max_tokens", _MAX_TOKENS)] = None
+    max_tokens: Annotated[Any, checked("max_tokens", MAX_TOKENS)] = None
     min_tokens: Annotated[Any, checked("min_tokens", _MIN_TOKENS)] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get(cls.limit_name) is None:
+            return given
+        new, old = given[cls.limit_name], given.get("max_tokens")
+        if old is not None and old != new:
+            raise ValueError(f"max_tokens and {cls.limit_name} are one limit: got {shown(old)} and {shown(new)}")
+        valid = isinstance(new, int) and MAX_TOKENS.holds(new)  # the field's own check reports other values
+        return {**given, "max_tokens": new} if valid else given
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -101,6 +118,11 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
         """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
         raise NotImplementedError
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of ``Pipeline.stream`` beside ``params``."""
+        return {"logprobs": self.alternatives, "max_time": self.t_max_predict_ms / 1000 or None}
+
     def params(self, limits: Limits, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters of the first choice, without ``constraint``, which takes long to check.
 
@@ -112,8 +134,8 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
             APIError: a value is beyond the server's limits.
         """
         if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
-            message = f"max_tokens must be at most {limits.max_tokens}: got {self.max_tokens}"
-            raise APIError(400, message, "max_tokens")
+            name = self.limit_name if self.limit_name in self.model_fields_set else "max_tokens"
+            raise APIError(400, f"{name} must be at most {limits.max_tokens}: got {self.max_tokens}", name)
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
@@ -129,10 +151,11 @@ class _Request(_Sampling):  # type: ignore[valid-type, misc]
         return None if self.response_format is None else self.response_format.constraint()
 
 
-class ChatRequest(_Request):
+class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    ignored = _IGNORED
+    limit_name = "max_completion_tokens"
+    ignored = IGNORED
     neutral: ClassVar = {
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -141,23 +164,12 @@ class ChatRequest(_Request):
         "store": (False,),
     }
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
-    max_completion_tokens: Annotated[Any, checked("max_completion_tokens", _MAX_TOKENS)] = None
+    max_completion_tokens: Annotated[Any, checked("max_completion_tokens", MAX_TOKENS)] = None
     logprobs: bool = False
     top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
     tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
     parallel_tool_calls: bool = True
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_limit(cls, given: Any) -> Any:
-        """``max_tokens`` is the old name of ``max_completion_tokens``."""
-        if not isinstance(given, dict) or given.get("max_completion_tokens") is None:
-            return given
-        new, old = given["max_completion_tokens"], given.get("max_tokens")
-        if old is not None and old != new:
-            raise ValueError(f"max_tokens and max_completion_tokens are one limit: got {shown(old)} and {shown(new)}")
-        return {**given, "max_tokens": new}
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> ChatRequest:
@@ -182,10 +194,10 @@ def _are_prompts(given: Any) -> bool:
 _PROMPTS = Rule(f"a text, token ids, or a list of 1 to {MOST_ITEMS} of them", _are_prompts, _as_prompts)
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
-    ignored = _IGNORED
+    ignored = IGNORED
     neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
     prompt: Annotated[Any, checked("prompt", _PROMPTS)]
     logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None

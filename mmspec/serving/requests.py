@@ -8,13 +8,22 @@ from typing import Any
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.errors import APIError
+from mmspec.serving.formats import ChatFormat, Format, TextFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.messages import ChatMessage, conversation
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from mmspec.serving.responses import ChatFormat, Format, TextFormat
+from mmspec.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
+from mmspec.serving.response_format import ResponseFormat
+from mmspec.serving.response_request import ResponsesRequest
 from mmspec.serving.runner import Work
-from mmspec.serving.tool_use import Tool, ToolUse
+from mmspec.serving.stored import StoredResponses
+from mmspec.serving.tool_use import Tool, ToolUse, Use
 
 
 class Requests:
@@ -26,29 +35,54 @@ class Requests:
         catalog: names of the model.
         tools: calls of tools.
         media: checks images and videos.
+        stored: responses that later requests continue.
 
     Raises:
         APIError: of each method, for requests beyond the limits, or for another model.
     """
 
-    def __init__(self, pipe: Pipeline, limits: Limits, catalog: Catalog, tools: ToolUse, media: MediaReader) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        limits: Limits,
+        catalog: Catalog,
+        tools: ToolUse,
+        media: MediaReader,
+        stored: StoredResponses,
+    ) -> None:
         self._pipe, self._limits, self._catalog, self._tools, self._media = pipe, limits, catalog, tools, media
+        self._stored = stored
 
     def chat(self, asked: ChatRequest) -> tuple[ChatRequest, Work, Format]:
         """What a chat request asks for, and how it is answered."""
+        work, use = self._chat(asked, asked)
+        before = [""] * work.n
+        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
+        return asked, work, form
+
+    def response(self, asked: ResponsesRequest) -> tuple[ResponsesRequest, Work, Format]:
+        """What a request of a response asks for, as a chat request, and how it is answered."""
+        earlier = self._stored.items(asked.previous_response_id)
+        chat = asked.as_chat(earlier)
+        work, use = self._chat(chat, asked)
+        common = (self._catalog.name, self._token_text, 1, [""], chat.alternatives)
+        form = ResponseFormat(*common, reader=use.reader, about=asked.about(work.params))
+        if asked.store:
+            form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
+        return asked, work, form
+
+    def _chat(self, asked: ChatRequest, original: GenerationRequest) -> tuple[Work, Use]:
+        """Work of a chat request, whose parameters are those of the original one: so are the names in errors."""
         self._catalog.check(asked.model)
         messages, media = self._conversation(asked.messages, asked.tools)
-        params, constraint = asked.params(self._limits, self._pipe.defaults.params), asked.constraint()
+        params, constraint = original.params(self._limits, self._pipe.defaults.params), asked.constraint()
         self._media.check(media)
         schema = None if constraint is None else constraint[1]
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         source = None if use.grammar is None else "tools"
         constraint = constraint if use.grammar is None else ("grammar", use.grammar)
-        keywords = {"logprobs": asked.alternatives, **use.keywords}
-        work = Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source)
-        before = [""] * work.n
-        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
-        return asked, work, form
+        keywords = {**asked.keywords, **use.keywords}
+        return Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source), use
 
     def _conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -61,7 +95,7 @@ class Requests:
         """What a request of completions asks for, and how it is answered."""
         self._catalog.check(asked.model)
         self._check_characters(asked.prompt, "prompt")
-        keywords = {"logprobs": asked.alternatives, "chat_template": False}
+        keywords = asked.keywords | {"chat_template": False}
         params = asked.params(self._limits, self._pipe.defaults.params)
         work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
         if work.choices > self._limits.max_running:

@@ -14,6 +14,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText
+from mmspec.serving.deadline import Deadline
 from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium
@@ -61,12 +62,20 @@ class Runner:
         media: reads images and videos.
         grammars: checks grammars.
         slots, metrics: of the server.
+        seconds: in which a request must end; 0 is no limit.
     """
 
     def __init__(
-        self, pipe: Pipeline, media: MediaReader, grammars: GrammarChecker, slots: Admission, metrics: Metrics
+        self,
+        pipe: Pipeline,
+        media: MediaReader,
+        grammars: GrammarChecker,
+        slots: Admission,
+        metrics: Metrics,
+        seconds: float = 0,
     ) -> None:
         self.pipe, self.media, self.grammars, self.slots, self.metrics = pipe, media, grammars, slots, metrics
+        self._seconds = seconds
 
     def close(self) -> None:
         """Stop the workers."""
@@ -80,19 +89,14 @@ class Runner:
         The choices do not wait for the reader of their pieces: a slow client occupies no slot.
 
         Raises:
-            APIError: the queue is full, or an image or video cannot be read.
+            APIError: the queue is full, an image or video cannot be read, or the request's time has passed.
             UserError: the grammar is not valid, or exceeds a limit. The pieces' iterator raises what the pipeline
-                raises.
+                raises, and at the end of the request's time.
         """
-        arrived = clock()
-        await self.slots.acquire(work.choices)
+        arrived, deadline = clock(), Deadline(self._seconds)
+        await deadline.wait(self.slots.acquire(work.choices))
         try:
-            if work.constraint is not None:
-                kind, _ = work.constraint
-                checked: dict[str, Any] = {kind: await self._checked(work)}
-                checked["grammar_trigger"] = work.trigger
-                work = replace(work, params=replace(work.params, **checked))
-            media = await self.media.read(work.media)
+            work, media = await deadline.wait(self._prepared(work))
         except BaseException:
             self.slots.release(work.choices)
             raise
@@ -103,11 +107,20 @@ class Runner:
             task.add_done_callback(lambda _: self.slots.release())  # also of a task that is cancelled before it starts
             tasks.append(task)
         try:
-            yield _iterate(pieces, len(tasks))
+            yield _iterate(pieces, len(tasks), deadline)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _prepared(self, work: Work) -> tuple[Work, Mapping[str, Any]]:
+        """Work with its grammar among its parameters, and its media."""
+        if work.constraint is not None:
+            kind, _ = work.constraint
+            checked: dict[str, Any] = {kind: await self._checked(work)}
+            checked["grammar_trigger"] = work.trigger
+            work = replace(work, params=replace(work.params, **checked))
+        return work, await self.media.read(work.media)
 
     async def _checked(self, work: Work) -> CheckedText:
         assert work.constraint is not None
@@ -147,9 +160,9 @@ class Runner:
             pieces.put_nowait((index, error))
 
 
-async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices: int) -> Pieces:
+async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices: int, deadline: Deadline) -> Pieces:
     while choices:
-        index, piece = await pieces.get()
+        index, piece = await deadline.wait(pieces.get())
         if isinstance(piece, Exception):
             raise piece
         choices -= piece.finish_reason is not None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Timer
+from threading import Event, Thread, Timer
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
 
 from mmspec.errors import UserError
+from mmspec.serving.drain import Unready
 from mmspec.serving.limits import Limits
 
-GRACE = 3
-"""Seconds that running requests have to end after SIGTERM; then they are cancelled."""
-
-_THREADS = 2  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
+_THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 
 SPARE_CONNECTIONS = 64
 """Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
@@ -42,8 +42,26 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+@contextmanager
+def loading(listening: socket.socket) -> Iterator[None]:
+    """Answer with status 503 during the block, in which a model is loaded; later requests wait for ``run``."""
+    config = uvicorn.Config(Unready("loading its model"), log_level="warning", access_log=False, server_header=False)
+    server = uvicorn.Server(config)
+    thread = Thread(target=server.run, kwargs={"sockets": [listening.dup()]}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.drain``.
+
+    Args:
+        config: of uvicorn.
+        grace: seconds that running requests have to end; then they are cancelled.
 
     Attributes:
         abandon: end the process if its threads have not ended some seconds after its requests.
@@ -51,13 +69,17 @@ class Server(uvicorn.Server):
 
     abandon = False
 
+    def __init__(self, config: uvicorn.Config, grace: float) -> None:
+        super().__init__(config)
+        self._grace = grace
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.abandon:
             status = 130 if signal.SIGINT in self._captured_signals else 0
-            last = Timer(GRACE + _THREADS, os._exit, [status])
+            last = Timer(self._grace + _THREADS, os._exit, [status])
             last.daemon = True
             last.start()
-        await self.config.app.state.drain.close(GRACE)  # type: ignore[union-attr]
+        await self.config.app.state.drain.close(self._grace)  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
@@ -72,12 +94,15 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
             lifespan="on",
             limit_concurrency=limits.max_running + limits.max_waiting + SPARE_CONNECTIONS,
             timeout_graceful_shutdown=1,
-        )
+        ),
+        limits.shutdown_timeout,
     )
 
 
-def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; running requests have ``GRACE`` seconds to end.
+def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
+    """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
+
+    SIGTERM ends the process: the interpreter's own end takes seconds, for it frees all objects one by one.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -87,6 +112,9 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> None:
         server = uvicorn_server(app, limits)
         server.abandon = True
         server.run(sockets=[listening])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def wait_for_sigterm() -> None:

@@ -45,7 +45,8 @@ class Prefill:
         ids, mask = prompt.input_ids, prompt.attention_mask
         batch, length = ids.shape
         positions = self._positions()
-        call = {**prompt.inputs, "input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
+        call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         if prompt.kept is not None:
             return self._partly(call, prompt.kept)
         splits = chunk is not None and batch == 1 and length > chunk and mask is None

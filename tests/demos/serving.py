@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,13 @@ def demo_server(**options: Any) -> Iterator[str]:
     given = {"models": ModelCache(device="cpu"), "catalog": embedded_catalog(), "server_port": 0, **options}
     with run_server(**given) as page:
         yield page.local_url
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def save_ten_minute_video(path: Path) -> str:

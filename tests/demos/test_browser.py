@@ -1,120 +1,19 @@
-"""Browser tests of the page: headless Chromium with Playwright (``make browser``).
+"""Browser tests of questions: headless Chromium with Playwright (``make browser``).
 
 Screenshots are written to the folder in the environment variable MMSPEC_SCREENSHOTS, if it is set.
 """
 
-import itertools
-import json
 import re
 import time
-from pathlib import Path
 from threading import Event
 
 import pytest
-from PIL import Image
 
-from mmspec import plugins
 from mmspec.demos import service
 from mmspec.demos.streaming import StreamedAnswer, Token
-from tests.demos.browsing import CHOSEN_VIDEO, IMAGE, PATIENCE, ask, choose, race, save_screenshot, upload
-from tests.demos.serving import save_ten_minute_video
+from tests.demos.browsing import PATIENCE, ask, choose
 
 pytestmark = pytest.mark.browser
-
-# Left and right edge of the elements together.
-EDGES = """nodes => { const all = nodes.map((node) => node.getBoundingClientRect());
-  return [Math.min(...all.map((one) => one.left)), Math.max(...all.map((one) => one.right))]; }"""
-
-
-def test_replay(visit):
-    page = visit()
-    hidden, slider = page.locator(".mm-lane .mm-later"), page.get_by_label("Pass", exact=True)
-    assert hidden.count() == 0
-    last = int(slider.get_attribute("max"))
-    assert page.locator(".mm-tree-head .mm-clock").inner_text().endswith(f"of {last}")
-    assert f"in {last} passes" in page.locator(".mm-lane").nth(1).inner_text()
-    page.get_by_label("Speed of the replay").select_option("100")
-    page.locator(".mm-play:visible").click()
-    assert page.locator(".mm-play").inner_text() == "Pause"
-    for phase in ("Prefill", "Drafting", "Checking", "Kept"):
-        page.locator(".mm-phase", has_text=phase).wait_for()
-    page.locator(".mm-play:visible").click()
-    assert page.locator(".mm-play").inner_text() == "Play"
-    assert hidden.count() > 0
-    slider.fill(str(last))  # the end of the last pass
-    assert page.locator(".mm-lane").nth(1).locator(".mm-later").count() == 0
-    slider.fill("1")
-    assert page.locator(".mm-tree-head .mm-clock").inner_text() == f"Pass 1 of {last}"
-    assert page.locator(".mm-tree g.bonus").count() == 1
-    assert page.locator(".mm-lane").nth(1).locator("[data-pass='1'].mm-now").count() >= 1
-    assert page.locator(".mm-lane").nth(1).locator("[data-pass='2'].mm-later").count() >= 1
-    page.get_by_label("Time of the replay").fill("1000")
-    assert hidden.count() == 0
-    page.get_by_label("Speed of the replay").select_option("1")
-    page.locator(".mm-play:visible").click()
-    page.locator(".mm-play", has_text="Replay").wait_for()
-
-
-@pytest.mark.parametrize("opening", ["click", "key"])
-def test_tree_fits_and_opens_as_a_table(visit, opening):
-    page = visit()
-    slider = page.get_by_label("Pass", exact=True)
-    for number in range(1, 1 + int(slider.get_attribute("max"))):
-        slider.fill(str(number))
-        outer, edges = page.locator(".mm-scroll:visible").bounding_box(), page.locator(".mm-tree g").evaluate_all(EDGES)
-        assert outer["x"] <= edges[0] <= edges[1] <= outer["x"] + outer["width"]
-        assert page.locator(".mm-tree > title").text_content().startswith(f"Draft tree of pass {number} of")
-    slider.fill("1")
-    if opening == "click":
-        page.locator(".mm-tree g.bonus").click()
-        assert page.locator(".mm-probabilities tr.chosen").count() == 1
-    else:
-        page.get_by_role("button", name="Table of probabilities").focus()
-        page.keyboard.press("Enter")
-    rows = page.locator(".mm-probabilities tbody tr")
-    assert rows.count() == page.locator(".mm-tree g").count()
-    assert re.search("%\tbonus token$", page.locator(".mm-probabilities tr.bonus").inner_text())
-    # Indented tokens follow their parents.
-    levels = [int(level) for level in page.locator(".mm-probabilities td:nth-child(2)").all_inner_texts()]
-    assert all(later <= earlier + 1 for earlier, later in itertools.pairwise(levels))
-
-
-def test_four_lanes(visit):
-    page = visit()
-    for name in ("MSD", "FLASH, chain"):
-        page.get_by_label(name, exact=True).locator("visible=true").check()
-    race(page)
-    assert page.locator(".mm-lane h3").all_inner_texts() == ["Plain", "FLASH", "MSD", "FLASH, chain"]
-    assert len(set(page.locator(".mm-lane .mm-text").all_inner_texts())) == 1
-    assert page.locator(".mm-table:visible tbody tr").count() == 4
-    assert page.locator(".mm-asked").count() == 1  # a new conversation
-    page.get_by_label("Lane of the draft tree").select_option(label="FLASH, chain")
-    assert len({round(node.bounding_box()["y"] / 4) for node in page.locator(".mm-tree g:not(.bonus)").all()}) == 1
-    save_screenshot(page, "lanes")
-    page.get_by_label("n-gram", exact=True).locator("visible=true").check()
-    page.locator(".mm-go:visible").click()
-    page.locator(".mm-note:visible", has_text="expected 2 to 4 different ones").wait_for()
-
-
-def test_copy_link_and_file(visit):
-    page = visit()
-    page.get_by_role("button", name="Copy answer").click()
-    page.get_by_text("Answer copied.").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()").startswith("There is a sign")
-    page.get_by_role("button", name="Copy link").click()
-    page.get_by_text("Link copied.").wait_for()
-    query = page.evaluate("navigator.clipboard.readText()").partition("?")[2]
-    with page.expect_download() as saved:
-        page.get_by_role("button", name="Save as file").click()
-    assert [lane["method"] for lane in json.loads(Path(saved.value.path()).read_text())["lanes"]] == ["none", "flash"]
-    query = query.replace("flash", "msd").replace("temperature=0", "temperature=0.5")
-    linked = visit(query=query.replace("seed=0", "seed=5"))
-    linked.locator(".mm-note", has_text="those of the link").wait_for()
-    race(linked)
-    assert linked.locator(".mm-lane h3").all_inner_texts() == ["Plain", "MSD"]
-    visit(query="kind=image&temperature=hot").get_by_role("alert").get_by_text(
-        "temperature in the link must be a number"
-    ).wait_for()
 
 
 def test_places_in_the_queue(visit, monkeypatch):
@@ -143,27 +42,6 @@ def test_places_in_the_queue(visit, monkeypatch):
     assert any(re.fullmatch(r"Waiting: \d requests? ahead of yours…", text) for text in seen), seen
 
 
-def test_uploaded_image_streams_a_caption(visit):
-    page = visit()
-    upload(page, IMAGE)
-    page.locator("[data-testid=image] img, .image-frame img, .image-container img").first.wait_for()
-    page.evaluate(
-        """() => { window.seen = []; new MutationObserver(() => {
-            const at = document.querySelector('.mm-out .mm-text'); if (at) window.seen.push(at.textContent.length);
-        }).observe(document.querySelector('.mm-out'), {childList: true, subtree: true, characterData: true}); }"""
-    )
-    ask(page)
-    text = page.locator(".mm-out:visible .mm-text").inner_text()
-    assert text.startswith('There is a sign at the bottom that reads "HONEY".')
-    lengths = page.evaluate("[...new Set(window.seen)]")
-    assert len(lengths) >= 3, f"the text came at once: {lengths}"
-    # The number of draft tokens depends on verify times measured on this machine.
-    assert page.locator(".mm-out:visible .mm-accepted").count() >= 1
-    assert page.locator(".mm-out:visible .mm-bonus").count() >= 1
-    assert "drafted and accepted" in page.locator(".mm-out:visible .mm-legend").inner_text()
-    save_screenshot(page, "answer")
-
-
 def test_follow_up_question(visit):
     page = visit()
     choose(page)
@@ -182,41 +60,6 @@ def test_follow_up_question(visit):
     page.locator(".mm-clear:visible").click()
     page.locator(".mm-out:visible .mm-empty").wait_for()
     assert page.locator(".mm-follow:visible input").is_disabled()
-
-
-def test_note_on_limits_of_an_embedded_model(visit, tmp_path):
-    Image.new("RGB", (64, 48), "navy").save(tmp_path / "lake.png")
-    page = visit()
-    upload(page, str(tmp_path / "lake.png"))
-    page.locator(".image-frame img, .image-container img").first.wait_for()
-    ask(page)
-    assert page.locator(".mm-limits:visible").all_inner_texts() == [plugins.limits("tiny-llava")]
-
-
-def test_broken_file_shows_an_error(visit, tmp_path):
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(Path(IMAGE).read_bytes()[:700])
-    page = visit()
-    upload(page, str(broken))
-    page.locator(".image-frame img, .image-container img").first.wait_for(state="attached")
-    page.locator(".mm-ask:visible").click()
-    note = page.locator(".mm-note:visible")
-    note.wait_for()
-    assert note.inner_text().startswith("broken.png: expected a whole image")
-    assert "Traceback" not in page.inner_text("body")
-    save_screenshot(page, "broken")
-    page.locator(".mm-go:visible").click()
-    page.locator(".mm-out .mm-note:visible").wait_for()
-
-
-def test_too_long_video_shows_an_error(visit, tmp_path):
-    page, long = visit(), save_ten_minute_video(tmp_path / "long.mp4")
-    page.get_by_role("tab", name="Video").click()
-    page.locator("[aria-label*=Clear]:visible, [aria-label*=Remove]:visible").first.click()
-    page.locator("input[type=file]:not([accept*=image])").last.set_input_files(long)
-    page.locator(CHOSEN_VIDEO).first.wait_for()
-    page.locator(".mm-ask:visible").click()
-    page.locator(".mm-note:visible", has_text="long.mp4: expected a video of at most 300 s").wait_for()
 
 
 def test_missing_upload_empty_prompt_and_unknown_model(visit):
@@ -263,16 +106,6 @@ def test_text_prompt(visit):
     ask(page)
     assert page.locator(".mm-out:visible .mm-text").inner_text().startswith("37 + 48 = 85")
     assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()
-
-
-def test_video(visit):
-    page = visit(theme="dark")
-    page.get_by_role("tab", name="Video").click()
-    choose(page)
-    page.locator(CHOSEN_VIDEO).first.wait_for()
-    ask(page)
-    assert "cyan star moves down" in page.locator(".mm-out:visible .mm-text").inner_text()
-    save_screenshot(page, "video-dark")
 
 
 def test_two_concurrent_visitors(visit):

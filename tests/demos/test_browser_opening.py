@@ -33,13 +33,13 @@ HEADLINE = re.compile(r"The same \d+ tokens?, (as fast|\d+\.\dx (faster|slower))
 
 
 def test_each_tab_opens_with_its_race(visit, monkeypatch):
-    raced, race_at_once = [], service.Service.race
+    raced, race_at_once = [], service.Service._race
 
-    def counted(self, chat, methods=None):
+    def counted(self, chat, methods):
         raced.append(chat.kind)
         return race_at_once(self, chat, methods)
 
-    monkeypatch.setattr(service.Service, "race", counted)
+    monkeypatch.setattr(service.Service, "_race", counted)
     page, headlines = visit(), []
     for name in ("Image", "Video", "Text", "Image", "Video"):
         page.get_by_role("tab", name=name).click()

@@ -31,36 +31,44 @@ def video(tmp_path):
 
 
 def test_first_request(image, video):
-    request = ChatRequest("image", " What? ", image).pipeline_request()
+    request = ChatRequest("image", " What? ", [image]).pipeline_request()
     assert request["prompt"] == "What?"
-    assert request["images"][0].size == (20, 10)
-    assert len(ChatRequest("video", "What?", video, frames=3).pipeline_request()["videos"][0].frames) == 3
+    assert [image.size for image in request["images"]] == [(20, 10)]
+    several = ChatRequest("image", "What?", [image] * 8).pipeline_request()
+    assert [image.size for image in several["images"]] == [(20, 10)] * 8
+    assert len(ChatRequest("video", "What?", [video], frames=3).pipeline_request()["videos"][0].frames) == 3
     assert ChatRequest("text", "What?").pipeline_request() == {"prompt": "What?"}
 
 
 def test_follow_up_request_contains_the_history(image):
-    messages = ChatRequest("image", "And?", image, [("What?", "A box."), ("Red?", "Yes.")]).pipeline_request()["prompt"]
+    messages = ChatRequest("image", "And?", [image, image], [("What?", "A box."), ("Red?", "Yes.")]).pipeline_request()[
+        "prompt"
+    ]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2 + ["user"]
-    assert messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "What?"}]
+    assert messages[0]["content"] == [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "What?"}]
     assert messages[3]["content"] == [{"type": "text", "text": "Yes."}]
     assert messages[4]["content"] == [{"type": "text", "text": "And?"}]
-    messages = ChatRequest("text", "And?", None, [("What?", "A box.")]).pipeline_request()["prompt"]
+    messages = ChatRequest("text", "And?", (), [("What?", "A box.")]).pipeline_request()["prompt"]
     assert [message["content"] for message in messages] == ["What?", "A box.", "And?"]
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
 def test_empty_prompt_raises(prompt, image):
     with pytest.raises(UserError, match=r"^the prompt must not be empty: type a question$"):
-        ChatRequest("image", prompt, image).pipeline_request()
+        ChatRequest("image", prompt, [image]).pipeline_request()
 
 
 def test_limits_raise(image, video, monkeypatch):
     with pytest.raises(UserError, match="at most 4000 characters: got 4001"):
         ChatRequest("text", "x" * 4001).pipeline_request()
     with pytest.raises(UserError, match="at most 12 questions: start a new one"):
-        ChatRequest("text", "x", None, [("a", "b")] * 12).pipeline_request()
+        ChatRequest("text", "x", (), [("a", "b")] * 12).pipeline_request()
     with pytest.raises(UserError, match=r"frames must lie in 1\.\.32: got 33"):
-        ChatRequest("video", "x", video, frames=33).pipeline_request()
+        ChatRequest("video", "x", [video], frames=33).pipeline_request()
+    with pytest.raises(UserError, match="at most 8 images: got 9"):
+        ChatRequest("image", "x", [image] * 9).pipeline_request()
+    with pytest.raises(UserError, match="at most 1 videos: got 2"):
+        ChatRequest("video", "x", [video] * 2).pipeline_request()
     with pytest.raises(UserError, match=r"max_new_tokens must lie in 1\.\.512: got 513"):
         ChatRequest("text", "x", max_new_tokens=513).generate_kwargs()
     for temperature in (float("nan"), float("inf"), 5.1, -1.0):
@@ -68,7 +76,7 @@ def test_limits_raise(image, video, monkeypatch):
             ChatRequest("text", "x", temperature=temperature).generate_kwargs()
     monkeypatch.setattr(chat_request, "MAX_VIDEO_SECONDS", 1.5)
     with pytest.raises(UserError, match=r"^holiday\.mp4: expected a video of at most 1.5 s, received one of 2.0 s$"):
-        ChatRequest("video", "x", video).pipeline_request()
+        ChatRequest("video", "x", [video]).pipeline_request()
 
 
 def test_seed_is_passed_on():
@@ -78,10 +86,10 @@ def test_seed_is_passed_on():
 def test_errors_name_the_visitors_file(tmp_path, video):
     (tmp_path / "stored_path.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
     with pytest.raises(UserError, match=r"^holiday\.png: expected") as error:
-        ChatRequest("image", "x", Upload(str(tmp_path / "stored_path.png"), "holiday.png")).pipeline_request()
+        ChatRequest("image", "x", [Upload(str(tmp_path / "stored_path.png"), "holiday.png")]).pipeline_request()
     assert str(tmp_path) not in str(error.value)
     with pytest.raises(UserError, match=r"^holiday\.png: expected a video") as error:
-        ChatRequest("video", "x", Upload(str(tmp_path / "stored_path.png"), "holiday.png")).pipeline_request()
+        ChatRequest("video", "x", [Upload(str(tmp_path / "stored_path.png"), "holiday.png")]).pipeline_request()
     assert str(tmp_path) not in str(error.value)
 
 
@@ -89,4 +97,4 @@ def test_missing_upload_raises(tmp_path):
     with pytest.raises(UserError, match="no image was uploaded: upload one"):
         ChatRequest("image", "x").pipeline_request()
     with pytest.raises(UserError, match=r"a\.png was removed"):
-        ChatRequest("image", "x", Upload(str(tmp_path / "gone.png"), "a.png")).pipeline_request()
+        ChatRequest("image", "x", [Upload(str(tmp_path / "gone.png"), "a.png")]).pipeline_request()

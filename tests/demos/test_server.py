@@ -17,6 +17,7 @@ from mmspec.demos import service
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
 from mmspec.demos.models import ModelCache
+from mmspec.demos.racing import Race
 from mmspec.demos.streaming import StreamedAnswer
 from mmspec.vision.embedded import samples
 from tests.demos.serving import (
@@ -70,6 +71,28 @@ def test_api_lists_named_endpoints_only(client):
     (returned,) = found["named_endpoints"]["/caption_image"]["returns"]
     assert returned["type"]["properties"]["tokens_per_second"] == {"type": "number"}
     assert returned["type"]["properties"]["text"] == {"type": "string"}
+
+
+def test_server_says_which_one_it_is(address, models):
+    """What the page asks for every second; it shows a restart."""
+    ids = {httpx.get(f"{address}gradio_api/alive").text for _ in range(2)}
+    with demo_server(models=models, auth=("ann", "secret")) as other:
+        ids.add(httpx.get(f"{other}gradio_api/alive").text)  # without a login, too
+    assert len(ids) == 2
+    assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
+
+
+def test_first_tab_is_raced_before_a_visitor_comes(models, monkeypatch):
+    raced = []
+    monkeypatch.setattr(
+        service, "race", lambda *given: iter([raced.append(given[2]["prompt"]) or Race([], equal=True)])
+    )
+    monkeypatch.setattr(Race, "pays", True)
+    with demo_server(models=models, opened=True):
+        deadline = time.monotonic() + TIMEOUT
+        while not raced and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert raced == ["Describe the image."]
 
 
 def test_caption_equals_plain_decoding(client):

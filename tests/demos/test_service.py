@@ -1,5 +1,7 @@
 """Tests of the races that tabs open on."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from mmspec.demos.catalog import make_catalog
@@ -8,12 +10,13 @@ from mmspec.demos.racing import Race
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.demos.streaming import StreamedAnswer
+from mmspec.demos.turns import Turns
 
 
 class _Timed(Service):
     """Races of two lanes whose speedups are given."""
 
-    def race(self, chat, methods=None):
+    def _race(self, chat, methods):
         self.raced.append(chat.kind)
         lanes = [StreamedAnswer("tiny", name, seconds=1.0) for name in ("none", "msd")]
         yield Race(lanes)
@@ -23,7 +26,7 @@ class _Timed(Service):
 
 @pytest.mark.parametrize(("speedups", "shown"), [([1.5], 1.5), ([1.02, 1.5], 1.5), ([0.5, 0.9], 0.9)])
 def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, shown):
-    service = _Timed(None, make_catalog(), UploadFolder(tmp_path, 2**20))
+    service = _Timed(SimpleNamespace(turns=Turns()), make_catalog(), UploadFolder(tmp_path, 2**20))
     service.raced, service.speedups = [], iter([*speedups, 2.0])
     for _ in range(2):  # the second visitor gets the first one's
         *_, race = service.opening(ChatRequest("text", "Hello"))
@@ -31,3 +34,15 @@ def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, sho
     assert service.raced == ["text"] * len(speedups)
     *_, other = service.opening(ChatRequest("image", "Describe the image."))
     assert other.speedup(other.fastest) == 2.0  # each kind has its own
+
+
+def test_visitor_during_the_opening_race_gets_its_result(tmp_path):
+    service = _Timed(SimpleNamespace(turns=Turns()), make_catalog(), UploadFolder(tmp_path, 2**20))
+    service.raced, service.speedups = [], iter([1.5, 2.0])
+    first, second = (service.opening(ChatRequest("text", "Hello")) for _ in range(2))
+    next(first)
+    assert next(second).ahead == 1
+    list(first)
+    *_, race = second
+    assert race.speedup(race.fastest) == 1.5
+    assert service.raced == ["text"]

@@ -140,3 +140,15 @@ def test_folder_of_another_user_is_not_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: next(users))
     with temporary_folder():
         assert left.exists()
+
+
+def test_server_at_the_same_port_has_a_folder_of_the_same_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder(7860) as folder:
+        (folder / "upload").touch()
+        with temporary_folder(7860) as beside:
+            assert beside != folder
+    with temporary_folder(7860) as again:
+        assert again == folder
+        assert list(again.iterdir()) == []
+        assert again.stat().st_mode & 0o777 == 0o700

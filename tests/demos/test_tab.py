@@ -41,6 +41,9 @@ class Echo(Service):
         self.requests.append(request)
         yield Race([said_yes("none"), said_yes("ngram")], equal=True)
 
+    def opening(self, request):
+        yield from self.race(request)
+
 
 @pytest.fixture
 def service(tmp_path):
@@ -65,7 +68,7 @@ def ask(service, monkeypatch):
     def press_button(kind, prompt, model, *media, conversation=None, follow_up=False, press="ask"):
         handler = getattr(tabs[kind], press)
         return list(
-            handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], model, *SETTINGS, *media)
+            handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], model, *SETTINGS, media)
         )[-1][:2]
 
     press_button.tabs = tabs
@@ -144,8 +147,11 @@ def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(ask, service,
 
 @pytest.mark.parametrize("press", ["ask", "race"])
 def test_a_running_request_is_not_joined_by_another(ask, service, press):
-    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(stop=Event()), press=press)
+    ask.tabs["text"]._running["busy"] = Event()
+    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="busy"), press=press)
     assert service.requests == []
+    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="of a server that is gone"), press=press)
+    assert len(service.requests) == 1
 
 
 def test_stopped_answer_is_kept_as_a_turn(ask, service):
@@ -154,32 +160,33 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
     def answer(request):
         while True:
             yield said_yes("none", stats=None)
-            conversations[-1].stop.set()
+            ask.tabs["text"].stop(conversations[-1])
 
     service.answer = answer
     for outputs in ask.tabs["text"].ask(Conversation(), False, "Hello", [], "tiny-hybrid", *SETTINGS):
         if isinstance(outputs[0], Conversation):
             conversations.append(outputs[0])
     assert conversations[-1].history == [("Hello", "yes")]
-    assert conversations[-1].stop is None
-    assert "stopped" in conversations[-1].turns[0][2]
+    assert conversations[-1].running == ""
+    assert conversations[-1].turns[0].stopped
+    assert ask.tabs["text"]._running == {}
     assert "stopped" in outputs[1]
     assert [button.interactive for button in outputs[3:]] == [True, True, False, True]
 
 
 def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
     for kind, tab in ask.tabs.items():
-        unopened, conversation, html, *_ = list(tab.opening(True, SimpleNamespace(query_params={})))[-1]
+        conversation, html, *_ = list(tab.opening(Conversation(), SimpleNamespace(query_params={})))[-1]
         prompt = service.requests[-1].prompt
-        assert unopened is False
+        assert conversation.opened
         assert conversation.history == [(prompt, "yes")]
         assert f'class="mm-asked">{prompt}' in html
         assert "&quot;plays&quot;:true" in html
         assert service.requests[-1].kind == kind
         raced = len(service.requests)
-        for again, query in ((False, {}), (True, {"kind": "text"})):
-            ((skipped, *_),) = tab.opening(again, SimpleNamespace(query_params=query))
-            assert skipped is not False
+        for before, query in ((conversation, {}), (tab.clear()[0], {}), (Conversation(), {"kind": "text"})):
+            ((skipped, *_),) = tab.opening(before, SimpleNamespace(query_params=query))
+            assert not isinstance(skipped, Conversation)
         assert len(service.requests) == raced
     _, html = ask("text", "Hello", "tiny-hybrid", press="race")
     assert "&quot;plays&quot;:false" in html  # only the opening replay plays by itself
@@ -191,3 +198,29 @@ def test_examples_suit_the_model(ask):
         *_, first, second, third = tab.select(model, "auto", [])
         assert [first.value, second.value, third.value] == list(texts)
         assert [tab.example(number, model)[0] for number in range(3)] == list(texts.values())
+
+
+def test_uploads_replace_an_example(ask, tmp_path):
+    tab = ask.tabs["image"]
+    (example,) = tab.controls.shown(tab.controls.examples("tiny-llava")[0].value)
+    own = [Upload(str(tmp_path / name), name) for name in ("a.png", "b.png")]
+    assert tab.uploaded([example, *own])[0] == own
+    assert not isinstance(tab.uploaded(own)[0], list)  # unchanged
+
+
+def test_note_on_several_images_for_a_model_trained_with_one(ask, service, tmp_path):
+    service.catalog = replace(service.catalog, models=("llava", "tiny-llava"))
+    two = [Upload(str(tmp_path / name), name) for name in ("a.png", "b.png")]
+    for one_image, media, noted in ((True, two, True), (True, two[:1], False), (False, two, False)):
+        service.models = SimpleNamespace(get=lambda name, one=one_image: SimpleNamespace(one_image=one))
+        _, html = ask("image", "What?", "llava", *media)
+        assert ("llava was trained with one picture in a question" in html) is noted
+
+
+def test_lost_request_is_said_and_its_conversation_kept(ask):
+    conversation, _ = ask("text", "Hello", "tiny-hybrid")
+    resumed, html, _, *buttons = ask.tabs["text"].resume(replace(conversation, running="of a server that is gone"))
+    assert resumed == conversation
+    assert "The connection to the server was lost before the answer was complete" in html
+    assert 'class="mm-asked">Hello' in html
+    assert [button.interactive for button in buttons] == [True, True, False, True]

@@ -214,4 +214,4 @@ def test_plots():
     assert labels[0] == "Time: 1.00 s"
     assert "600 ms · 60%" in labels
     widths = {bar.get("class"): float(bar.get("width")) for bar in root.iter("rect")}
-    assert widths["verify"] == 170.0 == pytest.approx(3 * widths["draft"], abs=0.3)
+    assert widths["verify"] == 150.0 == pytest.approx(3 * widths["draft"], abs=0.3)

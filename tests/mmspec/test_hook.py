@@ -24,6 +24,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import TEXT_CONFIGS
+from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, text_model
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
@@ -420,6 +421,32 @@ def test_a_dict_carries_stats_per_row():
     assert max(stats.mean_acceptance_length for stats in out.stats) > 1.2
 
 
+@pytest.mark.parametrize("several_criteria", [False, True])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1, "temperature": 0.7}])
+def test_scores_and_logits_are_those_of_generate(sampling, several_criteria):
+    """Up to the end of each row: generate goes on with padding."""
+    model, inputs = shared_model("llama"), text_inputs(3, 9)
+    options = {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 4, **sampling}
+    criteria = StoppingCriteriaList([lambda ids, _: torch.zeros(len(ids), dtype=torch.bool)] * several_criteria)
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    reference = model.generate(**inputs, **options, **wanted)
+    oracle = Oracle(reference.sequences[:, 9:].tolist(), vocab=90)
+    out = mmspec.generate(model, drafter=oracle, nodes=10, stopping_criteria=criteria, **inputs, **options, **wanted)
+    assert torch.equal(out.sequences, reference.sequences)
+    assert max(stats.mean_acceptance_length for stats in out.stats) > 1.2
+    steps = reference.sequences.shape[1] - 9
+    for ours, theirs in ((out.scores, reference.scores), (out.logits, reference.logits)):
+        assert len(ours) == len(theirs) == steps
+        for row, stats in enumerate(out.stats):
+            end = stats.num_generated_tokens
+            for mine, other in zip(ours[:end], theirs[:end], strict=True):
+                torch.testing.assert_close(mine[row], other[row], atol=1e-4, rtol=1e-4)
+            assert all(not one[row].any() for one in out.logits[end:])
+    only = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, **{**wanted, "output_scores": False})
+    assert only.scores is None
+    assert len(only.logits) == steps
+
+
 @pytest.mark.parametrize("drafter", [None, "none", "ngram", "recycle", "auto"])
 def test_whatever_load_takes_as_a_drafter(drafter, tmp_path, monkeypatch):
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
@@ -474,8 +501,8 @@ def test_a_pipeline_keeps_all_that_it_prepared(tmp_path, monkeypatch):
         ({"nodes": -1}, "^num_draft_tokens must be None or a whole number >= 0: got -1$"),
         ({"nodes": "8"}, "^num_draft_tokens must be None or a whole number >= 0: got '8'$"),
         (
-            {"output_scores": True, "return_dict_in_generate": True},
-            "only sequences and stats are returned: output_scores cannot be",
+            {"output_attentions": True, "return_dict_in_generate": True},
+            "sequences, scores, logits and stats are returned: output_attentions cannot be",
         ),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor does not, use model.generate for it"),
         ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor does not"),
@@ -516,11 +543,41 @@ def test_the_users_model_stays_as_it_was():
         assert model.config._attn_implementation == "sdpa"
 
 
-def test_refuses_embeddings_and_filled_caches():
+def embedded(model, batch):
+    """Embeddings that belong to no tokens, the ids near them, and their mask."""
+    inputs = text_inputs(batch, 9)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    noise = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(3))
+    return embeds + 0.3 * noise, inputs["input_ids"], {"attention_mask": inputs["attention_mask"]}
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2"])
+def test_prompts_of_embeddings(name, batch):
+    """With token ids beside them, processors see these."""
+    model = shared_model(name)
+    embeds, ids, mask = embedded(model, batch)
+    for given in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):
+        options = {**GREEDY, "repetition_penalty": 1.5, **given, **mask, "nodes": 8}
+        reference = model.generate(**{name: value for name, value in options.items() if name != "nodes"})
+        oracle = Oracle(reference[:, 9 if "input_ids" in given else 0 :].tolist(), vocab=90)
+        assert torch.equal(mmspec.generate(model, drafter=oracle, **options), reference)
+        assert torch.equal(model.generate(custom_generate=mmspec.decode, drafter=oracle, **options), reference)
+
+
+@pytest.mark.parametrize("drafter", ["recycle", "small", "eagle", "medusa"])
+def test_drafters_of_a_prompt_of_embeddings(drafter):
+    """They get placeholders in place of the prompt's tokens."""
+    model = shared_model("llama")
+    embeds, _, mask = embedded(model, 3)
+    options = {"max_new_tokens": 8, "do_sample": False, "inputs_embeds": embeds, **mask}
+    found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
+    assert torch.equal(found, model.generate(**options))
+
+
+def test_refuses_filled_caches():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
-    embeds = model.get_input_embeddings()(inputs["input_ids"])
-    with pytest.raises(UserError, match="input_ids: inputs_embeds were given"):
-        mmspec.generate(model, drafter="ngram", nodes=4, inputs_embeds=embeds, **GREEDY)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=inputs["input_ids"][:, :5], past_key_values=past)

@@ -16,7 +16,7 @@ def _recognises(folder: Path) -> bool:
 SPEC = DrafterSpec(
     "mtp",
     "MTP",
-    "the multi-token prediction layers that checkpoints of the target carry, over a tree's levels",
+    "the multi-token prediction layers that checkpoints of the target carry, over a tree's levels (arXiv 2412.19437)",
     "mmspec.drafters.mtp.drafter:MTP",
     weights="target",
     recognises=_recognises,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 
 from mmspec.pipeline import Pipeline
@@ -54,6 +55,27 @@ def test_synchronous(server: Served) -> None:
         with client.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY) as stream:
             next(iter(stream))
     assert server.idle or not server.pipe.engine.core.queued
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+
+
+def test_parsed(server: Served) -> None:
+    """The helpers that make a schema or a tool of a class, and an instance of the answer; whole and as streams."""
+    tool = openai.pydantic_function_tool(Weather)
+    asked = {**GREEDY, "max_tokens": 100, "messages": [{"role": "user", "content": "Where?"}]}
+    for more in (
+        {"response_format": Weather},
+        {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+    ):
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            whole = client.chat.completions.parse(**asked, **more).choices[0].message
+            with client.chat.completions.stream(**asked, **more) as stream:
+                streamed = stream.get_final_completion().choices[0].message
+        for message in (whole, streamed):
+            found = message.tool_calls[0].function.parsed_arguments if "tools" in more else message.parsed
+            assert isinstance(found, Weather)
 
 
 def test_asynchronous(server: Served) -> None:

@@ -159,6 +159,10 @@ def test_paths(server: Served) -> None:
     for path, message in (
         ("v1/embeddings", "there is no /v1/embeddings here: the model generates text"),
         ("chat/completions", "there is no /chat/completions here: the base URL ends with /v1"),
+        (
+            "v1/conversations/x",
+            "there is no /v1/conversations/x here: use POST /v1/responses with previous_response_id",
+        ),
         ("v1/audio/speech", "there is no /v1/audio/speech here: the model reads no audio"),
         ("v2", "there is no /v2 here: expected one of POST /v1/chat/completions, "),
     ):

@@ -12,7 +12,7 @@ from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
-from mmspec.serving import responses
+from mmspec.serving import formats
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from tests.served import SCENE, Served, data_uri, eventually, question
@@ -55,7 +55,7 @@ STAGES: dict[str, tuple[Callable[[Pipeline], Any], str, int]] = {
     "figures of the first token": (lambda pipe: Metrics, "first_token", 0),
     "figures of later tokens": (lambda pipe: Metrics, "next_tokens", 0),
     "figures of the end": (lambda pipe: Metrics, "ended", 0),
-    "response": (lambda pipe: responses, "per_request", 0),
+    "response": (lambda pipe: formats, "per_request", 0),
 }
 
 

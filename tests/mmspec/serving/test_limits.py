@@ -22,6 +22,7 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.protocol import ChatRequest, CompletionRequest
 from mmspec.serving.requests import Requests
+from mmspec.serving.stored import StoredResponses
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
@@ -29,7 +30,8 @@ MOST = 1 << 20
 
 def requests(limits: Limits = LIMITS) -> Requests:
     pipe: Any = SimpleNamespace(name="tiny")
-    return Requests(pipe, limits, Catalog(pipe), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    parts: Any = (SimpleNamespace(), SimpleNamespace())
+    return Requests(pipe, limits, Catalog(pipe), *parts, StoredResponses(1, 1))
 
 
 def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wait: float = 0.0) -> bytes:

@@ -19,7 +19,7 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
-from mmspec.serving.server import GRACE
+from mmspec.serving.limits import Limits
 from tests.serve_process import KEY, answers, gone, long_stream, process
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
@@ -243,7 +243,7 @@ def test_an_orderly_end() -> None:
             started = time.monotonic()
             running.send_signal(signal.SIGTERM)
             assert error_of(list(lines))  # cancelled after the grace period
-            assert time.monotonic() - started > GRACE / 2
+            assert time.monotonic() - started > Limits().shutdown_timeout / 2
         assert running.wait(60) == 0
         assert not answers(url)
         assert eventually(lambda: gone(children), 30)

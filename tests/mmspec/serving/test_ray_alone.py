@@ -20,7 +20,7 @@ from mmspec.errors import UserError
 from mmspec.serving import on_ray
 from mmspec.serving.limits import Limits
 from mmspec.serving.ray_proxy import LostReplica
-from mmspec.serving.server import GRACE, SPARE_CONNECTIONS
+from mmspec.serving.server import SPARE_CONNECTIONS
 from mmspec.serving.settings import Settings
 
 
@@ -166,7 +166,7 @@ def test_settings_of_the_deployment(ray: Any, host: str) -> None:
     assert found.given["init"]["runtime_env"] == {"env_vars": on_ray._PROXY}
     given = found.given["deployment"]
     assert given["max_ongoing_requests"] == 3 + 5 + SPARE_CONNECTIONS
-    assert given["graceful_shutdown_timeout_s"] == GRACE
+    assert given["graceful_shutdown_timeout_s"] == Limits().shutdown_timeout
     assert given["request_router_config"] == {"request_router_class": on_ray._ROUTER}
     assert found.given["run"] == {"name": "mmspec", "route_prefix": "/", "args": (("bound", SETTINGS),)}
     assert found.given["delete"]["args"] == ("mmspec",)

@@ -16,7 +16,7 @@ def _recognises(folder: Path) -> bool:
 MSD = DrafterSpec(
     "msd",
     "MSD",
-    "EAGLE with text and visual positions apart (arXiv 2505.14260)",
+    "a small trained layer on the target's hidden states, text and images apart (arXiv 2505.14260)",
     "mmspec.vision.drafters.msd.drafter:MSD",
     weights="required",
     recognises=_recognises,
@@ -25,7 +25,7 @@ MSD = DrafterSpec(
 FLASH = DrafterSpec(
     "flash",
     "FLASH",
-    "MSD with compressed images and several tokens per pass (arXiv 2505.12728)",
+    "MSD's small trained layer with compressed images, and several tokens per pass of it (arXiv 2505.12728)",
     "mmspec.vision.drafters.msd.drafter:Flash",
     weights="required",
     train="flash",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -12,6 +13,7 @@ from typing import Any
 from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
 from mmspec.serving.tool_calls import CallReader
 
@@ -47,12 +49,14 @@ class Format(ABC):
     prefix: str
     whole_object: str
     chunk_object: str
+    end = b"data: [DONE]\n\n"
+    """What ends a stream."""
 
     def __init__(
         self, model: str, decode: Callable[[int], str], n: int, before: Sequence[str], alternatives: int | None
     ) -> None:
         self._decode, self._n, self._logprobs = decode, n, alternatives is not None
-        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.answers = [Answer(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
@@ -68,25 +72,30 @@ class Format(ABC):
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self._figures()}
 
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as a server-sent event."""
+        return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Chunks before the first piece."""
         return ()
 
-    def chunk(self, index: int, piece: Piece, *, include_usage: bool) -> dict[str, Any]:
-        """The chunk of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
+    def chunks(self, index: int, piece: Piece, *, include_usage: bool) -> Iterable[dict[str, Any]]:
+        """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
         offset = len(self.answers[index].text)
         self.answers[index].append(piece)
         delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
         choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
         chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
-        if include_usage:
-            return {**chunk, "usage": None}
         ended = all(answer.finish_reason is not None for answer in self.answers)
-        return {**chunk, "metrics": self._figures()["metrics"]} if ended else chunk
+        if not include_usage:
+            return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
+        last = {**self._head, "object": self.chunk_object, "choices": [], **self._figures()}
+        return [{**chunk, "usage": None}, *([last] if ended else [])]
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The chunk with the figures after all others."""
-        return {**self._head, "object": self.chunk_object, "choices": [], **self._figures()}
+    def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
+        """Chunks of an error after the first piece."""
+        return [error.content()]
 
     def _figures(self) -> dict[str, Any]:
         stats = [answer.stats or Stats() for answer in self.answers]
@@ -125,7 +134,7 @@ class ChatFormat(Format):
         reader: makes readers of the tool calls in outputs; None if outputs are text.
     """
 
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, *common: Any, reader: Callable[[], CallReader] | None = None) -> None:
         super().__init__(*common)
@@ -177,7 +186,7 @@ class ChatFormat(Format):
 class TextFormat(Format):
     """``text_completion``."""
 
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index, answer in enumerate(self.answers):

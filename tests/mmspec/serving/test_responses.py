@@ -1,0 +1,216 @@
+"""The Responses API, compared with chat completions: openai-python as the client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pydantic
+import pytest
+
+from mmspec.pipeline import Pipeline
+from mmspec.serving.errors import APIError
+from mmspec.serving.response_request import ITEMS, messages
+from mmspec.serving.stored import StoredResponses
+from tests.served import QUESTION, SCENE, Served, data_uri, question, served
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GREEDY: dict[str, Any] = {"model": "tiny-llava", "temperature": 0, "max_output_tokens": 24}
+PICTURE: Any = [
+    {"type": "input_image", "image_url": data_uri(SCENE), "detail": "auto"},
+    {"type": "input_text", "text": QUESTION},
+]
+
+
+class Sign(pydantic.BaseModel):
+    colour: Literal["red", "blue"]
+    large: bool
+
+
+class Weather(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def chat(server: Served, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    response = server.post({**question(max_tokens=24), "messages": messages, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_text(server: Served, client: Any) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, *question(QUESTION, data_uri(SCENE))["messages"]]
+    expected = chat(server, turns, logprobs=True, top_logprobs=1)
+    asked = {**GREEDY, "instructions": "Be brief.", "input": [{"role": "user", "content": PICTURE}]}
+    whole = client.responses.create(**asked, top_logprobs=1, metadata={"a": "b"})
+    assert whole.output_text == expected["choices"][0]["message"]["content"]
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (expected["usage"]["prompt_tokens"], 24)
+    assert (whole.metadata, whole.temperature, whole.instructions) == ({"a": "b"}, 0, "Be brief.")
+    found = whole.output[0].content[0].logprobs
+    logprobs = expected["choices"][0]["logprobs"]["content"]
+    assert [one.token for one in found] == [one["token"] for one in logprobs]
+    assert [one.logprob for one in found] == pytest.approx([one["logprob"] for one in logprobs], abs=1e-4)
+    assert all(len(one.top_logprobs) == 1 for one in found)
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith(".delta")]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    usage = events[-1].response.usage
+    assert (usage.input_tokens, usage.output_tokens) == (whole.usage.input_tokens, 24)
+
+
+def test_parsed_text(client: Any) -> None:
+    asked = {**GREEDY, "max_output_tokens": 100, "input": "A sign?", "text_format": Sign}
+    whole = client.responses.parse(**asked)
+    assert isinstance(whole.output_parsed, Sign)
+    assert whole.status == "completed"
+    with client.responses.stream(**asked) as stream:
+        assert [event.type for event in stream][-1] == "response.completed"
+        assert stream.get_final_response().output_parsed == whole.output_parsed
+
+
+def test_calls(server: Served, client: Any) -> None:
+    """A call, its result, and the answer, as one conversation in chat completions."""
+    tool = openai.pydantic_function_tool(Weather)
+    asked = {**GREEDY, "max_output_tokens": 100, "input": "Where is rain?", "tools": [tool]}
+    first = client.responses.parse(**asked, tool_choice="required", parallel_tool_calls=False)
+    (call,) = first.output
+    assert isinstance(call.parsed_arguments, Weather)
+    with client.responses.stream(**asked, tool_choice={"type": "function", "name": "Weather"}) as stream:
+        kinds = [event.type.removeprefix("response.") for event in stream]
+        assert stream.get_final_response().output[0].parsed_arguments == call.parsed_arguments
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    assert kinds[-3:] == ["function_call_arguments.done", "output_item.done", "completed"]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "No rain."}
+    second = client.responses.create(**GREEDY, input=[result], previous_response_id=first.id)
+    said = {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    turns = [
+        {"role": "user", "content": "Where is rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [said]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "No rain."},
+    ]
+    assert second.output_text == chat(server, turns)["choices"][0]["message"]["content"]
+    # The same without what the server keeps: outputs go back as inputs.
+    everything = [{"role": "user", "content": "Where is rain?"}, *(one.to_dict() for one in first.output), result]
+    assert client.responses.create(**GREEDY, input=everything, store=False).output_text == second.output_text
+
+
+def test_stored_conversations(server: Served, client: Any) -> None:
+    first = client.responses.create(**GREEDY, input=[{"role": "user", "content": PICTURE}], instructions="Be brief.")
+    second = client.responses.create(**GREEDY, input="Which colour?", previous_response_id=first.id)
+    turns = [
+        *question(QUESTION, data_uri(SCENE))["messages"],  # instructions are those of one response
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Which colour?"},
+    ]
+    assert second.output_text == chat(server, turns)["choices"][0]["message"]["content"]
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+    brief = client.responses.create(**GREEDY, input="A", store=False)
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.responses.create(**GREEDY, input="B", previous_response_id=brief.id)
+    assert unknown.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": 5}, "input must be a list: got 5"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be a whole number in [1, 2147483648]: got 0"),
+        ({"max_output_tokens": 5000}, "max_output_tokens must be at most 2048: got 5000"),
+        ({"response_format": {"type": "text"}}, "response_format must be left out: it is text.format here: got"),
+        ({"n": 2}, "n must be 1: got 2"),
+        ({"background": True}, "background is not supported: expected it to be left out, got True"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type must be 'function': got 'web_search'"),
+        (
+            {"tool_choice": "any"},
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "name": NAME}',
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format: schema goes with the type json_schema"),
+        ({"input": [{"role": "user"}]}, "input[0].content is required"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type must be"),
+    ],
+)
+def test_mistakes(server: Served, fields: dict[str, Any], message: str) -> None:
+    response = server.post({**GREEDY, "input": "A", **fields}, "responses")
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+
+
+def test_an_error_after_the_first_event(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = pipe.engine.core.step, []
+
+    def broken() -> None:
+        steps.append(None)
+        if len(steps) > 5:
+            raise ValueError("broken")
+        step()
+
+    long: Any = {**GREEDY, "max_output_tokens": 500, "temperature": 5}
+    with served(pipe) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        monkeypatch.setattr(pipe.engine.core, "step", broken)
+        *_, last = client.responses.create(**long, input="A", stream=True)
+    assert last.type == "response.failed"
+    assert last.response.error.message == "internal error (ValueError): details are in the server's log"
+
+
+def test_calls_belong_to_the_message_before_them() -> None:
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
+    results = [{"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab"]
+    said = {"type": "message", "role": "assistant", "content": "I call."}
+    content = [{"type": "text", "text": "I call."}]
+    tool_calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
+    found = messages(ITEMS.validate_python([said, *calls, *results, *calls]))
+    assert found[0] == {"role": "assistant", "content": content, "tool_calls": tool_calls}
+    assert [message["tool_call_id"] for message in found[1:3]] == ["a", "b"]
+    assert found[3:] == [{"role": "assistant", "content": None, "tool_calls": tool_calls}]
+
+
+def test_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(name: str) -> None:
+        part = {"type": "output_text", "text": "a" * 100}
+        output = [{"type": "message", "role": "assistant", "status": "completed", "content": [part]}]
+        cut = {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{", "status": "incomplete"}
+        store.add(
+            {"id": name, "output": [*output, cut]},
+            ITEMS.validate_python([{"type": "message", "role": "user", "content": "b"}]),
+        )
+
+    def kept() -> list[str]:
+        found = []
+        for name in "abcd":
+            try:
+                assert len(store.items(name)) == 2
+                found.append(name)
+            except APIError:
+                continue
+        return found
+
+    store = StoredResponses(2, 60)
+    for name in "abc":
+        add(name)
+    assert kept() == ["b", "c"]
+    monkeypatch.setattr("mmspec.serving.stored._BYTES", 1000)
+    add("d")
+    assert kept() == ["d"]
+    now = time.monotonic()
+    monkeypatch.setattr("time.monotonic", lambda: now + 61)
+    assert kept() == []
