@@ -156,9 +156,8 @@ def _background(name: str, rng: np.random.Generator) -> np.ndarray:
     image = np.asarray(Image.fromarray(corners).resize((SIDE, SIDE), Image.Resampling.BICUBIC)).astype(np.float32)
     if name == "texture":
         grain = int(rng.choice((1, 2, 3)))
-        noise = rng.normal(0, rng.uniform(0, 15), (SIDE // grain, SIDE // grain, 1)).repeat(grain, 0).repeat(
-            grain, 1
-        )
+        fine = rng.normal(0, rng.uniform(0, 15), (SIDE // grain, SIDE // grain, 1))
+        image = (image + fine.repeat(grain, 0).repeat(grain, 1)).astype(np.float32)
     return np.clip(image, 0, 255).astype(np.uint8)
 
 
