@@ -24,6 +24,7 @@ from mmspec.eval.harness.output import Column, benchmark, make_table, wide_conso
 from mmspec.eval.pictures.blank import blank_pictures
 from mmspec.eval.pictures.picture import cached, photograph_packages
 from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
+from mmspec.eval.pictures.stamps import held_out_stamps
 from mmspec.vision.pictures.fetching import fetch, is_fetched
 
 _SHARES: list[Column] = [
@@ -65,19 +66,21 @@ def main(model: str, dtype: str, prompt: str, max_new_tokens: int, fetching: boo
     blanks = blank_pictures()
     captions = caption_pictures(pipe, blanks, prompt, max_new_tokens)
     blank = judge_blank(blanks, captions, list(group_words(pictures)))
-    print_results(wide_console(), seen, blank)
+    results = {"photographs": seen, "blank": blank}
+    if stamps := held_out_stamps():
+        results["stamps"] = judge(stamps, caption_pictures(pipe, stamps, prompt, max_new_tokens))
+    print_results(wide_console(), results)
     settings = {"model": model, "dtype": dtype, "prompt": prompt, "max_new_tokens": max_new_tokens, "missing": missing}
-    return {**describe(pipe.target), **settings, "photographs": seen, "blank": blank}
+    return {**describe(pipe.target), **settings, **results}
 
 
-def print_results(console: Console, seen: Mapping[str, Any], blank: Mapping[str, Any]) -> None:
+def print_results(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Captions with what they were judged to say; shares; groups and what they were taken for."""
-    for row in seen["pictures"]:
-        verdict = "named" if row[NAMED] else "kind" if row[KIND] else "-"
-        console.print(f"{row['name']:16} {verdict:6} {row['caption']}", markup=False, highlight=False)
-    for row in blank["pictures"]:
-        console.print(f"{row['name']:24} {row['caption']}", markup=False, highlight=False)
-    for title, result in (("photographs", seen), ("blank pictures", blank)):
+    for row in (row for result in results.values() for row in result["pictures"]):
+        verdict = "" if NAMED not in row else "named" if row[NAMED] else "kind" if row[KIND] else "-"
+        console.print(f"{row['name']:24} {verdict:6} {row['caption']}", markup=False, highlight=False)
+    seen = results["photographs"]
+    for title, result in results.items():
         rows = [{"measure": measure, **share} for measure, share in result["totals"].items()]
         console.print(make_table(_SHARES, rows, title=title))
     rows = [

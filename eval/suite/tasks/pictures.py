@@ -9,6 +9,7 @@ from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.pictures.blank import blank_pictures
 from mmspec.eval.pictures.picture import Picture, cached, photograph_packages
 from mmspec.eval.pictures.results import PROMPT
+from mmspec.eval.pictures.stamps import held_out_stamps
 from mmspec.eval.suite.sample import Sample, Scorer
 from mmspec.eval.suite.scoring.pictures import blank, named
 from mmspec.eval.suite.tasks.task import EvalTask
@@ -43,5 +44,6 @@ def _photographs() -> list[Picture]:
 
 TASKS = (
     picture_task("photographs", "60 photographs of everyday things, from packages that are fetched", _photographs),
+    picture_task("stamps", "held-out pictures of the kind that smol-llava was trained on", held_out_stamps),
     picture_task("blank-pictures", "noise, one colour, gradients, text on white", blank_pictures, blank),
 )
