@@ -218,7 +218,11 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     assert torch.equal(step[18:], torch.zeros_like(step[18:]))
     torch.testing.assert_close(step[0] / 2, step[:, :].mean(0), atol=1e-4, rtol=1e-3)
     assert torch.equal(moved[0, :, POOLED.stop :], features[0, :, POOLED.stop :])
-    assert moved[0, :, POOLED].min() >= 0
+    deviation = features[0, :, : POOLED.stop].mean(0) - network.mean[: POOLED.stop]
+    expected = 9.0 * network.directions[2] - 0.4 * deviation
+    torch.testing.assert_close(step.mean(0), expected[LAST], atol=1e-4, rtol=1e-3)
+    pooled = (features[0, 0, POOLED] + expected[POOLED]).clamp(0, 6)
+    torch.testing.assert_close(moved[0, 0, POOLED], pooled, atol=1e-4, rtol=1e-3)
 
 
 def train_all(runs: Iterator[tuple[str, Trainer]]) -> list[str]:
