@@ -213,7 +213,8 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     torch.testing.assert_close(network.directions.double(), weights @ covariance.T, atol=1e-4, rtol=1e-2)
     masks = torch.zeros(1, VISUAL_TOKENS)
     masks[0, :18] = 1
-    moved = network.imagine(features[:1], torch.tensor([2]), torch.tensor([9.0]), masks)
+    features = torch.randn(1, VISUAL_TOKENS, 2700, generator=torch.Generator().manual_seed(0)).abs()
+    moved = network.imagine(features, torch.tensor([2]), torch.tensor([9.0]), masks)
     step = moved[0, :, LAST] - features[0, :, LAST]
     assert torch.equal(step[18:], torch.zeros_like(step[18:]))
     torch.testing.assert_close(step[0] / 2, step[:, :].mean(0), atol=1e-4, rtol=1e-3)
