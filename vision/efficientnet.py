@@ -80,7 +80,7 @@ class EfficientNetLite(EfficientNetModel):
         Args:
             pixel_values: (images, 3, side, side), normalised by `MEAN` and `STD`.
         """
-        hidden, kept = self.embeddings(pixel_values), []
+        hidden, kept = self.embeddings(pixel_values.to(self.dtype)), []
         for index, block in enumerate(self.encoder.blocks):
             hidden = block(hidden)
             if index in FOLDED:

@@ -72,6 +72,12 @@ def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> Non
     assert positions[cells:].argmax(0).tolist() == [list(range(cells))] * cells
 
 
+def test_pixels_are_taken_in_any_precision() -> None:
+    tower = EfficientNetLite(EfficientNetLiteConfig()).eval().bfloat16()
+    with torch.no_grad():
+        assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
+
+
 def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path: object) -> None:
     config = EfficientNetLiteConfig(image_size=96, hidden_size=2694)
     EfficientNetLite(config).save_pretrained(str(tmp_path))

