@@ -27,7 +27,7 @@ from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_l
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.visual_share import VisualShare
+from mmspec.drafters.visual_share import TOP_P, VisualShare
 from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
@@ -51,6 +51,7 @@ class Small(CapturedDrafter):
             models' folders.
         visual_share: share of the visual tokens that a vision-language model gets: those to which the target attends
             most, and evenly spaced ones.
+        visual_top_p: part of the target's attention to visual tokens that the former have; 0 spaces all evenly.
 
     Raises:
         UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
@@ -66,8 +67,9 @@ class Small(CapturedDrafter):
         trust_remote_code: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
         visual_share: float = 1.0,
+        visual_top_p: float = TOP_P,
     ) -> None:
-        self._visual = VisualShare(visual_share)
+        self._visual = VisualShare(visual_share, visual_top_p)
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()

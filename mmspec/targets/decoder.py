@@ -252,9 +252,7 @@ class Decoder:
         """The decoder's modules with other layers."""
         decoder = copy.copy(self._module)
         vars(decoder).pop("forward", None)  # of the whole decoder
-        decoder._modules = {
-            name: layers if part is self._stack else part for name, part in decoder._modules.items()
-        }
+        decoder._modules = {name: layers if part is self._stack else part for name, part in decoder._modules.items()}
         return decoder
 
     @cached_property

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from mmspec import plugins
+from mmspec import UserError, plugins
+from mmspec.core.target import TargetOutput
 from mmspec.drafters.visual_share import VisualShare, attended, evenly
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
@@ -12,7 +14,7 @@ from tests.tiny.models import vision_inputs
 
 
 def selected_by_loop(visual: list[int], weights: list[float], kept: int) -> set[int]:
-    """Positions of ``visual``: the heaviest until they have 0.4 of the weight, then evenly spaced ones of the others."""
+    """Places of ``visual``: the heaviest until they have 0.4 of the weight, then evenly spaced ones of the others."""
     top: list[int] = []
     for place in sorted(visual, key=lambda place: -weights[place]):
         if len(top) == kept or sum(weights[at] for at in top) >= 0.4 * sum(weights[at] for at in visual):
@@ -33,7 +35,7 @@ def test_selection_equals_a_loop():
         weights = torch.rand(3, length, generator=g) ** [1, 8][case % 2]
         weights[2] = 0  # nothing is known of a row's attention
         kept = (visual.sum(1, keepdim=True) * share).round().long().clamp(min=1)
-        found = attended(visual, weights, kept)
+        found = attended(visual, weights, kept, 0.4)
         for row in range(3):
             places = visual[row].nonzero()[:, 0].tolist()
             expected = selected_by_loop(places, weights[row].tolist(), int(kept[row]))
@@ -65,7 +67,12 @@ def test_a_row_does_not_depend_on_the_others():
 def test_other_targets_and_shares_need_no_attention():
     model = shared_model("llava")
     target = plugins.target_class(model.config)(model)
-    for share, other in ((1.0, target), (0.0, target), (0.4, object())):
-        spaced = VisualShare(share)
+    for share, top_p, other in ((1.0, 0.4, target), (0.0, 0.4, target), (0.4, 0.4, object()), (0.4, 0.0, target)):
+        spaced = VisualShare(share, top_p)
         spaced.attach(other)
         assert spaced.features == ()
+    visual = torch.arange(20)[None] > 3
+    found = spaced.selected(visual, TargetOutput(torch.empty(0), {}), 0)
+    assert torch.equal(found, evenly(visual, torch.tensor([[6]])))
+    with pytest.raises(UserError, match=r"^the part of the attention must be from 0 to 1: got 2$"):
+        VisualShare(0.4, 2)

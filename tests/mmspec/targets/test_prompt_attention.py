@@ -35,7 +35,9 @@ def eager_weights(model, inputs):
     return [weights.mean(1)[:, -QUERIES:] for weights in found if weights is not None]
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_bamba", "llava_onevision", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llava", "llava_bamba", "llava_onevision", "qwen2_vl", "qwen3_vl", "qwen3_5", "gemma2"]
+)
 def test_weights_are_those_of_eager_attention(name):
     """With padding, images, several position axes, other layers in between, and limited scores."""
     model, inputs = model_and_inputs(name)
