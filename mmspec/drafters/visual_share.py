@@ -1,8 +1,8 @@
 """The visual tokens that a draft model gets if it does not get all (SpecVLM, arXiv 2508.16201).
 
 First those to which the target's text after them attends most, until they have a part of the attention (Top-P), then
-evenly spaced ones of the others. The authors' code (github.com/zju-jiyicheng/SpecVLM) averages attention over all layers;
-here it is that of one layer, two thirds of the way up.
+evenly spaced ones of the others. The authors' code (github.com/zju-jiyicheng/SpecVLM) averages attention over all
+layers; here it is that of one layer, two thirds of the way up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VisualShare:
 
     Args:
         share: of the visual tokens of each row.
-        top_p: part of the attention to visual tokens that those selected by it have; 0 selects evenly spaced ones alone.
+        top_p: part of the attention to visual tokens that the first ones have; 0 selects evenly spaced ones alone.
 
     Attributes:
         layer: whose attention is read; None without one.
