@@ -245,7 +245,9 @@ def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_p
 
 
 def test_sources(model, prompts, tmp_path):
-    with pytest.raises(UserError, match="expected one of --scenes, --prompts, --self-prompts, received none"):
+    with pytest.raises(
+        UserError, match="expected one of --scenes, --pictures, --prompts, --self-prompts, received none"
+    ):
         run("--target", model, "--out", tmp_path)
     with pytest.raises(UserError, match="received --scenes and --prompts"):
         run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
