@@ -367,5 +367,5 @@ def test_crash_fails_one_demo_request(tmp_path, faulty, monkeypatch):
     monkeypatch.setattr(chat_request, "decoder", lambda: faulty)
     sent = [Upload(str(write(tmp_path / f"{width}.png", width, CRASH)), "holiday.png") for width in (1, 8)]
     with pytest.raises(UserError, match=r"^holiday.png: .* the decoder fails \(SIGSEGV\)$"):
-        ChatRequest("image", "What?", sent[0]).pipeline_request()
-    assert ChatRequest("image", "What?", sent[1]).pipeline_request()["images"][0].size == (8, CRASH)
+        ChatRequest("image", "What?", (sent[0],)).pipeline_request()
+    assert ChatRequest("image", "What?", (sent[1],)).pipeline_request()["images"][0].size == (8, CRASH)
