@@ -43,11 +43,21 @@ _NORMS = {"_bn0": "expansion.expand_bn", "_bn1": "depthwise_conv.depthwise_norm"
 _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
+def in_blocks(grid: Tensor) -> Tensor:
+    """Returns a grid (..., rows, columns) in the order of its blocks of 2 x 2 positions, in the same shape.
+
+    A language model reads what lies in one place one after the other.
+    """
+    *outer, rows, columns = grid.shape
+    blocks = grid.reshape(*outer, rows // 2, 2, columns // 2, 2)
+    return blocks.transpose(-3, -2).reshape(grid.shape)
+
+
 class EfficientNetLiteConfig(EfficientNetConfig):
     """Sizes of EfficientNet-lite0 for square images.
 
     Args:
-        image_size: side in pixels, a multiple of 32.
+        image_size: side in pixels, a multiple of 64.
 
     Attributes:
         hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
@@ -80,7 +90,7 @@ class EfficientNetLite(EfficientNetModel):
             block.squeeze_excite = nn.Identity()
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Returns features (images, hidden_size, rows, columns) and pooled ones (images, 1280).
+        """Returns features (images, hidden_size, rows, columns), `in_blocks`, and pooled ones (images, 1280).
 
         Args:
             pixel_values: (images, 3, side, side), normalised by `MEAN` and `STD`.
@@ -98,7 +108,7 @@ class EfficientNetLite(EfficientNetModel):
         at = torch.eye(side, dtype=hidden.dtype, device=hidden.device)
         rows, columns = at[:, :, None].expand(-1, -1, side), at[:, None].expand(-1, side, -1)
         position = torch.cat((rows, columns)).expand(len(hidden), -1, -1, -1)
-        features = torch.cat((hidden, broad, *folded, position), 1)
+        features = in_blocks(torch.cat((hidden, broad, *folded, position), 1))
         return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=pooled)
 
 

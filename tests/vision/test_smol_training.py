@@ -84,8 +84,12 @@ def network(language: tuple[Any, Any], tower: dict[str, Tensor], library: list[P
     return SmolLlava(language[0], language[1].get_vocab()[IMAGE], statistics_pictures(library, 6), tower)
 
 
+def grid(positions: np.ndarray) -> np.ndarray:
+    return positions.reshape(3, 3, 2, 2).transpose(0, 2, 1, 3).reshape(6, 6)
+
+
 def read(words: np.ndarray, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(row) for row in words.reshape(6, 6)]
+    return [tokenizer.decode(row) for row in grid(words)]
 
 
 def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[Any, Any], token: Any) -> None:
@@ -95,7 +99,7 @@ def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[An
     assert rows[4] == " plain plain pink star plain plain"
     assert rows[5] == " plain brown large middle plain brown"
     assert rows[0] == " plain plain plainA7 plain"
-    weights = weights.reshape(6, 6)
+    weights = grid(weights)
     assert (weights[4:, 2:4] == 1).all()
     assert (weights[0, 3:5] == 1).all()
     assert int((weights == 1).sum()) == 6
@@ -114,8 +118,8 @@ def test_the_words_of_a_picture_are_its_names_and_kinds_where_it_is(language: tu
     assert rows[0] == " blue" * 6
     assert rows[2] == " red bus red blue blue blue"
     assert rows[3] == " vehicle vehicle vehicle blue blue blue"
-    assert weights.reshape(6, 6)[2, :3].tolist() == [1, 1, 1]
-    assert (weights.reshape(6, 6)[:, 3:] < 1).all()
+    assert grid(weights)[2, :3].tolist() == [1, 1, 1]
+    assert (grid(weights)[:, 3:] < 1).all()
     everywhere = read(class_words(bus.noun, token), language[1])
     assert everywhere == [" red bus red red bus red", " vehicle" * 6] * 3
 
