@@ -31,14 +31,14 @@ def test_the_weights_of_the_package_give_the_references_features() -> None:
 
     weights = lite0()
     tower = EfficientNetLite(EfficientNetLiteConfig()).eval()
-    tower.load_state_dict({name: x for name, x in weights.items() if not name.startswith("classifier.")})
+    tower.load_state_dict(weights)
     reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(lite0.file())).eval()
     pixels = torch.randn(2, 3, 192, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features, expected = tower(pixels), reference.extract_features(pixels)
-        logits = features.pooler_output @ weights["classifier.weight"].T + weights["classifier.bias"]
         torch.testing.assert_close(features.pooler_output, expected.mean((2, 3)), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(logits, reference(pixels), atol=1e-3, rtol=1e-3)
+        scores = 8 * reference(pixels).softmax(-1)
+        torch.testing.assert_close(features.last_hidden_state[:, -1000:, 1, 2], scores, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("side", [128, 192])
@@ -70,8 +70,10 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> 
             window = block[0, :, row * fold : (row + 1) * fold, column * fold : (column + 1) * fold]
             assert torch.equal(at[row, column][start : start + count], window.flatten())
         start += count
+    scores = 8 * (tower.classifier(out.pooler_output[0])).softmax(-1)
     for place, found in at.items():
-        assert found[start:].nonzero().flatten().tolist() == [place[0], cells + place[1]]
+        assert found[start : start + 2 * cells].nonzero().flatten().tolist() == [place[0], cells + place[1]]
+        assert torch.equal(found[start + 2 * cells :], scores)
 
 
 def test_pixels_are_taken_in_any_precision() -> None:

@@ -69,8 +69,7 @@ def token(language: tuple[Any, Any]) -> Callable[[str], list[int]]:
 def tower() -> dict[str, Tensor]:
     """Random weights of the tower, and of a classifier of the three classes of the small packages."""
     torch.manual_seed(1)
-    weights = EfficientNetLite(EfficientNetLiteConfig()).state_dict()
-    return {**weights, "classifier.weight": torch.randn(3, 1280) / 36, "classifier.bias": torch.zeros(3)}
+    return EfficientNetLite(EfficientNetLiteConfig(classes=3)).state_dict()
 
 
 @pytest.fixture
@@ -220,17 +219,19 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     torch.testing.assert_close(network.directions.double(), weights @ covariance.T, atol=1e-4, rtol=1e-2)
     masks = torch.zeros(1, VISUAL_TOKENS)
     masks[0, :18] = 1
-    features = torch.randn(1, VISUAL_TOKENS, 2700, generator=torch.Generator().manual_seed(0)).abs()
+    features = torch.randn(1, VISUAL_TOKENS, 2703, generator=torch.Generator().manual_seed(0)).abs()
     moved = network.imagine(features, torch.tensor([2]), torch.tensor([9.0]), masks)
     step = moved[0, :, LAST] - features[0, :, LAST]
     assert torch.equal(step[18:], torch.zeros_like(step[18:]))
     torch.testing.assert_close(step[0] / 2, step[:, :].mean(0), atol=1e-4, rtol=1e-3)
-    assert torch.equal(moved[0, :, POOLED.stop :], features[0, :, POOLED.stop :])
+    assert torch.equal(moved[0, :, POOLED.stop : -3], features[0, :, POOLED.stop : -3])
     deviation = features[0, :, : POOLED.stop].mean(0) - network.mean[: POOLED.stop]
     expected = 9.0 * network.directions[2] - 0.4 * deviation
     torch.testing.assert_close(step.mean(0), expected[LAST], atol=1e-4, rtol=1e-3)
     pooled = (features[0, 0, POOLED] + expected[POOLED]).clamp(0, 6)
     torch.testing.assert_close(moved[0, 0, POOLED], pooled, atol=1e-4, rtol=1e-3)
+    scores = 8 * (pooled @ tower["classifier.weight"].T + tower["classifier.bias"]).softmax(-1)
+    torch.testing.assert_close(moved[0, 0, -3:], scores, atol=1e-4, rtol=1e-3)
 
 
 def train_all(runs: Iterator[tuple[str, Trainer]]) -> list[str]:
