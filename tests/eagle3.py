@@ -325,8 +325,9 @@ class PlainHead:
             return exact
         low = self.t["efficient_lm_head_down_proj.weight"] @ normed
         order = sorted(range(len(exact)), key=lambda token: -float(self.t["efficient_lm_head.weight"][token] @ low))
-        kept = set(order[: self.config["num_candidates"]])
-        return torch.stack([logit if token in kept else -torch.inf * torch.ones(()) for token, logit in enumerate(exact)])
+        for token in order[self.config["num_candidates"] :]:
+            exact[token] = -math.inf
+        return exact
 
     def levels(self, tokens, states, positions, path):
         """Logits over the draft vocabulary before each token of ``path``, and after its last, (draft,) each.

@@ -7,9 +7,9 @@ Three layouts of one network, also with ``mask_hidden`` (P-EAGLE):
 - ``layers.0.*`` and further layers, with a nested ``transformer_layer_config`` (vllm-project/speculators);
 - ``layers.0.*`` without embedding and ``t2d`` (NVIDIA/Model-Optimizer).
 
-EAGLE-4 heads (class ``LlamaForCausalLMEagle4``) have the tensors of the last with ``efficient_lm_head_down_proj.weight``,
-(rank, hidden), and ``efficient_lm_head.weight``, (vocabulary, rank), as the documentation of NVIDIA-NeMo/Automodel
-describes them. Quantised output layers and mixtures of experts are not read.
+EAGLE-4 heads (class ``LlamaForCausalLMEagle4``) have ``layers.0.*`` and ``efficient_lm_head_down_proj.weight``, (rank,
+hidden), and ``efficient_lm_head.weight``, (vocabulary, rank), as the documentation of NVIDIA-NeMo/Automodel describes
+them. Quantised output layers and mixtures of experts are not read.
 
 ``d2t`` holds offsets: row i of the output layer is the target's token i + d2t[i].
 
