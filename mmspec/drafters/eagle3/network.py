@@ -111,5 +111,5 @@ class Eagle3Network(nn.Module):
         """Logits of the candidates, (..., head), from normed states, (..., hidden); -inf for all other tokens."""
         ranked = self.efficient_lm_head(self.efficient_lm_head_down_proj(state))
         candidates = ranked.topk(self.config.candidates, dim=-1).indices
-        logits = (self.lm_head(candidates) @ state[..., None])[..., 0]
+        logits = (self.lm_head(candidates) @ state[..., None])[..., 0].to(ranked.dtype)
         return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)

@@ -11,9 +11,10 @@ from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.published import convert as convert_from
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
+from mmspec.targets.packing import pack_drafter
 from tests.eagle3 import EAGLE4, GEMMA4, LLAMA3, PEAGLE, VOCAB, check_head, cut, head_tensors, write_head
 from tests.tiny import shared_model
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
 WINDOW = {"sliding_window": 5}
 HEAD = cut(EAGLE4, [0, 1, 2], **WINDOW, num_candidates=9, draft_vocab_size=VOCAB)
@@ -70,6 +71,18 @@ def test_candidates_are_the_configurations(given, tmp_path):
     assert convert(config, tensors)[0].candidates == VOCAB  # 256 at most
     folder = write_head(tmp_path, {**config, **given}, tensors)
     assert published.recognise(folder) == "eagle3"
+
+
+@torch.no_grad()
+def test_candidates_are_scored_exactly_beside_packed_weights():
+    network = eagle3_network(shared_model("llama"), head=40, head_rank=20, candidates=9)
+    state = torch.randn(2, 3, 48, dtype=torch.bfloat16)
+    exact = state.float() @ network.lm_head.weight.bfloat16().float().T
+    pack_drafter(network, state, "bfloat16")
+    found = network.retrieve(state)
+    kept = found > -torch.inf
+    assert bool((kept.sum(-1) == 9).all())
+    torch.testing.assert_close(found[kept].float(), exact[kept], atol=2e-2, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------- what is refused
