@@ -68,9 +68,11 @@ class Eagle3Network(nn.Module):
         if config.candidates:
             self.efficient_lm_head_down_proj = nn.Linear(width, config.head_rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.head_rank, config.head, bias=False)
-            self.lm_head = nn.Embedding(config.head, width)  # read by row
-        elif config.head:
-            self.lm_head = nn.Linear(width, config.head, bias=False)
+        if config.head:
+            by_row = config.candidates > 0  # the rows of candidates are read as those of an embedding
+            self.lm_head: nn.Linear | nn.Embedding = (
+                nn.Embedding(config.head, width) if by_row else nn.Linear(width, config.head, bias=False)
+            )
         if config.embedding:
             self.embed_tokens = nn.Embedding(config.embedding, width)
 

@@ -144,14 +144,14 @@ def _mask_token(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
 
 def _window(config: Mapping[str, Any], layer: Mapping[str, Any], layers: int, eagle4: bool, source: str) -> int:
     """Sliding window of all layers; 0 without one. Flat configurations of EAGLE-3 repeat the target's: not read."""
-    kinds = layer.get("layer_types")
-    if not eagle4 and (not kinds or "transformer_layer_config" not in config):
-        return 0
-    slides = layer.get("sliding_window") is not None
-    sliding = {kind == _SLIDING for kind in kinds[:layers]} if kinds else {slides}
+    known = eagle4 or "transformer_layer_config" in config
+    kinds = list((layer.get("layer_types") if known else None) or ())[:layers]
+    if eagle4 and not kinds and layer.get("sliding_window") is not None:
+        kinds = [_SLIDING]
+    sliding = {kind == _SLIDING for kind in kinds}
     if len(sliding) > 1:
-        raise UserError(f"{source}/config.json: layer_types must be all {_SLIDING} or none: got {kinds[:layers]}")
-    if sliding == {False}:
+        raise UserError(f"{source}/config.json: layer_types must be all {_SLIDING} or none: got {kinds}")
+    if sliding != {True}:
         return 0
     checked: int = whole(1).check(f"{source}/config.json: sliding_window", layer.get("sliding_window"))
     return checked

@@ -158,12 +158,11 @@ class HiddenStateDrafter(TrainedDrafter):
         """
         entries, allowed = x.shape[1], None
         if mask is not None or 0 < self.window < entries:
-            allowed = torch.ones(len(x), 1, entries, entries, dtype=torch.bool, device=x.device).tril()
-            if self.window:
-                allowed = allowed.triu(1 - self.window)
-        if mask is not None:
-            # Padding attends to itself, so that no row of the mask is empty.
-            allowed = allowed & mask[:, None, None] | torch.eye(entries, dtype=torch.bool, device=x.device)
+            causal = torch.ones(len(x), 1, entries, entries, dtype=torch.bool, device=x.device).tril()
+            allowed = causal.triu(1 - self.window) if self.window else causal
+            if mask is not None:
+                # Padding attends to itself, so that no row of the mask is empty.
+                allowed = allowed & mask[:, None, None] | torch.eye(entries, dtype=torch.bool, device=x.device)
         alone = not (self.static_shapes or self.cache.rows)
         self.cache.kv.device = x.device
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
