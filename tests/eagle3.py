@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 
-VOCAB, DRAFT, WIDTH = 101, 40, 48
+VOCAB, DRAFT, WIDTH, RANK = 101, 40, 48, 20
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # of P-EAGLE
 
 # Published fields, with sizes cut: heads of 16 features for a width of 48.
@@ -133,6 +133,14 @@ GPT_OSS = {  # of sgl-project/SpecForge
     "num_attention_heads": 64,
     "vocab_size": 201088,
 }
+EAGLE4 = {  # as NVIDIA-NeMo/Automodel describes its export, over the fields of EAGLE-3
+    **{name: value for name, value in QWEN3.items() if name not in ("draft_vocab_size", "target_model_type")},
+    "architectures": ["LlamaForCausalLMEagle4"],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]},
+    "fc_norm": True,
+    "norm_output": True,
+    "sliding_window": 2048,
+}
 PEAGLE = {  # vllm-project/speculators, sgl-project/SpecForge
     **GEMMA4,
     "architectures": ["PEagleDraftModel"],
@@ -185,6 +193,9 @@ def head_tensors(config, layout="A", *, embedding=False, device="cpu", seed=0):
     )
     states = len(ids or "123")
     shapes = {"fc.weight": (width, states * source), "norm.weight": (width,), "lm_head.weight": (draft, width)}
+    if "LlamaForCausalLMEagle4" in config["architectures"]:
+        shapes["efficient_lm_head_down_proj.weight"] = (RANK, width)
+        shapes["efficient_lm_head.weight"] = (draft, RANK)
     for number in range(layer.get("num_hidden_layers", 1)):
         at = "midlayer" if layout == "A" else f"layers.{number}"
         read = width if number else 2 * width
@@ -243,7 +254,7 @@ class PlainHead:
         self.config, self.t, self.embed = config, tensors, embed
         if "embed_tokens.weight" in tensors:
             self.embed = lambda ids: tensors["embed_tokens.weight"][ids]
-        self.ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+        self.ids = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
         self.heads, self.kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
         self.head_dim = self.layer["head_dim"]
 
@@ -282,7 +293,10 @@ class PlainHead:
         for head in range(self.heads):
             own = head * self.kv_heads // self.heads
             scores = q[:, head] @ k[:, own].T / math.sqrt(self.head_dim)
-            scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
+            for i in range(len(x)):
+                for j in range(len(x)):
+                    if j > i or i - j >= (self.layer.get("sliding_window") or len(x)):
+                        scores[i, j] = -math.inf
             read.append(scores.softmax(-1) @ v[:, own])
         return torch.cat(read, dim=-1) @ self.t[f"{at}.self_attn.o_proj.weight"].T
 
@@ -304,6 +318,17 @@ class PlainHead:
             x = x + (gate * gate.sigmoid() * up) @ self.t[f"{at}.mlp.down_proj.weight"].T
         return x
 
+    def logits(self, normed):
+        """Over the draft vocabulary, (draft,), from the last entry's normed state; of EAGLE-4, of the candidates."""
+        exact = torch.stack([row @ normed for row in self.t["lm_head.weight"]])
+        if "efficient_lm_head.weight" not in self.t:
+            return exact
+        low = self.t["efficient_lm_head_down_proj.weight"] @ normed
+        order = sorted(range(len(exact)), key=lambda token: -float(self.t["efficient_lm_head.weight"][token] @ low))
+        for token in order[self.config["num_candidates"] :]:
+            exact[token] = -math.inf
+        return exact
+
     def levels(self, tokens, states, positions, path):
         """Logits over the draft vocabulary before each token of ``path``, and after its last, (draft,) each.
 
@@ -318,7 +343,7 @@ class PlainHead:
         for token in [*path, None]:
             last = self.outputs(tokens, fed, positions)[-1]
             normed = self.norm(last, "norm")
-            found.append(normed @ self.t["lm_head.weight"].T)
+            found.append(self.logits(normed))
             if token is not None:
                 feedback = normed if self.config.get("norm_output") else last
                 if masked:  # P-EAGLE feeds the same whatever was drafted

@@ -5,7 +5,7 @@ Checkpoints are read strictly, without running their code. Layouts are recognise
 - ``msd``: MSD drafters (arXiv 2505.14260), such as those for LLaVA-1.5 and Qwen2-VL;
 - ``eagle``: EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858);
 - ``vispec``: ViSpec drafters (arXiv 2509.15235), EAGLE with an image adaptor;
-- ``eagle3``: EAGLE-3 and P-EAGLE heads (arXiv 2503.01840, 2602.01469);
+- ``eagle3``: EAGLE-3, EAGLE-4 and P-EAGLE heads (arXiv 2503.01840, 2602.01469);
 - ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147);
 - ``medusa``, ``hydra``: Medusa and Hydra heads (arXiv 2401.10774, 2402.05109);
 - those in ``REFUSED``, which are not supported.
@@ -55,10 +55,7 @@ EAGLE_PARTS = {
 HARMLESS = {"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
 _EAGLE_TENSORS = {EMBEDDING, *HARMLESS, *(name for parts in EAGLE_PARTS.values() for name in parts)}
 _USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
-REFUSED = {
-    "domino": "a Domino drafter, whose tokens pass through a recurrent cell",
-    "eagle4": "an EAGLE-4 drafter, whose output layer retrieves candidates by a low-rank product",
-}
+REFUSED = {"domino": "a Domino drafter, whose tokens pass through a recurrent cell"}
 _TEXT_MODELS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
 
 _DFLASH = ("dflash", "dspark", "museglimmerassistant")
@@ -152,8 +149,6 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
     for other in REFUSED:
         if any(other in str(name).lower() for name in classes):
             return other
-    if any(name.startswith("efficient_lm_head") for name in names):
-        return "eagle4"
     if "dflash_config" in config or any(part in str(name).lower() for part in _DFLASH for name in classes):
         return "dflash"
     for heads in ("medusa", "hydra"):

@@ -53,6 +53,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "dspark": _dspark_network,
     "eagle": eagle_network,
     "eagle3": eagle3_network,
+    "eagle4": partial(eagle3_network, window=6, head_rank=20, candidates=9, fc_norm=True, norm_output=True),
     "gemma4": gemma4_assistant,
     "flash": partial(msd_network, latents=3, span=16, slots=2),
     "mamba": lambda model, **changes: mamba_network(**changes),
@@ -66,7 +67,13 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 }
 """A random network of each trained drafter, for a model."""
 
-VARIANTS = {"dspark": "dflash", "hydra-prefix": "hydra", "peagle": "eagle3", "small-vision": "small"}
+VARIANTS = {
+    "dspark": "dflash",
+    "eagle4": "eagle3",
+    "hydra-prefix": "hydra",
+    "peagle": "eagle3",
+    "small-vision": "small",
+}
 """Settings of registered drafters with which prompts are read or trees are grown in another way."""
 
 TREE = {"top_k": 3, "depth": 4, "total_tokens": 12}

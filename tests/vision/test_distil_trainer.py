@@ -35,7 +35,7 @@ from mmspec.vision.distil.msd import fit_projection
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import Flash
 from mmspec.vision.drafters.msd.network import MSDNetwork
-from tests.eagle3 import QWEN3_VL, cut, head_tensors, write_head
+from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
 from tests.model_folders import save_llava
 from tests.training import terminated_at
 
@@ -253,6 +253,10 @@ def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str]
     head = write_head(tmp_path / "head", config, head_tensors(config))
     with pytest.raises(UserError, match="expected a head with plain rotary positions, received M-RoPE"):
         train(tmp_path / "c", "--start", str(head), command=eagle3)
+    config = cut(EAGLE4, vocab_size=320, draft_vocab_size=320, hidden_size=target.config.hidden_size)
+    head = write_head(tmp_path / "eagle4", config, head_tensors(config, "C"))
+    with pytest.raises(UserError, match="expected an EAGLE-3 head without a sliding window, received EAGLE-4's"):
+        train(tmp_path / "d", "--start", str(head), command=eagle3)
 
 
 DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]

@@ -348,7 +348,6 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
     ("config", "tensors", "name"),
     [
         ({**VICUNA, "architectures": ["DominoDraftModel"], "dflash_config": {}}, eagle3_tensors, "a Domino drafter"),
-        ({**VICUNA, "architectures": ["Eagle4ForCausalLM"]}, eagle3_tensors, "an EAGLE-4 drafter"),
         ({"speculators_model_type": "domino", "transformer_layer_config": VICUNA}, eagle3_tensors, "a Domino drafter"),
     ],
 )

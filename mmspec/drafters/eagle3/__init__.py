@@ -32,7 +32,7 @@ def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
 SPEC = DrafterSpec(
     "eagle3",
     "EAGLE-3",
-    "EAGLE-3, EAGLE-3.1 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
+    "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
     "mmspec.drafters.eagle3.drafter:Eagle3",
     weights="required",
     recognises=_recognises,

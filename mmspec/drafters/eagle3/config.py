@@ -29,6 +29,9 @@ class Eagle3Config(HeadShape):
         norm_output: the state of the next level is normed (3.1).
         mask_token_id: the token of all levels after the first, which are one pass (P-EAGLE, arXiv 2602.01469); None
             passes through the layers once per level.
+        window: entries that one attends to, itself included; 0 is all.
+        head_rank: rank of the product that retrieves candidates of the output layer (EAGLE-4); 0 is without one.
+        candidates: tokens that it retrieves, which the output layer scores.
     """
 
     target_size: int = option(0, whole(0, 2**16))
@@ -40,6 +43,9 @@ class Eagle3Config(HeadShape):
     fc_norm: bool = option(False, FLAG)
     norm_output: bool = option(False, FLAG)
     mask_token_id: int | None = option(None, optional(whole(0, 2**24)))
+    window: int = option(0, whole(0, 2**24))
+    head_rank: int = option(0, whole(0, 2**16))
+    candidates: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +53,11 @@ class Eagle3Config(HeadShape):
             raise UserError(f"reads must name {self.states} layers, from 0 on: got {self.reads}")
         if not self.reads and self.states != 3:
             raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
+        if bool(self.head_rank) != bool(self.candidates) or self.candidates > self.head:
+            raise UserError(
+                f"candidates must be given with head_rank only, and at most the {self.head} tokens of the head: got "
+                f"{self.candidates} with head_rank {self.head_rank}"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
 

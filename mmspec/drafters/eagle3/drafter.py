@@ -1,8 +1,8 @@
 """EAGLE-3, EAGLE-3.1 and P-EAGLE drafter (arXiv 2503.01840, 2602.01469) for any target: text, vision-language and
-hybrid models.
+hybrid models. EAGLE-4 is EAGLE-3.1 with a sliding window and an output layer that retrieves candidates.
 
 At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
-hidden states carry the image. A sliding window of the drafter's configuration is not applied.
+hidden states carry the image.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Eagle3(PositionedDrafter):
     ) -> None:
         tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
         super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
-        self.features = ()  # known when attached
+        self.features, self.window = (), network.config.window  # features are known when attached
         self._passes, self._emitted = 0, 0.0  # with drafts, while watched
 
     @classmethod
@@ -108,8 +108,13 @@ class Eagle3(PositionedDrafter):
         if (network.config.mask_token_id or 0) >= self._embedded:
             raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
         self.fuse = self._fuse
-        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
-        return partial(network.scores, network.lm_head if network.config.head else head)
+        if network.config.candidates:
+            head: Callable[[Tensor], Tensor] = network.retrieve
+        elif network.config.head:
+            head = network.lm_head
+        else:
+            head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        return partial(network.scores, head)
 
     def states(self, output: TargetOutput) -> Tensor:
         return torch.cat([output.features[name] for name in self.features], dim=-1)
@@ -143,7 +148,7 @@ class Eagle3(PositionedDrafter):
         mask = torch.full((1, 1), network.config.mask_token_id, device=device)
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
         chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        return self.run(x, self.rotation(batch, count), allowed_slots(self.cache, chain), self.cache)
+        return self.run(x, self.rotation(batch, count), allowed_slots(self.cache, chain, self.window), self.cache)
 
     # ------------------------------------------------------------------ rows
 

@@ -56,6 +56,9 @@ def _check(drafter: Eagle3, target: Any, layout: str) -> None:
         raise UserError(f"format {layout} requires a head with an output layer of its own: it uses the target's")
     if network.outputs:
         raise UserError(f"format {layout} names layers whose inputs are read: the head reads outputs {network.reads}")
+    if network.window or network.candidates:
+        received = "a sliding window" if network.window else "a low-rank output layer"
+        raise UserError(f"format {layout} requires a head of EAGLE-3: the head has {received}")
     if layout == "eagle":
         switches = [name for name in SWITCHES if getattr(network, name)]
         if switches or network.layers > 1 or network.mask_token_id is not None:

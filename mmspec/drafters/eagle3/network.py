@@ -6,6 +6,8 @@ output, normed, gives the next token's logits over a draft vocabulary; as it is,
 level, in place of the target's. Switches differ between projects that train these networks, under the names used here:
 SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
 
+EAGLE-4 scores few tokens by the output layer: those that a product of low rank with the same state ranks first.
+
 P-EAGLE (arXiv 2602.01469) feeds all levels after the first at once, with a mask token and a learnt ``mask_hidden`` in
 place of the target's states.
 """
@@ -63,8 +65,14 @@ class Eagle3Network(nn.Module):
         self.norm = Norm(width, eps)
         if config.mask_token_id is not None:
             self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.states * source))
+        if config.candidates:
+            self.efficient_lm_head_down_proj = nn.Linear(width, config.head_rank, bias=False)
+            self.efficient_lm_head = nn.Linear(config.head_rank, config.head, bias=False)
         if config.head:
-            self.lm_head = nn.Linear(width, config.head, bias=False)
+            by_row = config.candidates > 0  # the rows of candidates are read as those of an embedding
+            self.lm_head: nn.Linear | nn.Embedding = (
+                nn.Embedding(config.head, width) if by_row else nn.Linear(width, config.head, bias=False)
+            )
         if config.embedding:
             self.embed_tokens = nn.Embedding(config.embedding, width)
 
@@ -100,3 +108,10 @@ class Eagle3Network(nn.Module):
     def scores(self, head: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
         """Logits of a level's state, (..., hidden), by an output layer."""
         return head(state if self.config.norm_output else self.norm(state))
+
+    def retrieve(self, state: Tensor) -> Tensor:
+        """Logits of the candidates, (..., head), from normed states, (..., hidden); -inf for all other tokens."""
+        ranked = self.efficient_lm_head(self.efficient_lm_head_down_proj(state))
+        candidates = ranked.topk(self.config.candidates, dim=-1).indices
+        logits = (self.lm_head(candidates) @ state[..., None])[..., 0].to(ranked.dtype)
+        return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)

@@ -1,11 +1,15 @@
-"""Published EAGLE-3 and P-EAGLE checkpoints (arXiv 2503.01840, 3.1, 2602.01469): strict reading, without running their
-code.
+"""Published EAGLE-3, EAGLE-4 and P-EAGLE checkpoints (arXiv 2503.01840, 3.1, 2602.01469): strict reading, without
+running their code.
 
 Three layouts of one network, also with ``mask_hidden`` (P-EAGLE):
 
 - ``midlayer.*`` (SafeAILab/EAGLE, sgl-project/SpecForge, Tencent/AngelSlim);
 - ``layers.0.*`` and further layers, with a nested ``transformer_layer_config`` (vllm-project/speculators);
 - ``layers.0.*`` without embedding and ``t2d`` (NVIDIA/Model-Optimizer).
+
+EAGLE-4 heads (class ``LlamaForCausalLMEagle4``) have ``layers.0.*`` and ``efficient_lm_head_down_proj.weight``, (rank,
+hidden), and ``efficient_lm_head.weight``, (vocabulary, rank), as the documentation of NVIDIA-NeMo/Automodel describes
+them. Quantised output layers and mixtures of experts are not read.
 
 ``d2t`` holds offsets: row i of the output layer is the target's token i + d2t[i].
 
@@ -41,6 +45,9 @@ SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _UNSUPPORTED = ("attention_bias", "mlp_bias", "qkv_bias")
 _MASKS = ("mask_token_id", "ptd_token_id", "pard_token")
 _VOCABULARIES = {"d2t", "t2d"}
+_CANDIDATES = "efficient_lm_head"  # of EAGLE-4
+_RETRIEVED = 256  # candidates per state where the configuration names no number
+_SLIDING = "sliding_attention"
 
 Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]]
 
@@ -74,7 +81,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
     shapes |= {"d2t": (draft,), "t2d": (vocab,)}
     optional = {"t2d"} if draft != vocab else _VOCABULARIES
-    check_tensors(tensors, shapes, "an EAGLE-3 head", source, optional, _VOCABULARIES)
+    what = "an EAGLE-4 head" if network.candidates else "an EAGLE-3 head"
+    check_tensors(tensors, shapes, what, source, optional, _VOCABULARIES)
     ours = stack(tensors, parts)
     verifier = {**named_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
     return network, ours, draft_tokens(tensors, draft, vocab, source), verifier
@@ -93,18 +101,23 @@ def _network(
         if layer.get(name):
             raise UserError(f"{source}/config.json: expected linear layers without bias, received {name}")
     reads = _reads(config, eagle, source)
-    own = rows_of(tensors, "lm_head.weight")
+    eagle4 = any(name.startswith(_CANDIDATES) for name in tensors) or any(
+        "eagle4" in str(name).lower() for name in config.get("architectures") or []
+    )
+    own = eagle4 or "lm_head.weight" in tensors
     ours = {
         **common.shape(),
         "target_size": common.target_hidden_size or common.hidden_size,
         "states": len(reads) or 3,
         "reads": reads,
         "layers": common.num_hidden_layers,
-        "head": draft if own is not None else 0,
+        "head": draft if own else 0,
         "embedding": common.vocab_size if "embed_tokens.weight" in tensors else 0,
         "rope": rope_parameters(layer, source),
         **{name: bool(config.get(name, eagle.get(name))) for name in SWITCHES},
         "mask_token_id": _mask_token(config, tensors, source),
+        "window": _window(config, layer, common.num_hidden_layers, eagle4, source),
+        **(_retrieval(config, tensors, draft, source) if eagle4 else {}),
     }
     return Eagle3Config.read(ours, f"{source}/config.json")
 
@@ -129,6 +142,30 @@ def _mask_token(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
     return checked
 
 
+def _window(config: Mapping[str, Any], layer: Mapping[str, Any], layers: int, eagle4: bool, source: str) -> int:
+    """Sliding window of all layers; 0 without one. Flat configurations of EAGLE-3 repeat the target's: not read."""
+    known = eagle4 or "transformer_layer_config" in config
+    kinds = list((layer.get("layer_types") if known else None) or ())[:layers]
+    if eagle4 and not kinds and layer.get("sliding_window") is not None:
+        kinds = [_SLIDING]
+    sliding = {kind == _SLIDING for kind in kinds}
+    if len(sliding) > 1:
+        raise UserError(f"{source}/config.json: layer_types must be all {_SLIDING} or none: got {kinds}")
+    if sliding != {True}:
+        return 0
+    checked: int = whole(1).check(f"{source}/config.json: sliding_window", layer.get("sliding_window"))
+    return checked
+
+
+def _retrieval(config: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: int, source: str) -> dict[str, int]:
+    """``head_rank`` and ``candidates`` of EAGLE-4."""
+    given = config.get("candidate_head")
+    number = (given if isinstance(given, dict) else config).get("num_candidates", _RETRIEVED)
+    candidates: int = whole(1).check(f"{source}/config.json: num_candidates", number)
+    rank = rows_of(tensors, f"{_CANDIDATES}_down_proj.weight") or 1  # refused by name if it is missing
+    return {"head_rank": rank, "candidates": min(candidates, draft)}
+
+
 def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     """Our parameters, and the published ones that each of them stacks."""
     parts = {"fc.weight": ["fc.weight"], "norm.weight": ["norm.weight"]}
@@ -140,6 +177,8 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
         parts["mask_hidden"] = ["mask_hidden"]
     if network.head:
         parts["lm_head.weight"] = ["lm_head.weight"]
+    if network.candidates:
+        parts |= {name: [name] for name in _low_rank(network)}
     if network.embedding:
         parts["embed_tokens.weight"] = ["embed_tokens.weight"]
     for number in range(network.layers):
@@ -157,6 +196,13 @@ def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
     return parts
 
 
+def _low_rank(network: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{_CANDIDATES}_down_proj.weight": (network.head_rank, network.hidden_size),
+        f"{_CANDIDATES}.weight": (network.head, network.head_rank),
+    }
+
+
 def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
     """Expected shapes of the published tensors, but for those of the vocabularies."""
     width, read = network.hidden_size, network.states * network.source
@@ -169,6 +215,8 @@ def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes["mask_hidden"] = (1, 1, read)
     if network.head:
         shapes["lm_head.weight"] = (network.head, width)
+    if network.candidates:
+        shapes |= _low_rank(network)
     if network.embedding:
         shapes["embed_tokens.weight"] = (network.embedding, width)
     for number in range(network.layers):

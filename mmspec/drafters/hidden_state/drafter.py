@@ -53,6 +53,7 @@ class HiddenStateDrafter(TrainedDrafter):
             int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
         into: the same of a cell between slots.
         like: a tensor of the network's dtype and device, once attached.
+        window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
     """
 
     fuse: Callable[[Tensor, Tensor], Tensor]
@@ -62,6 +63,7 @@ class HiddenStateDrafter(TrainedDrafter):
     native_layers: NativeLayers | None = None
     features: Sequence[Feature] = ("last",)
     beyond = 0  # by how much the next position of a row may exceed its tokens
+    window = 0
     published: dict[str, Any] | None = None  # target of a published checkpoint, see ``published.check_target``
 
     def __init__(self, network: Any, rotary: Rotary, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
@@ -155,10 +157,12 @@ class HiddenStateDrafter(TrainedDrafter):
             history: see ``Drafter.begin``.
         """
         entries, allowed = x.shape[1], None
-        if mask is not None:
-            allowed = mask[:, None, None] & torch.ones(entries, entries, device=x.device).tril().bool()
-            # Padding attends to itself, so that no row of the mask is empty.
-            allowed = allowed | torch.eye(entries, dtype=torch.bool, device=x.device)
+        if mask is not None or 0 < self.window < entries:
+            causal = torch.ones(len(x), 1, entries, entries, dtype=torch.bool, device=x.device).tril()
+            allowed = causal.triu(1 - self.window) if self.window else causal
+            if mask is not None:
+                # Padding attends to itself, so that no row of the mask is empty.
+                allowed = allowed & mask[:, None, None] | torch.eye(entries, dtype=torch.bool, device=x.device)
         alone = not (self.static_shapes or self.cache.rows)
         self.cache.kv.device = x.device
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
@@ -186,7 +190,7 @@ class HiddenStateDrafter(TrainedDrafter):
     def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """``passes.run`` of the network, by the C++ kernels where they take its layers."""
         if self.native_layers is None or cache.static_shapes:
-            return run(self.network, x, rotation, allowed, cache)
+            return run(self.network, x, rotation, allowed, cache, self.window)
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
@@ -229,10 +233,10 @@ class HiddenStateDrafter(TrainedDrafter):
         """What accepted tokens attend to, see ``allowed_slots``; None where the kernels take it as causal."""
         if not self._layers:
             return None
-        if self.native_layers is not None and not self.static_shapes and not self.cache.padded:
+        if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
             return None
         chain = torch.ones(width, width, dtype=torch.bool, device=self.like.device).tril().expand(batch, -1, -1)
-        return allowed_slots(self.cache, chain)
+        return allowed_slots(self.cache, chain, self.window)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0

@@ -186,10 +186,10 @@ class TreeGrower:
         return cos.repeat(1, chains, 1, 1), sin.repeat(1, chains, 1, 1)
 
     def _mask(self, reach: Tensor) -> Tensor:
-        """See ``allowed_slots``; all passes share the prefix part."""
+        """See ``allowed_slots``; without a window, all passes share the prefix part."""
         drafter = self._drafter
-        if drafter.static_shapes:
-            return allowed_slots(drafter.cache, reach)
+        if drafter.static_shapes or drafter.window:
+            return allowed_slots(drafter.cache, reach, drafter.window)
         prefix = drafter.cache.length
         if self._passes == 0:
             most = drafter.top_k * self._slots

@@ -14,7 +14,7 @@ from mmspec.cli import main
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from tests import dflash
-from tests.eagle3 import DRAFT, GEMMA4, LLAMA3, PEAGLE, PEAGLE_FLAT, QWEN3_VL, cut, head_tensors, write_head
+from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, LLAMA3, PEAGLE, PEAGLE_FLAT, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs
@@ -139,6 +139,13 @@ def test_a_head_in_eagles_format_is_the_same_head(name, tmp_path):
         ),
         (cut(LLAMA3, num_hidden_layers=2), {"layout": "C"}, ["--format", "eagle"], "the head has 2 layers"),
         (cut(PEAGLE_FLAT, norm_before_residual=False), {}, ["--format", "eagle"], "the head has mask_hidden"),
+        (cut(EAGLE4, draft_vocab_size=101), {"layout": "C"}, [], "a head of EAGLE-3: the head has a sliding window"),
+        (
+            cut(EAGLE4, draft_vocab_size=101, sliding_window=None),
+            {"layout": "C"},
+            ["--format", "eagle"],
+            "a head of EAGLE-3: the head has a low-rank output layer",
+        ),
         (cut(LLAMA3), {}, ["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
         (
             cut(LLAMA3),
