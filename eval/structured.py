@@ -1,8 +1,8 @@
 """Structured output against free output: ``python -m mmspec.eval structured``.
 
-Each request asks for a JSON object of a generated schema (``mmspec.eval.harness.schemas``), or with ``--data`` of one of
-JSONSchemaBench (2501.10868). It is answered with the schema as a constraint and without, by the same drafter, forked
-for every answer and interleaved; and with the constraint plainly, without drafts, whose tokens must be the same.
+Each request asks for a JSON object of a generated schema (``mmspec.eval.harness.schemas``), or with ``--data`` of one
+of JSONSchemaBench (2501.10868). It is answered with the schema as a constraint and without, by the same drafter,
+forked for every answer and interleaved; and with the constraint plainly, without drafts, whose tokens must be the same.
 Outputs that end within the token limit are parsed and validated by the package jsonschema; those that do not end are
 counted apart.
 
