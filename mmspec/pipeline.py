@@ -47,6 +47,8 @@ def load(
     max_num_seqs: int = MAX_NUM_SEQS,
     prefix_cache: int = 0,
     generation_config: str = MODELS,
+    device_map: Any = None,
+    tp_plan: Any = None,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -69,6 +71,10 @@ def load(
         generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
             generation config, whose further entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are applied
             too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
+        device_map: ``"auto"``, or a dict of modules and devices: accelerate dispatches the layers of a model that is
+            larger than a device to several, or to memory and disk, from which they are read in every pass.
+        tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
+            (tensor parallelism of transformers); see ``Pipeline.follow``.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -81,7 +87,8 @@ def load(
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
-        placement = {"device": device, "dtype": dtype, **options}
+        split = {name: value for name, value in (("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
+        placement = {"device": device, "dtype": dtype, **split, **options}
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
@@ -106,7 +113,7 @@ def load(
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options("mmspec.load", options, known):
-        target, processor = load_target(folder, device, dtype, **options)
+        target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
     settings: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "prefix_cache": prefix_cache,
