@@ -229,6 +229,27 @@ class Pipeline:
         """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
 
+    def follow(self) -> bool:
+        """Answer the requests of rank 0 on all other ranks, until it ends; for a model with ``tp_plan``.
+
+        Every rank calls this once, on the pipeline that rank 0 answers with, before the first request.
+
+        Returns:
+            True on other ranks than 0, where all is done then. False at once on rank 0, and where a model is not
+            sharded.
+
+        Raises:
+            RankError: a rank is lost, or not in the state of rank 0.
+        """
+        lockstep = self.engine.lockstep
+        if lockstep is None:
+            return False
+        if lockstep.leads:
+            lockstep.begin(self._speculation)
+            return False
+        self.engine.follow(lambda call: Answer(self, call).start(lambda: None).sequence)
+        return True
+
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
     ) -> list[RequestState]:

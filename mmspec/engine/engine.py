@@ -14,6 +14,8 @@ import torch
 
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
+from mmspec.engine.lockstep import Lockstep
+from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
 from mmspec.engine.speculation import Speculation
@@ -45,12 +47,14 @@ class Engine:
 
     Attributes:
         core: runs the steps, in the worker thread.
+        lockstep: with the engines of other ranks; None unless the target is sharded.
     """
 
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
         self.core = EngineCore(target, max_num_seqs, chunk, self._changed)
+        self.lockstep = Lockstep.of(target, self.core, self._changed)
         self._worker: threading.Thread | None = None
         self._stepping = self._closed = False
         self._pauses = 0  # threads that wait for the end of a step
@@ -83,6 +87,7 @@ class Engine:
         trace: bool = False,
         logprobs: int | None = None,
         logits: bool = False,
+        call: bytes | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
@@ -96,6 +101,7 @@ class Engine:
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
             logits: record the logits of each token.
+            call: the request for the other ranks, if the target is sharded; see ``Lockstep.packed``.
             on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
 
         Raises:
@@ -121,8 +127,12 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")
-            self.core.scheduler.add(batch)
-            self._wake()
+            if self.lockstep is None:
+                self.core.scheduler.add(batch)
+            else:
+                self.lockstep.add(batch, call)
+            if self.lockstep is None or self.lockstep.leads:
+                self._wake()
         return sequences
 
     def together(self) -> AbstractContextManager[Any]:
@@ -131,8 +141,17 @@ class Engine:
 
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
+        if self.lockstep is not None:
+            self.lockstep.remove(sequences)
+            return
         for sequence in sequences:
             sequence.cancelled = True
+
+    def follow(self, start: Callable[[Call], RequestState]) -> None:
+        """Run the steps of rank 0's engine until it ends; see ``Lockstep.follow``."""
+        assert self.lockstep is not None
+        with self._on_device():
+            self.lockstep.follow(start)
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free."""
@@ -144,7 +163,11 @@ class Engine:
         with self._changed:
             self._closed = True
             self.remove([*self.core.running, *(sequence for batch in self.core.queued for sequence in batch.sequences)])
+        if self.lockstep is not None and self.lockstep.broken is not None:
+            return  # the worker may wait for a rank that is lost
         self.drain()
+        if self.lockstep is not None:
+            self.lockstep.end()
 
     # ------------------------------------------------------------------ worker
 
@@ -156,10 +179,15 @@ class Engine:
 
     def _run(self) -> None:
         """Run steps until no sequence is left."""
-        _LOCAL.engine, device = self, self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _LOCAL.engine = self
+        with self._on_device():
             while self._has_work():
                 self._turn()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """For a thread that runs steps."""
+        device = self.target.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _has_work(self) -> bool:
         """Whether to run another step; otherwise the worker has ended."""
@@ -167,7 +195,7 @@ class Engine:
             self._stepping = False
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pauses)
-            if self.core.has_work:
+            if self.core.has_work or (self.lockstep is not None and self.lockstep.waits):
                 self._stepping = True
                 return True
             self.core.clear()
@@ -180,9 +208,15 @@ class Engine:
         core = self.core
         core.touched = dict.fromkeys(core.running)
         try:
+            if self.lockstep is not None:
+                self.lockstep.lead()
             core.step()
+            if self.lockstep is not None:
+                self.lockstep.rest()
         except Exception as error:
             core.abort(error)
+            if self.lockstep is not None:
+                self.lockstep.fail(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
         for sequence in core.touched:

@@ -11,6 +11,7 @@ from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.ranks import sharded
 from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -100,6 +101,8 @@ class Speculation:
             adaptive: measure if nothing is stored, or if ``refresh``.
             refresh: measure again.
         """
+        if sharded(self.target):  # ranks that follow their clocks would draft trees of different sizes
+            return None
         with _CALIBRATION:
             if self.target.cost is None and not self._searched:
                 self.target.cost, self._searched = stored_cost(self.target), True

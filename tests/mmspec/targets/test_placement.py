@@ -42,7 +42,7 @@ def test_a_dispatched_model_gives_the_same_tokens(name: str, folder: Path, head:
 
 def test_a_dispatched_model_object_gives_the_tokens_of_generate(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=MAPS["layers"])
-    words = mmspec.load(folder, None, "cpu").processor
+    words = mmspec.load(folder, None, "cpu", "float32").processor
     pipe = mmspec.load(model, "recycle", processor=words)
     ids = words(PROMPTS[0], return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
@@ -50,7 +50,7 @@ def test_a_dispatched_model_object_gives_the_tokens_of_generate(folder: Path) ->
 
 
 def test_auto_on_one_device_leaves_the_model_whole(folder: Path) -> None:
-    pipe = mmspec.load(folder, None, device_map="auto")
+    pipe = mmspec.load(folder, None, dtype="float32", device_map="auto")
     assert not is_split(pipe.model)
     assert computing_devices(pipe.model) == {str(input_device(pipe.model))}
 
