@@ -25,6 +25,8 @@ from mmspec.compare import Comparison, compare
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.engine.engine import MAX_NUM_SEQS
+from mmspec.errors import UserError
+from mmspec.jobs import ranks
 from mmspec.pipeline import Pipeline, load
 from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
@@ -47,7 +49,11 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     notes = Console(stderr=True)
     if not sample:
         show_limits(notes, options["model"])
-    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
+    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, sharded=ranks() > 1)
+    if options["compare"] and ranks() > 1:
+        raise UserError("--compare decodes with one rank: got a model that is sharded over ranks")
+    if pipe.follow():
+        return
     with notes.status("reading the prompt"):
         pieces = pipe.stream(**request, **keywords)
         first = next(pieces)
@@ -92,9 +98,16 @@ def open_pipeline(
     trust_remote_code: bool = False,
     max_num_seqs: int = MAX_NUM_SEQS,
     generation_config: str = MODELS,
+    device_map: Any = None,
+    sharded: bool = False,
 ) -> Pipeline:
-    """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
+    """Calls ``mmspec.load`` with a status line, and without other libraries' messages.
+
+    Args:
+        sharded: each rank of the job has a part of the weights.
+    """
     options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "generation_config": generation_config}
+    options |= {"device_map": device_map, "tp_plan": "auto" if sharded else None}
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections import abc
 from collections.abc import Callable
@@ -163,13 +165,18 @@ class Engine:
         with self._changed:
             self._closed = True
             self.remove([*self.core.running, *(sequence for batch in self.core.queued for sequence in batch.sequences)])
-        if self.lockstep is not None and self.lockstep.broken is not None:
-            return  # the worker may wait for a rank that is lost
+        if self.waits_for_lost_rank:
+            return
         self.drain()
         if self.lockstep is not None:
             self.lockstep.end()
 
     # ------------------------------------------------------------------ worker
+
+    @property
+    def waits_for_lost_rank(self) -> bool:
+        """Whether the worker may never end, as it waits for a rank that is lost."""
+        return self.lockstep is not None and self.lockstep.broken is not None and self._worker is not None
 
     def _wake(self) -> None:
         """Start the worker, unless it runs."""
@@ -214,9 +221,9 @@ class Engine:
             if self.lockstep is not None:
                 self.lockstep.rest()
         except Exception as error:
-            core.abort(error)
             if self.lockstep is not None:
-                self.lockstep.fail(error)
+                error = self.lockstep.fail(error)
+            core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
         for sequence in core.touched:
@@ -239,5 +246,10 @@ class Engine:
 @atexit.register
 def _close_all() -> None:
     """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
-    for engine in list(_ALL):
+    engines = list(_ALL)
+    for engine in engines:
         engine.close()
+    if any(engine.waits_for_lost_rank for engine in engines):  # for ever: so would the interpreter's end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

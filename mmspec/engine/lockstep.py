@@ -66,7 +66,7 @@ class Lockstep:
     def __init__(self, core: EngineCore, lock: Condition) -> None:
         self.core, self._lock, self.ranks = core, lock, Ranks()
         self.leads = self.ranks.rank == 0
-        self.broken: Exception | None = None
+        self.broken: RankError | None = None
         self._speculation: Speculation | None = None  # of the pipeline that all ranks run
         self._arrived: deque[tuple[PromptBatch, bytes]] = deque()
         self._dropped: deque[RequestState] = deque()
@@ -183,17 +183,20 @@ class Lockstep:
         if not self.core.has_work:
             self.core.clear()
 
-    def fail(self, error: Exception) -> None:
-        """End all requests with an error, and answer no others."""
-        self.broken = error
+    def fail(self, error: Exception) -> RankError:
+        """End all requests with an error, which is returned, and answer no others."""
+        if not isinstance(error, RankError):
+            error = RankError(f"a step of a sharded model failed, as where a rank is lost: {first_line(error)}")
+        self.broken = self.broken or error
         with self._lock:
             waiting = [batch for batch, _ in self._arrived]
             self._arrived.clear()
             queued = [sequence for batch in [*waiting, *self.core.queued] for sequence in batch.sequences]
         for sequence in [*self.core.running, *queued]:
             if not sequence.done:
-                sequence.error = error
+                sequence.error = self.broken
                 sequence.on_change()
+        return self.broken
 
     def end(self) -> None:
         """Let the other ranks end. Without an effect on these."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmspec.jobs import ranks
 from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
@@ -20,7 +21,7 @@ class Settings:
     """Settings of a server, which can be pickled for other processes.
 
     Attributes:
-        model, drafter, device, dtype, trust_remote_code, generation_config: as for ``open_pipeline``.
+        model, drafter, device, dtype, trust_remote_code, generation_config, device_map: as for ``open_pipeline``.
         prefix_cache: memory for the states of earlier prompts, in MiB.
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
@@ -41,6 +42,7 @@ class Settings:
     allow_urls: bool
     served_model_name: Sequence[str] = ()
     tool_parser: str = "auto"
+    device_map: Any = None
 
     def pipeline(self) -> Pipeline:
         """Load the model, and measure the cost of its verify passes.
@@ -56,8 +58,13 @@ class Settings:
 
         options: dict[str, Any] = {"generation_config": self.generation_config}
         loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
+        options |= {"device_map": self.device_map, "sharded": ranks() > 1}
         loaded = open_pipeline(Console(stderr=True), *loading, **options)
-        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        options = {
+            "generation_config": self.generation_config,
+            "max_num_seqs": self.limits.max_running,
+            "prefix_cache": self.prefix_cache << 20,
+        }
         pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
         pipe.calibrate()
         return pipe

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 from mmspec.checks import Rule, shown
 from mmspec.errors import UserError
 from mmspec.extras import missing
+from mmspec.jobs import ranks
 
 _OFFLOADED = ("cpu", "disk")
 _MAP = Rule('"auto" or a dict of modules and devices', lambda value: value == "auto" or isinstance(value, dict))
@@ -39,8 +40,8 @@ def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
             raise missing("device_map", "accelerate", "real")
         return {"device_map": device_map}
     _PLAN.check(name, tp_plan)
-    if not distributed.is_initialized() and not distributed.is_torchelastic_launched():
-        raise UserError("tp_plan shards a model over the ranks of torchrun: got a process that torchrun did not start")
+    if not distributed.is_initialized() and ranks() < 2:
+        raise UserError("tp_plan shards a model over the ranks of a job: expected one of torchrun, got 1 rank")
     return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
 
 
