@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from threading import Condition
 
@@ -201,7 +202,8 @@ class Lockstep:
     def end(self) -> None:
         """Let the other ranks end. Without an effect on these."""
         if self.leads and self.broken is None and self._speculation is not None:
-            self.ranks.agree(self._next_state(), _Orders(end=True).pack())
+            with suppress(RankError):  # those that are lost need not be told
+                self.ranks.agree(self._next_state(), _Orders(end=True).pack())
             self.ranks.end()
 
     def _next_state(self) -> int:

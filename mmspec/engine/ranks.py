@@ -62,8 +62,8 @@ class Ranks:
             for rank, (turn, theirs, _) in enumerate(found):
                 if [turn, theirs] != found[0][:2]:
                     raise RankError(
-                        f"the ranks must run the same schedule: expected turn {found[0][0]} in state {found[0][1]:x} of "
-                        f"rank 0, received turn {turn} in state {theirs:x} of rank {rank}"
+                        f"the ranks must run the same schedule: expected turn {found[0][0]} in state {found[0][1]:x} "
+                        f"of rank 0, received turn {turn} in state {theirs:x} of rank {rank}"
                     )
             self._turn += 1
             if not found[0][2]:
@@ -76,7 +76,7 @@ class Ranks:
             raise _lost(error) from error
         return content.numpy().tobytes()
 
-    def watch(self, lost: Callable[[RankError], None]) -> None:
+    def watch(self, lost: Callable[[RankError], object]) -> None:
         """Exchange signs of life from now on, in a thread.
 
         Args:
@@ -91,7 +91,7 @@ class Ranks:
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(2 * _INTERVAL)
 
-    def _watch(self, lost: Callable[[RankError], None]) -> None:
+    def _watch(self, lost: Callable[[RankError], object]) -> None:
         ended = False
         while not ended:
             self._ended.wait(_INTERVAL)

@@ -28,7 +28,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_give_the_tokens_of_one_process(folder: Path, head: Path) -> None:
-    drafters = ("recycle", str(head), "early_exit:2+ngram")
+    drafters = ("recycle", str(head), "early-exit:2+ngram")
     (status, out, errors), (other, _, _) = ended(job("tests.ranks", "answers", str(folder), *drafters))
     assert (status, other) == (0, 0), errors
     found = [json.loads(line) for line in out.splitlines()]
