@@ -56,7 +56,7 @@ class Settings:
         from mmspec.drafters.per_sequence import per_sequence
         from mmspec.pipeline import Pipeline
 
-        config = {"generation_config": self.generation_config}
+        config: dict[str, Any] = {"generation_config": self.generation_config}
         loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
         placement: dict[str, Any] = {"device_map": self.device_map, "sharded": ranks() > 1}
         loaded = open_pipeline(Console(stderr=True), *loading, **config, **placement)
