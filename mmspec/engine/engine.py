@@ -61,6 +61,8 @@ class Engine:
         self._stepping = self._closed = False
         self._pauses = 0  # threads that wait for the end of a step
         _ALL.add(self)
+        if self.lockstep is not None:
+            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
 
     @classmethod
     def of(cls, target: Target, max_num_seqs: int = MAX_NUM_SEQS) -> Engine:

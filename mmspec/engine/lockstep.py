@@ -205,6 +205,7 @@ class Lockstep:
             with suppress(RankError):  # those that are lost need not be told
                 self.ranks.agree(self._next_state(), _Orders(end=True).pack())
             self.ranks.end()
+            self._speculation = None
 
     def _next_state(self) -> int:
         """A number for the tokens and the queue up to here."""

@@ -56,15 +56,11 @@ class Settings:
         from mmspec.drafters.per_sequence import per_sequence
         from mmspec.pipeline import Pipeline
 
-        config: dict[str, Any] = {"generation_config": self.generation_config}
+        options: dict[str, Any] = {"generation_config": self.generation_config}
         loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
-        placement: dict[str, Any] = {"device_map": self.device_map, "sharded": ranks() > 1}
-        loaded = open_pipeline(Console(stderr=True), *loading, **config, **placement)
-        memory: dict[str, Any] = {
-            "max_num_seqs": self.limits.max_running,
-            "prefix_cache": self.prefix_cache << 20,
-        }
-        options = {**config, **memory}
+        placement = {"device_map": self.device_map, "sharded": ranks() > 1}
+        loaded = open_pipeline(Console(stderr=True), *loading, **{**options, **placement})
+        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
         pipe.calibrate()
         return pipe
