@@ -99,10 +99,13 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
     )
 
 
-def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
+def run(app: FastAPI, limits: Limits, listening: socket.socket, end: Callable[[], None] = lambda: None) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
 
     SIGTERM ends the process: the interpreter's own end takes seconds, for it frees all objects one by one.
+
+    Args:
+        end: called after the last request, before the process ends.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -112,6 +115,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
         server = uvicorn_server(app, limits)
         server.abandon = True
         server.run(sockets=[listening])
+    end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
