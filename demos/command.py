@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options, steps_shown
-from mmspec.cli.options import complete, device_options, generation_config_option
+from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.addresses import is_loopback
@@ -49,6 +49,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
 @API_KEY.declared
+@adapt_options
 @click.option("--share", is_flag=True, help="Also create a public link through gradio's servers.")
 @click.option(
     "--upload-space",
@@ -72,6 +73,7 @@ def demo(
     api_key: str | None,
     share: bool,
     upload_space: int,
+    **adapting: Any,
 ) -> None:
     """Serve the web demo: streamed answers, a race against plain decoding, draft trees.
 
@@ -85,6 +87,9 @@ def demo(
         check_api_key(api_key, no_auth, public)
     elif click.get_current_context().get_parameter_source("api_key") is ParameterSource.COMMANDLINE:
         raise UserError("--api-key goes with --api: got no --api")
+    adapt = adapt_of(adapting)
+    if adapt is not None and not api:
+        raise UserError("--adapt goes with --api: got no --api")
     with steps_shown():
         _import()
         from mmspec.demos.catalog import make_catalog
@@ -101,7 +106,7 @@ def demo(
         from mmspec.demos.api import API
 
         drafter = drafters[0] if drafters else "auto"
-        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key)
+        served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key, adapt)
         options["api"] = served.app(cache)
     try:
         with _signals_raise(), run_server(cache, catalog, upload_space=upload_space, opened=True, **options) as page:

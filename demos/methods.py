@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmspec import plugins
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Target
-from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for, make_drafter
+from mmspec.drafters.registry import PLAIN, Selection, drafter_spec, drafters_for
 from mmspec.errors import UserError
 
 CHAIN = "@chain"
@@ -38,21 +36,6 @@ def explained(methods: Sequence[str]) -> dict[str, str]:
             if name in plugins.names("drafters"):
                 lines[label(name)] = drafter_spec(name).summary.partition(";")[0].replace("target", "model")
     return {**lines, "Chain": _CHAIN} if any(method.endswith(CHAIN) for method in methods) else lines
-
-
-def make_method(method: str, home: str, target: Target) -> Drafter | None:
-    """The drafter of a method; None for plain decoding.
-
-    Args:
-        home: the target's folder or name.
-
-    Raises:
-        UserError: the drafter is unknown, made for another model, or does not draft chains.
-    """
-    drafter = make_drafter(method, home)
-    if drafter is not None:
-        drafter.attach(target)
-    return drafter
 
 
 def available(model: str) -> list[str]:

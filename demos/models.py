@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from mmspec import plugins
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.cli.session import SINGLE_THREADED, open_pipeline
-from mmspec.demos.methods import make_method
 from mmspec.demos.turns import Turns
 from mmspec.drafters.per_sequence import per_sequence
-from mmspec.drafters.registry import registered_name
+from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -61,16 +61,18 @@ class LoadedModel:
         """The pipeline of a method, made if it is not cached. Threads may share it.
 
         Raises:
-            UserError: see ``make_method``.
+            UserError: the drafter is unknown, made for another model, or does not draft chains.
         """
         with self._lock:
             return _cached(self._pipelines, method, _PIPELINES, self.open, self.kept)
 
-    def open(self, method: str) -> Pipeline:
-        """A new pipeline; see ``pipeline``."""
-        target = self.target.fork()
-        drafter = per_sequence(make_method(method, str(self.target.model.config.name_or_path), target))
-        return Pipeline(target, self.processor, drafter, self.name, generation_config=self.generation_config)
+    def open(self, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
+        """A new pipeline; see ``pipeline``. With ``adapt``, its drafter learns from all sequences."""
+        drafter = make_drafter(method, str(self.target.model.config.name_or_path))
+        if adapt is None:
+            drafter = per_sequence(drafter)
+        options: dict[str, Any] = {"generation_config": self.generation_config, "adapt": adapt}
+        return Pipeline(self.target.fork(), self.processor, drafter, self.name, **options)
 
 
 class ModelCache:
@@ -113,14 +115,19 @@ class ModelCache:
             torch.set_num_threads(1 if loaded.target.model.num_parameters() < SINGLE_THREADED else self._threads)
         return loaded
 
-    def keep(self, name: str, method: str) -> Pipeline:
+    def keep(self, name: str, method: str, adapt: AdaptOptions | None = None) -> Pipeline:
         """The pipeline of a method, whose model and itself stay in the caches from now on.
+
+        Args:
+            adapt: return a pipeline of its own instead, whose drafter learns: races repeat their requests.
 
         Raises:
             UserError: see ``get`` and ``LoadedModel.pipeline``.
         """
         self.kept = name
         loaded = self.get(name)
+        if adapt is not None:
+            return loaded.open(method, adapt)
         loaded.kept = method
         return loaded.pipeline(method)
 

@@ -3,6 +3,7 @@
 - ``harness``: interleaved timing, bootstrap intervals, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports
 - ``decoding``: speed tables, step cost, trees against chains, coverage of model classes
+- ``pictures``: photographs and blank pictures, and how captions of them are judged
 - ``kernels``: the GPU benchmark
 - ``scale_up``: small trained models in big shapes
 - ``adapters``: lmms-eval and lm-evaluation-harness

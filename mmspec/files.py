@@ -28,12 +28,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
-def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes a folder of the cache that appears whole; several threads and processes may make it at the same time.
+_CACHE = "; MMSPEC_CACHE names another one"
+
+
+def make_folder(folder: Path, write: Callable[[Path], None], hint: str = _CACHE) -> None:
+    """Makes a folder that appears whole; several threads and processes may make it at the same time.
 
     Args:
         folder: left alone if it exists.
         write: called with a temporary folder, which it fills.
+        hint: end of the message if the parent cannot be written; by default that of a folder of the cache.
 
     Raises:
         UserError: its parent cannot be written, or the disk is full.
@@ -45,7 +49,7 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             part = Path(tempfile.mkdtemp(dir=folder.parent))
         except OSError as error:
-            raise _cannot_make(folder, error) from error
+            raise _cannot_make(folder, error, hint) from error
         try:
             write(part)
             for file in part.rglob("*"):
@@ -56,17 +60,15 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> None:
             if isinstance(error, OSError) and folder.is_dir():  # another process was faster
                 return
             if any(text in str(error) for text in _REFUSALS):  # safetensors has errors of its own
-                raise _cannot_make(folder, error) from error
+                raise _cannot_make(folder, error, hint) from error
             raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
 
-def _cannot_make(folder: Path, error: Exception) -> UserError:
-    return UserError(
-        f"cannot make {folder}: expected a cache folder that can be written, received {first_line(error)}; "
-        "MMSPEC_CACHE names another one"
-    )
+def _cannot_make(folder: Path, error: Exception, hint: str) -> UserError:
+    what = "a cache folder" if hint == _CACHE else "a folder"
+    return UserError(f"cannot make {folder}: expected {what} that can be written, received {first_line(error)}{hint}")
 
 
 def flush(file: Path) -> None:

@@ -96,6 +96,16 @@ def load_config(name: str) -> Any:
         return from_pretrained(AutoConfig, completed.resolved(gguf.resolved(folder)), **hub_options)
 
 
+def load_processor(name: str) -> Processor:
+    """Processor of a model of transformers, without its weights; arguments and errors as for ``load_config``."""
+    folder = plugins.model_path(name)
+    with _located(folder) as hub_options:
+        folder = completed.resolved(gguf.resolved(folder))
+        config = from_pretrained(AutoConfig, folder, **hub_options)
+        processor: Processor = plugins.target_class(config).processor_class.read(folder, **hub_options)
+        return processor
+
+
 @contextmanager
 def _located(name: str) -> Iterator[dict[str, Any]]:
     """Options that locate a model, while it is read; errors are those of the user."""

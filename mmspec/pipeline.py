@@ -11,6 +11,8 @@ from typing import Any, Literal, overload
 from transformers import PreTrainedModel
 
 from mmspec import plugins
+from mmspec.adaptation.adaptation import Adaptation
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.answer import Answer, Generation, Piece, astream_answer, stream_answer
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, nearest, shown, whole
@@ -47,6 +49,7 @@ def load(
     max_num_seqs: int = MAX_NUM_SEQS,
     prefix_cache: int = 0,
     generation_config: str = MODELS,
+    adapt: Any = False,
     device_map: Any = None,
     tp_plan: Any = None,
     **options: Any,
@@ -71,6 +74,8 @@ def load(
         generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
             generation config, whose further entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are applied
             too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
+        adapt: let drafters learn from answers while the engine is idle; answers stay the same. True keeps what they
+            learn in memory, a folder keeps it there too, and an ``AdaptOptions`` limits its size.
         device_map: ``"auto"``, or a dict of modules and devices: accelerate dispatches the layers of a model that is
             larger than a device to several, or to memory and disk, from which they are read in every pass.
         tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
@@ -80,9 +85,15 @@ def load(
 
     Raises:
         UserError: the model, drafter, device or dtype is unknown or not available, or the model's generation config
-            asks for what speculative decoding cannot do, such as beam search.
+            asks for what speculative decoding cannot do, such as beam search; or none of the drafters can adapt.
     """
     SOURCE.check("generation_config", generation_config)
+    settings: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "prefix_cache": prefix_cache,
+        "generation_config": generation_config,
+        "adapt": AdaptOptions.of(adapt),
+    }
     known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
     if isinstance(model, PreTrainedModel):
         if processor is None:
@@ -96,14 +107,7 @@ def load(
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
-        return Pipeline(
-            adapter(model),
-            adapter.processor_class(processor),
-            make_drafter(drafter, home),
-            max_num_seqs=max_num_seqs,
-            prefix_cache=prefix_cache,
-            generation_config=generation_config,
-        )
+        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), **settings)
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -114,11 +118,6 @@ def load(
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options("mmspec.load", options, known):
         target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
-    settings: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "prefix_cache": prefix_cache,
-        "generation_config": generation_config,
-    }
     return Pipeline(target, processor, speculator, model, **settings)
 
 
@@ -137,6 +136,7 @@ class Pipeline:
             largest.
         prefix_cache: see ``load``; for targets with that attribute.
         generation_config: see ``load``; targets without defaults of their own have the library's.
+        adapt: see ``load``; None does not adapt.
 
     Attributes:
         model, processor: the plain transformers objects.
@@ -146,6 +146,7 @@ class Pipeline:
         io: the ``Processor``.
         context_limit: maximum length of prompt plus output; the target's own, if not lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
+        adaptation: of the drafter; None if it does not adapt. Copies of the pipeline do not.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Pipeline:
         max_num_seqs: int = MAX_NUM_SEQS,
         prefix_cache: int = 0,
         generation_config: str = MODELS,
+        adapt: AdaptOptions | None = None,
     ) -> None:
         # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
         self.target: Any = target
@@ -171,7 +173,10 @@ class Pipeline:
             if not hasattr(self.target, "prefix_cache"):
                 raise UserError(f"prefix_cache needs a target that keeps states: {type(target).__name__} does not")
             self.target.prefix_cache = PrefixCache(prefix_cache)
-        self._connect(drafter)
+        self.adaptation = None if adapt is None else Adaptation(drafter, target, adapt)
+        self._connect(drafter if self.adaptation is None else self.adaptation.drafter)
+        if self.adaptation is not None:
+            self.engine.idle.add(self.adaptation)
 
     def _connect(self, drafter: Drafter | None) -> None:
         """Make the parts that belong to this target."""
@@ -184,7 +189,7 @@ class Pipeline:
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
         left_out = ("defaults", "engine", "_grammars", "_speculation")
-        state = {name: value for name, value in vars(self).items() if name not in left_out}
+        state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
             return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
 

@@ -8,8 +8,12 @@ Groups, each line of a package's ``[project.entry-points]`` being ``name = "modu
 - ``mmspec.drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
+- ``mmspec.adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/heads.py``), by
+  the drafter's name.
 - ``mmspec.prompts``: functions from a number to that many requests, for training commands without data of the user.
 - ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
+- ``mmspec.towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
+  registers its classes with transformers.
 - ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
 """
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -55,14 +60,8 @@ class PackagedModel:
         return all(find_spec(package) is not None for package in (self.package, *self.parts))
 
     def __call__(self) -> str:
-        homes = [self._home(package) for package in (self.package, *self.parts)]
+        homes = [_home(package, self.install, "model") for package in (self.package, *self.parts)]
         return str(self._joined(homes[1:]) if self.parts else homes[0])
-
-    def _home(self, package: str) -> Path:
-        spec = find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            raise UserError(f"the package {package} carries the model, and is not installed: run {self.install}")
-        return Path(next(iter(spec.submodule_search_locations)))
 
     def _joined(self, homes: list[Path]) -> Path:
         files = [file for home in homes for file in home.glob("**/*.gguf.part*")]
@@ -82,18 +81,55 @@ class PackagedModel:
 
 
 @dataclass(frozen=True)
+class PackagedTower:
+    """A vision tower whose weights a package carries, which is not imported.
+
+    Attributes:
+        package: what contains the weights, one file `models/*.pth`.
+        install: the command that installs it.
+        read: reads the file: tensors by name.
+    """
+
+    package: str
+    install: str
+    read: Callable[[Path], dict[str, Any]]
+
+    def file(self) -> Path:
+        """Returns the path of the weights.
+
+        Raises:
+            UserError: the package is not installed, or does not hold one such file.
+        """
+        files = sorted(_home(self.package, self.install, "vision tower").glob("models/*.pth"))
+        if len(files) != 1:
+            raise UserError(f"expected one file models/*.pth in the package {self.package}, received {len(files)}")
+        return files[0]
+
+    def __call__(self) -> dict[str, Any]:
+        """Returns the tensors by name."""
+        return self.read(self.file())
+
+
+def _home(package: str, install: str, what: str) -> Path:
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"the package {package} carries the {what}, and is not installed: run {install}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@dataclass(frozen=True)
 class EmbeddedModel:
     """A model that is part of a package; calling it returns its folder.
 
     Attributes:
         folder: what ``from_pretrained`` loads.
         limits: one sentence on what it was trained on, for users who give it input of their own.
-        language: the packaged model that it needs as its language model; see ``mmspec/targets/completed.py``.
+        packages: those that carry the rest of its weights, as imported; see ``mmspec/targets/completed.py``.
     """
 
     folder: str
     limits: str
-    language: PackagedModel | None = None
+    packages: tuple[str, ...] = ()
 
     def __call__(self) -> str:
         return self.folder
@@ -119,8 +155,7 @@ def embedded() -> list[str]:
     """Names of the models that this and other packages register as their own, without those that lack a package."""
 
     def complete(model: Any) -> bool:
-        language = getattr(model, "language", None)
-        return not isinstance(model, PackagedModel) and (language is None or language.installed)
+        return not isinstance(model, PackagedModel) and all(map(find_spec, getattr(model, "packages", ())))
 
     return [entry.name for entry in registered("models") if complete(entry.load())]
 

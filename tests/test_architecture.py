@@ -33,7 +33,7 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine", "loading"},
-    {"answer"},
+    {"adaptation", "answer"},
     {"pipeline"},
     {"compare", "hook"},
     {"mmspec"},

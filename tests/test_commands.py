@@ -20,18 +20,22 @@ from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
+GROUPS = ("train", "datastore")
 COMMANDS = {
-    **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name != "train"},
+    **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name not in GROUPS},
+    ("datastore", "build"): plugins.find("commands", "datastore").commands["build"],
     **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
 }
 MEASURING = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text())
-POSITIONAL = {("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
+POSITIONAL = {("datastore", "build"): [__file__], ("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
 OUTPUTS, INPUTS = (
     [
         pytest.param(names, option, id=f"{' '.join(names)} {option.opts[0]}")
         for names, command in COMMANDS.items()
         for option in command.params
-        if isinstance(option.type, click.Path) and isinstance(option.type, Output) == outputs
+        if isinstance(option, click.Option)
+        and isinstance(option.type, click.Path)
+        and isinstance(option.type, Output) == outputs
     ]
     for outputs in (True, False)
 )

@@ -26,6 +26,7 @@ _SECTIONS = {
     "Train": {
         "train": "Train models and drafters.",
         "export": "Write a drafter for vLLM or SGLang.",
+        "datastore": "Index texts on disk, to draft from.",
     },
     "Evaluate": {
         "eval": "Measure quality, acceptance and speed.",
@@ -37,7 +38,7 @@ _SECTIONS = {
     },
     "Models and data": {
         "tiny-llava": "The embedded vision-language model.",
-        "smol-llava": "The embedded tower and connector of SmolLM2.",
+        "smol-llava": "A captioner of photographs on SmolLM2.",
         "tiny-hybrid": "The embedded hybrid language model.",
         "make-data": "Generate training data for drafters with a model.",
     },

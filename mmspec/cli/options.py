@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from mmspec import plugins
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import Checked, Rule, is_required, shown
 from mmspec.sampling.params import SamplingParams
 
@@ -205,6 +206,18 @@ generation_config_option = click.option(
     show_default=True,
     help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
 )
+
+adapt_options = stack(
+    click.option("--adapt", is_flag=True, help="Let drafters learn from all requests while none is running."),
+    derived(AdaptOptions, prefix="adapt_"),
+)
+
+
+def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
+    """Take the values of ``adapt_options`` out of a command's; None without ``--adapt`` and ``--adapt-folder``."""
+    on, folder, space = (options.pop(name) for name in ("adapt", "adapt_folder", "adapt_space"))
+    return AdaptOptions(folder, space) if on or folder is not None else None
+
 
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 

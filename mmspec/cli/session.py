@@ -24,11 +24,9 @@ from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
-from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.pipeline import Pipeline, load
-from mmspec.sampling.defaults import MODELS
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
@@ -96,18 +94,16 @@ def open_pipeline(
     device: str,
     dtype: str,
     trust_remote_code: bool = False,
-    max_num_seqs: int = MAX_NUM_SEQS,
-    generation_config: str = MODELS,
-    device_map: Any = None,
     sharded: bool = False,
+    **options: Any,
 ) -> Pipeline:
     """Calls ``mmspec.load`` with a status line, and without other libraries' messages.
 
     Args:
         sharded: each rank of the job has a part of the weights.
+        **options: of ``mmspec.load``.
     """
-    options: dict[str, Any] = {"max_num_seqs": max_num_seqs, "generation_config": generation_config}
-    options |= {"device_map": device_map, "tp_plan": "auto" if sharded else None}
+    options |= {"tp_plan": "auto"} if sharded else {}
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers

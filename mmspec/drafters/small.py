@@ -1,9 +1,8 @@
 """Draft-model drafter: a small language model with its own KV cache and recurrent states.
 
 A vision-language model that marks images by the target's tokens gets the target's images and videos, with all of their
-tokens or a share (SpecVLM, arXiv 2508.16201, without its selection by attention); for other models, visual positions
-of the prompt are dropped. A model with another tokenizer drafts the tokens that both vocabularies have
-(arXiv 2502.05202).
+tokens or a share (SpecVLM, arXiv 2508.16201, see ``visual_share.py``); for other models, visual positions of the prompt
+are dropped. A model with another tokenizer drafts the tokens that both vocabularies have (arXiv 2502.05202).
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.visual_share import TOP_P, VisualShare
 from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
@@ -49,7 +49,9 @@ class Small(CapturedDrafter):
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
-        visual_share: share of the visual tokens that a vision-language model gets, spread evenly over those of a row.
+        visual_share: share of the visual tokens that a vision-language model gets: those to which the target attends
+            most, and evenly spaced ones.
+        visual_top_p: part of the target's attention to visual tokens that the former have; 0 spaces all evenly.
 
     Raises:
         UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
@@ -65,13 +67,13 @@ class Small(CapturedDrafter):
         trust_remote_code: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
         visual_share: float = 1.0,
+        visual_top_p: float = TOP_P,
     ) -> None:
-        if not 0 <= visual_share <= 1:
-            raise UserError(f"the share of visual tokens must be from 0 to 1: got {visual_share}")
+        self._visual = VisualShare(visual_share, visual_top_p)
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
-        self.top_k, self._tokenizers, self.visual_share = top_k, tokenizers, visual_share
+        self.top_k, self._tokenizers = top_k, tokenizers
         self._shared: SharedTokens | None = None
         super().__init__()
 
@@ -93,6 +95,7 @@ class Small(CapturedDrafter):
         self._shared = self._shared_with(target)
         self.model.to(target.device)  # type: ignore[arg-type]
         self._target = target
+        self._visual.attach(target)
         self.reset()
         if self._shared is not None:
             self._own, self._theirs = (x.to(target.device) for x in (self._shared.draft_ids, self._shared.target_ids))
@@ -121,6 +124,10 @@ class Small(CapturedDrafter):
         return None
 
     @property
+    def features(self) -> tuple[Feature, ...]:
+        return () if self._shared is not None else self._visual.features
+
+    @property
     def parts(self) -> tuple[RowState, ...]:
         return self.lm, self._output
 
@@ -133,7 +140,7 @@ class Small(CapturedDrafter):
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         if (seen := self._seen(prompt, output.visual)) is not None:
-            self._begin_with_media(seen, history)
+            self._begin_with_media(seen, output, history)
             return
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
         if output.visual is not None:
@@ -154,19 +161,18 @@ class Small(CapturedDrafter):
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
         """The prompt with images and videos at the tokens ``visual``; None if the model does not get them."""
-        if visual is None or self._shared is not None or not self.visual_share or not bool(visual.any()):
+        if visual is None or self._shared is not None or not self._visual.share or not bool(visual.any()):
             return None
         own = self.lm.visual(prompt)
         return None if own is None or not torch.equal(own, visual) else prompt.unencoded
 
-    def _begin_with_media(self, prompt: Prompt, history: list[list[int]]) -> None:
+    def _begin_with_media(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         """Prefill images and videos too, and queue the first tokens."""
         device, before, new = prompt.input_ids.device, self.rows, len(history)
         prompt = prompt.to(device, self.lm.dtype)
-        if self.visual_share < 1:
-            visual = self.lm.visual(prompt)
-            assert visual is not None
-            kept = evenly(visual, self.visual_share) | ~visual
+        if self._visual.share < 1:
+            assert output.visual is not None
+            kept = self._visual.selected(output.visual, output, before) | ~output.visual
             prompt.kept = kept if prompt.attention_mask is None else kept & prompt.attention_mask.bool()
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
@@ -231,14 +237,6 @@ class Small(CapturedDrafter):
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         head = self.lm.head if self._shared is None else self._narrow
         return ops.top_log_probs(head(hidden), self.top_k)
-
-
-def evenly(tokens: Tensor, share: float) -> Tensor:
-    """A share of tokens, spread evenly over those of a row: (batch, length) bool, in and out."""
-    count = tokens.sum(1, keepdim=True)
-    kept = (count * share).round().long().clamp(min=1)
-    rank = tokens.long().cumsum(1)  # from 1
-    return tokens & (rank * kept // count.clamp(min=1) > (rank - 1) * kept // count.clamp(min=1))
 
 
 def _tokenizer(model: Any) -> Any:

@@ -18,9 +18,9 @@ from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import best_first
+from mmspec.drafters.mixing import mixed
 from mmspec.drafters.spec import DrafterSpec
 
-_ESCAPE = 0.5  # weight of all shorter contexts against one occurrence of a context
 _CONTEXTS = 2  # contexts that are mixed, longest first; more did not raise acceptance
 _COUNTED = 64  # contexts counted per token: of more, the text repeats itself and the longest ones decide
 
@@ -135,20 +135,13 @@ class Automaton:
 
     def children(self, state: int) -> Iterator[tuple[int, float, int]]:
         """Next tokens after a state's substring, with their probabilities and states."""
-        probs: dict[int, float] = {}
+        contexts: list[dict[int, int]] = []
         states: dict[int, int] = {}
-        weight = 1.0
-        for _ in range(_CONTEXTS):
-            if state <= 0:  # single tokens' frequencies predict nothing
-                break
-            counts = {token: self.count[at] for token, at in self.next[state].items()}
-            total = sum(counts.values()) + _ESCAPE
-            for token, count in counts.items():
-                probs[token] = probs.get(token, 0.0) + weight * count / total
-                states.setdefault(token, self.next[state][token])
-            weight *= _ESCAPE / total
+        while state > 0 and len(contexts) < _CONTEXTS:  # single tokens' frequencies predict nothing
+            contexts.append({token: self.count[at] for token, at in self.next[state].items()})
+            states = self.next[state] | states
             state = self.link[state]
-        for token, p in probs.items():
+        for token, p in mixed(contexts).items():
             yield token, p, states[token]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -64,6 +65,13 @@ class TrainedDrafter(TreeDrafter):
     def __init__(self, network: Any, draft_ids: Tensor | None, *, verifier: dict[str, Any] | None, **tree: int) -> None:
         self.draft_ids, self.verifier = draft_ids, verifier
         super().__init__(network, **tree)
+
+    def renewed(self, network: Any) -> Self:
+        """A drafter like this one, without rows and attached to no target, with another network of the same shape."""
+        fresh = copy.copy(self)
+        fresh.network, fresh._target = network.eval().requires_grad_(False), None
+        fresh.reset()
+        return fresh
 
     def save(self, folder: Path, target: Any) -> None:
         """Write a drafter checkpoint for ``target``."""

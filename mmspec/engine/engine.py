@@ -9,6 +9,7 @@ import threading
 from collections import abc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter as clock
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -16,6 +17,7 @@ import torch
 
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
+from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
 from mmspec.engine.lockstep import Lockstep
 from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
@@ -49,6 +51,7 @@ class Engine:
 
     Attributes:
         core: runs the steps, in the worker thread.
+        idle: work for the worker thread while no sequence runs or waits; its owners keep it alive.
         lockstep: with the engines of other ranks; None unless the target is sharded.
     """
 
@@ -58,8 +61,11 @@ class Engine:
         self.core = EngineCore(target, max_num_seqs, chunk, self._changed)
         self.lockstep = Lockstep.of(target, self.core, self._changed)
         self._worker: threading.Thread | None = None
+        self.idle: WeakSet[IdleTask] = WeakSet()
         self._stepping = self._closed = False
-        self._pauses = 0  # threads that wait for the end of a step
+        self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
+        self._task: IdleTask | None = None  # of this turn
+        self._idle_from = 0.0  # clock at which the next turn of idle work may begin
         _ALL.add(self)
         if self.lockstep is not None:
             atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
@@ -158,9 +164,12 @@ class Engine:
             self.lockstep.follow(start)
 
     def drain(self) -> None:
-        """Wait until all sequences have ended and their rows are free."""
+        """Wait until all sequences have ended and their rows are free; idle work is left for later."""
         with self._changed:
+            self._drains += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._worker is None)
+            self._drains -= 1
 
     def close(self) -> None:
         """Cancel all sequences and accept no others."""
@@ -170,6 +179,8 @@ class Engine:
         if self.waits_for_lost_rank:
             return
         self.drain()
+        for task in list(self.idle):
+            run_idle(task, task.close)
         if self.lockstep is not None:
             self.lockstep.end()
 
@@ -181,13 +192,15 @@ class Engine:
         return self.lockstep is not None and self.lockstep.broken is not None and self._worker is not None
 
     def _wake(self) -> None:
-        """Start the worker, unless it runs."""
+        """Start the worker, or tell it that there are sequences."""
         if self._worker is None:
             self._worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
             self._worker.start()
+        else:
+            self._changed.notify_all()  # it may be waiting for the next turn of idle work
 
     def _run(self) -> None:
-        """Run steps until no sequence is left."""
+        """Run steps until no sequence is left and no idle work."""
         _LOCAL.engine = self
         with self._on_device():
             while self._has_work():
@@ -199,21 +212,47 @@ class Engine:
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _has_work(self) -> bool:
-        """Whether to run another step; otherwise the worker has ended."""
+        """Whether to run another turn; otherwise the worker has ended."""
         with self._changed:
-            self._stepping = False
+            self._stepping, self._task = False, None
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pauses)
             if self.core.has_work or (self.lockstep is not None and self.lockstep.waits):
                 self._stepping = True
                 return True
             self.core.clear()
-            self._worker = None
-            self._changed.notify_all()
-            return False
+            self._task = self._idle_task()
+            if self._task is None and not self.core.has_work:
+                self._worker = None
+                self._changed.notify_all()
+                return False
+            self._stepping = True
+            return True
+
+    def _idle_task(self) -> IdleTask | None:
+        """A task with pending work, once no sequence has come for a while; None if there is none."""
+
+        def disturbed() -> bool:
+            return self._closed or self._drains > 0 or self.core.has_work
+
+        if not any(task.pending for task in list(self.idle)):
+            return None
+        if self._changed.wait_for(disturbed, max(0.0, self._idle_from - clock())):
+            return None
+        self._changed.wait_for(lambda: not self._pauses)
+        return None if disturbed() else next((task for task in list(self.idle) if task.pending), None)
+
+    def _idle_turn(self, task: IdleTask) -> None:
+        start = clock()
+        if not run_idle(task, task.turn):
+            self.idle.discard(task)
+        self._idle_from = clock() + (clock() - start) * (1 / SHARE - 1)
 
     def _turn(self) -> None:
-        """Run a step and notify the clients of its sequences."""
+        """Run a step and notify the clients of its sequences; while there are none, do some idle work."""
+        if self._task is not None:
+            self._idle_turn(self._task)
+            return
         core = self.core
         core.touched = dict.fromkeys(core.running)
         try:
@@ -228,6 +267,7 @@ class Engine:
             core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
+        self._idle_from = clock() + QUIET
         for sequence in core.touched:
             if sequence.has_output:
                 sequence.on_change()

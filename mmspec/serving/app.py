@@ -81,6 +81,8 @@ def create_app(
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * limits.max_running + 2))
         yield
         runner.close()
+        if pipe.adaptation is not None:
+            pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_routes(app, endpoints)

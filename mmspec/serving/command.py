@@ -10,6 +10,8 @@ import click
 
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import (
+    adapt_of,
+    adapt_options,
     derived,
     device_map_option,
     drafter_option,
@@ -65,6 +67,7 @@ _log = logging.getLogger("mmspec.serve")
     metavar="MIB",
     help="Memory for the states of earlier prompts; 0 computes every prompt.",
 )
+@adapt_options
 @derived(Limits)
 @click.option(
     "--engine",
@@ -91,10 +94,13 @@ def serve(
     check_api_key(api_key, no_auth, public=not is_loopback(host))
     if replicas > 1 and engine != "ray":
         raise UserError(f"--replicas goes with --engine ray: got --engine {engine}")
+    adapt = adapt_of(options)
+    if adapt is not None and adapt.folder is not None and engine == "ray":
+        raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
     from mmspec.serving.settings import Settings
 
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    settings = Settings(**options, limits=limits, api_key=api_key, hosts=names(host))
+    settings = Settings(**options, limits=limits, adapt=adapt, api_key=api_key, hosts=names(host))
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")

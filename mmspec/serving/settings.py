@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.jobs import ranks
 from mmspec.serving.limits import Limits
 
@@ -26,6 +27,7 @@ class Settings:
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
         served_model_name, tool_parser: its ``names`` and ``tool_parser``.
+        adapt: drafters learn from all requests; None copies those that learn for each sequence.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Settings:
     allow_urls: bool
     served_model_name: Sequence[str] = ()
     tool_parser: str = "auto"
+    adapt: AdaptOptions | None = None
     device_map: Any = None
 
     def pipeline(self) -> Pipeline:
@@ -52,16 +55,20 @@ class Settings:
         """
         from rich.console import Console
 
+        from mmspec.cli.options import LOADING
         from mmspec.cli.session import open_pipeline
         from mmspec.drafters.per_sequence import per_sequence
         from mmspec.pipeline import Pipeline
 
-        options: dict[str, Any] = {"generation_config": self.generation_config}
-        loading = (self.model, self.drafter, self.device, self.dtype, self.trust_remote_code)
-        placement = {"device_map": self.device_map, "sharded": ranks() > 1}
-        loaded = open_pipeline(Console(stderr=True), *loading, **{**options, **placement})
-        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
-        pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **options)
+        loading: dict[str, Any] = {name: getattr(self, name) for name in LOADING}
+        serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        loading["sharded"] = ranks() > 1
+        if self.adapt is not None:
+            pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt)
+        else:
+            loaded = open_pipeline(Console(stderr=True), **loading)
+            serving["generation_config"] = self.generation_config
+            pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **serving)
         pipe.calibrate()
         return pipe
 

@@ -164,18 +164,18 @@ class PassAttention:
         return self._lock
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Applies the implementation during one pass. Passes of all targets through one decoder are serialised: they
-        share its configuration and hooks."""
+    def applied(self, name: str | None = None) -> Iterator[None]:
+        """Applies the implementation, or a named one, during one pass. Passes of all targets through one decoder are
+        serialised: they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]
             try:
                 for settings in self._settings:
-                    settings[_SETTING] = self.name
+                    settings[_SETTING] = name or self.name
                 yield
             finally:
-                for settings, name in zip(self._settings, usual, strict=True):
-                    settings[_SETTING] = name
+                for settings, before in zip(self._settings, usual, strict=True):
+                    settings[_SETTING] = before
 
 
 _SETTING = "_attn_implementation_internal"  # what ``set_attn_implementation`` writes

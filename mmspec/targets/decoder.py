@@ -201,6 +201,20 @@ class Decoder:
         cache.commit(depth, [list(range(nodes))])
         return features
 
+    def run_layer(self, layer: int, inputs: dict[str, Any], attention: str) -> None:
+        """Run one layer alone on a prompt, in a cache of its own, for what its hooks or attention function do.
+
+        Args:
+            inputs: the decoder's, with the layer's input as ``inputs_embeds``.
+            attention: name of an attention implementation of transformers.
+        """
+        decoder, cache = self._with_layers(nn.ModuleList([self._stack[layer]])), self.new_cache(0, False)
+        with self.attention.applied(attention):
+            if getattr(self.config, "layer_types", None):  # by place
+                decoder.config = copy.copy(decoder.config)
+                vars(decoder.config)["layer_types"] = [self.config.layer_types[layer]]
+            decoder(use_cache=True, **{self._cache_argument: cache}, **inputs)
+
     def _run_model(self, call: dict[str, Any], cache: TreeCache) -> Any:
         # Some models can only compute the logits of all positions.
         least = {"logits_to_keep": 1} if "logits_to_keep" in signature(self._model.forward).parameters else {}
@@ -239,13 +253,14 @@ class Decoder:
         last = len(self._stack) - 1
         if not 0 < count <= last:
             raise UserError(f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}")
-        beginning = copy.copy(self._module)
-        vars(beginning).pop("forward", None)  # of the whole decoder
-        beginning._modules = {
-            name: _first_layers(part, count) if part is self._stack else part
-            for name, part in beginning._modules.items()
-        }
-        return beginning
+        return self._with_layers(_first_layers(self._stack, count))
+
+    def _with_layers(self, layers: nn.ModuleList) -> Any:
+        """The decoder's modules with other layers."""
+        decoder = copy.copy(self._module)
+        vars(decoder).pop("forward", None)  # of the whole decoder
+        decoder._modules = {name: layers if part is self._stack else part for name, part in decoder._modules.items()}
+        return decoder
 
     @cached_property
     def _stack(self) -> nn.ModuleList:

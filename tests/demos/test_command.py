@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from mmspec import UserError
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.api import API
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.command import _signals_raise, demo
@@ -110,6 +111,7 @@ def test_login_options(served):
     [
         ([], None),
         (["--api"], API("tiny-llava", "auto", "127.0.0.1", None)),
+        (["--api", "--adapt"], API("tiny-llava", adapt=AdaptOptions())),
         (["--api", "--host", "localhost", "--api-key", "k"], API("tiny-llava", "auto", "localhost", "k")),
         (["--api", "--share", "--no-auth", "--model", "x", "--drafter", "d"], API("x", "d", None, None)),
         (["--api", "--host", "0.0.0.0", "--auth", "a:b", "--api-key", "k"], API("tiny-llava", "auto", None, "k")),
@@ -124,6 +126,11 @@ def test_api_of_the_command(served, monkeypatch, options, expected):
 def test_api_on_a_public_address_requires_a_key(served, public):
     with pytest.raises(UserError, match="a public address needs a key: expected --api-key KEY, MMSPEC_API_KEY or"):
         served("--api", *public, "--auth", "a:b")
+
+
+def test_adapt_without_the_api(served):
+    with pytest.raises(UserError, match="--adapt goes with --api: got no --api"):
+        served("--adapt-space", "64", "--adapt")
 
 
 def test_a_key_without_the_api(served):

@@ -9,6 +9,7 @@ from threading import Barrier
 import pytest
 
 from mmspec import Pipeline, UserError
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos import turns
@@ -76,6 +77,15 @@ def test_what_is_kept_is_not_evicted(models):
         models.get("a").pipeline(drafter)
     assert models.get("a").pipeline("recycle") is kept
     assert models.opened == ["a", "b", "c", "d"]
+
+
+def test_an_adapting_pipeline_is_not_the_pages(models):
+    adapting = models.keep("a", "recycle", AdaptOptions())
+    assert adapting.adaptation is not None
+    own = models.get("a").pipeline("recycle")
+    assert own is not adapting
+    assert own.adaptation is None
+    assert own.target.model is adapting.target.model
 
 
 def test_requests_do_not_share_learned_drafts():

@@ -169,7 +169,7 @@ def test_drafters_of_a_model(run: Run) -> None:
     status, out, _ = run("info", "tiny-llava", "--drafters")
     words = " ".join(out.split())
     assert status == 0
-    assert words.startswith("at hand flash (default): MSD with compressed images")
+    assert words.startswith("at hand flash (default): MSD's small trained layer with compressed images")
     assert words.index("with a checkpoint") < words.index("mmspec train eagle3 --model tiny-llava")
     assert_user_error(run("info", "--drafters"), "--drafters needs a model: expected mmspec info MODEL --drafters")
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 
 from mmspec import plugins
 from mmspec.core.drafter import Drafter
+from mmspec.drafters.datastore.build import build_store
 from mmspec.drafters.registry import drafter_spec
 from mmspec.drafters.union import Union
 from tests.tiny.models import (
@@ -31,6 +36,16 @@ def _dspark_network(model: Any, **changes: Any) -> Any:
     vocab = model.config.get_text_config().vocab_size
     heads = {"markov_rank": 6, "markov_inputs": vocab, "markov_outputs": vocab, "markov_type": "rnn"}
     return dflash_network(model, **{**heads, "confidence": "markov", "from_anchor": True, **changes})
+
+
+@cache
+def _tiny_store(vocab: int) -> str:
+    """A store of random texts with many repetitions."""
+    folder = mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    texts = [torch.randint(vocab, (60,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(40)]
+    build_store([text * 2 for text in texts], vocab, "tiny", Path(folder) / "store")
+    return f"{folder}/store"
 
 
 NETWORKS: dict[str, Callable[..., Any]] = {
@@ -86,6 +101,8 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
         return spec.load()(vision_model("llava", seed=1), top_k=TREE["top_k"], visual_share=0.4)
     if name == "early-exit":
         return spec.load()(1, top_k=TREE["top_k"])
+    if name == "datastore":
+        return spec.load()(_tiny_store(model.config.get_text_config().vocab_size))
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}

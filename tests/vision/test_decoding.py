@@ -80,7 +80,7 @@ OTHERS: set[int] = set()
 
 @pytest.fixture(autouse=True, scope="module")
 def others():
-    chat_request._decoder.cache_clear()  # ends workers that tests of the demo started
+    chat_request.decoder.cache_clear()  # ends workers that tests of the demo started
     OTHERS.update(child.pid for child in psutil.Process().children())
 
 
@@ -364,8 +364,8 @@ def test_crash_prints_one_error_line(tmp_path, faulty, capfd):
 
 
 def test_crash_fails_one_demo_request(tmp_path, faulty, monkeypatch):
-    monkeypatch.setattr(chat_request, "_decoder", lambda: faulty)
+    monkeypatch.setattr(chat_request, "decoder", lambda: faulty)
     sent = [Upload(str(write(tmp_path / f"{width}.png", width, CRASH)), "holiday.png") for width in (1, 8)]
     with pytest.raises(UserError, match=r"^holiday.png: .* the decoder fails \(SIGSEGV\)$"):
-        ChatRequest("image", "What?", sent[0]).pipeline_request()
-    assert ChatRequest("image", "What?", sent[1]).pipeline_request()["images"][0].size == (8, CRASH)
+        ChatRequest("image", "What?", (sent[0],)).pipeline_request()
+    assert ChatRequest("image", "What?", (sent[1],)).pipeline_request()["images"][0].size == (8, CRASH)

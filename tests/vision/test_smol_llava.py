@@ -30,7 +30,7 @@ def pipe(one_thread: None) -> Pipeline:
 
 
 def test_it_is_offered_where_its_language_model_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert smol_llava.language is plugins.smollm2
+    assert smol_llava.packages == (plugins.smollm2.package,)
     for present in (True, False):
         monkeypatch.setattr(plugins, "find_spec", lambda name, present=present: object() if present else None)
         assert ("smol-llava" in plugins.embedded()) == present

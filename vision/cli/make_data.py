@@ -35,6 +35,7 @@ DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")
+@click.option("--pictures", type=click.IntRange(1), help="Draw conversations about this many pictures of packages.")
 @click.option("--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced.")
 @click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
 @click.option("--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target (text models).")
@@ -54,6 +55,7 @@ def make_data(
     as_told: bool,
     out: Path,
     scenes: int | None,
+    pictures: int | None,
     prompts: Path | None,
     images: Path | None,
     self_prompts: int | None,
@@ -70,7 +72,7 @@ def make_data(
     The questions of a conversation are answered one after another, each in the context of the target's own earlier
     answers. Run the same command again to resume an interrupted run.
     """
-    sources = {"--scenes": scenes, "--prompts": prompts, "--self-prompts": self_prompts}
+    sources = {"--scenes": scenes, "--pictures": pictures, "--prompts": prompts, "--self-prompts": self_prompts}
     chosen = [name for name, value in sources.items() if value is not None]
     if len(chosen) != 1:
         raise UserError(f"expected one of {', '.join(sources)}, received {' and '.join(chosen) or 'none'}")
@@ -79,10 +81,11 @@ def make_data(
     if record and self_prompts is None:
         raise UserError(f"--record keeps features of text: expected --self-prompts, received {chosen[0]}")
     dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
-    from mmspec.vision.distil.scenes import scene_conversations
+    from mmspec.vision.distil.scenes import KINDS, picture_kinds, training_conversations
+    from mmspec.vision.pictures.library import pictures as installed_pictures
 
     if as_told:
-        drawn = scene_conversations(range(first, first + (scenes or 0)), out)
+        drawn = training_conversations(range(first, first + (scenes or 0)), out)
         dataset.append([_with_known_answers(job) for job in drawn if job.id not in dataset.done])
         return
     from rich.console import Console
@@ -97,9 +100,10 @@ def make_data(
     console = Console(stderr=True)
     pipe = open_pipeline(console, target, None, device, settings["dtype"], max_num_seqs=batch)
     params = SamplingParams(max_new_tokens=settings["max_new_tokens"], temperature=settings["temperature"])
-    total = len(asked) or scenes or self_prompts or 0
+    total = len(asked) or scenes or pictures or self_prompts or 0
     numbers = range(first, first + total)
-    jobs: Iterable[PendingConversation] = asked or scene_conversations(numbers, out)
+    kinds = picture_kinds(installed_pictures()) if pictures else KINDS
+    jobs: Iterable[PendingConversation] = asked or training_conversations(numbers, out, kinds)
     if self_prompts is not None:
         sampling = SamplingParams(temperature=settings["prompt_temperature"], top_p=settings["prompt_top_p"], seed=seed)
         jobs = draw_prompts(pipe, numbers, dataset.done, sampling)

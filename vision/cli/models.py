@@ -46,9 +46,13 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
 @click.command("smol-llava")
 @_OPTIONS
 @derived(RunOptions, "minutes", default=100.0, text="Wall-clock budget.")
-@click.option("--steps", type=click.IntRange(1), nargs=3, help="Steps of the three stages, instead of --minutes.")
+@click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")
 @click.option("--start", type=FOLDER, help="Continue from this trained model, with the last stage only.")
 @derived(RunOptions, "seed", rule=whole(0), text="Of the conversations; with --start, take another one.")
+@click.option("--emoji", type=FOLDER, help="Pictures named by code points in hexadecimal, to learn from as well.")
+@click.option(
+    "--fetch", is_flag=True, help="First fetch photographs of packages to learn from, 700 MB, into the cache."
+)
 @click.option("--compile", is_flag=True, help="Use torch.compile: half the time per step, a minute at the start.")
 def smol_llava(
     out: Path,
@@ -57,18 +61,28 @@ def smol_llava(
     size: float,
     start: Path | None,
     seed: int,
+    emoji: Path | None,
+    fetch: bool,
     compile: bool,
     **rest: Any,
 ) -> None:
-    """Train a vision tower and a connector for SmolLM2, on scenes drawn on the fly.
+    """Train a connector between EfficientNet-lite0 and SmolLM2, on pictures of packages and on drawn scenes.
 
-    The language model comes from its package and stays as it is. Run the same command again to resume an interrupted
-    run from its last checkpoint. Stages have folders in OUT; the model is written to OUT/whole/model.
+    Both models come from their packages and stay as they are, but for the gains of SmolLM2's norms. What is missing is
+    said with the command that installs it. Run the same command again to resume an interrupted run from its last
+    checkpoint. Stages have folders in OUT; the model is written to OUT/conversations/model.
     """
+    from mmspec.vision.pictures.fetching import fetch as fetch_package
+    from mmspec.vision.pictures.fetching import is_fetched
+    from mmspec.vision.pictures.library import photograph_packages, pictures
     from mmspec.vision.training.smol import stages
 
     budget: dict[str, Any] = {"minutes": None if steps else minutes, "steps": steps}
-    _train(lambda: stages(out, size, **budget, start=start, seed=seed, compile=compile), **rest)
+    for package in [one for one in photograph_packages() if fetch and not is_fetched(one)]:
+        click.echo(f"fetching {package.name} {package.version} ({package.manager})", err=True)
+        fetch_package(package)
+    library = pictures(emoji)
+    _train(lambda: stages(out, library, size, **budget, start=start, seed=seed, compile=compile), **rest)
 
 
 def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, scenes: int) -> None:

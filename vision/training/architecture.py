@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
@@ -26,8 +25,6 @@ class Architecture:
     mlp: int = 384
     context: int = 2048
     vocabulary: int = 896
-    patch: int = SLOT
-    """Side of a patch in pixels of a 96 x 96 image."""
 
 
 def llava_config(size: Architecture, tokens: dict[str, int]) -> LlavaConfig:
@@ -51,32 +48,21 @@ def llava_config(size: Architecture, tokens: dict[str, int]) -> LlavaConfig:
         eos_token_id=tokens["eos"],
         pad_token_id=tokens["pad"],
     )
-    return with_tower(size, text, tokens["image"])
-
-
-def with_tower(size: Architecture, text: Any, image_token: int) -> LlavaConfig:
-    """Returns the configuration of a LLaVA with a tower of these sizes.
-
-    Args:
-        size: of the tower; those of the language model are not read.
-        text: configuration of the language model.
-        image_token: id of the placeholder of visual tokens.
-    """
     vision = CLIPVisionConfig(
         hidden_size=size.width,
         intermediate_size=size.tower_mlp,
         num_hidden_layers=size.tower_layers,
         num_attention_heads=size.tower_heads,
         image_size=SIDE,
-        patch_size=size.patch,
+        patch_size=SLOT,
         projection_dim=size.width,
         hidden_act="gelu_pytorch_tanh",
     )
     return LlavaConfig(
         vision_config=vision,
         text_config=text,
-        image_token_index=image_token,
-        image_seq_length=(SIDE // size.patch) ** 2,
+        image_token_index=tokens["image"],
+        image_seq_length=(SIDE // SLOT) ** 2,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
         tie_word_embeddings=True,

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
+from mmspec.vision.pictures.conversations import PictureConversation
 from mmspec.vision.scenes.conversations import (
     SceneConversation,
     lists_only,
@@ -30,7 +31,8 @@ from mmspec.vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, 
 from mmspec.vision.scenes.vocabulary import SIDE
 from mmspec.vision.training.perception import SLOTS, TASKS, patch_labels
 
-Encode = Callable[[SceneConversation], tuple[list[int], list[bool]]]
+Conversation = SceneConversation | PictureConversation
+Encode = Callable[[Any], tuple[list[int], list[bool]]]
 """Token ids of a conversation, and for each whether it belongs to an answer."""
 
 KINDS_PER_POOL = 4
@@ -61,7 +63,7 @@ class EncodedExample:
 
     ids: list[int]
     answers: list[bool]
-    example: SceneConversation
+    example: Any
     rng: random.Random
 
 
@@ -86,11 +88,13 @@ class ConversationKind:
         make: draws one.
         batch: conversations per batch at size 1.0.
         share: of the batches.
+        held_out: draws one for evaluations, where that is not `make` with another random state.
     """
 
-    make: Callable[[random.Random], SceneConversation]
+    make: Callable[[random.Random], Conversation]
     batch: int
     share: float
+    held_out: Callable[[random.Random], Conversation] | None = None
 
 
 FIRST_CONVERSATIONS: Mapping[str, ConversationKind] = {
@@ -231,27 +235,27 @@ def held_out_examples(kind: ConversationKind, encode: Encode, count: int) -> lis
 
 def _make(kind: ConversationKind, split: str, indices: Iterable[int], encode: Encode) -> list[EncodedExample]:
     rows = []
+    make = kind.held_out or kind.make if split == "heldout" else kind.make
     for index in indices:
         rng = seeded(split, index)
-        example = kind.make(rng)
+        example = make(rng)
         rows.append(EncodedExample(*encode(example), example, rng))
     return rows
 
 
-def collate(rows: Sequence[EncodedExample], pad: int, per_slot: int = 1) -> ConversationBatch:
+def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
     """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row.
 
     Args:
         rows: the conversations.
         pad: id of the padding token.
-        per_slot: patches along a side of a character's slot.
     """
     text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
-    unlabelled = np.full((len(TASKS), (SLOTS * per_slot) ** 2), IGNORE)
+    unlabelled = np.full((len(TASKS), SLOTS**2), IGNORE)
     for row in rows:
         for scene in row.example.scenes:
             images.append(render(scene, row.rng))
-            perception.append(patch_labels(scene, (), per_slot) if row.example.at_rest else unlabelled)
+            perception.append(patch_labels(scene) if row.example.at_rest else unlabelled)
     truth = np.stack(perception) if perception else unlabelled[None][:0]
     return ConversationBatch(text.tokens, text.labels, to_pixels(images), torch.from_numpy(truth))

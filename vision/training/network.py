@@ -16,19 +16,18 @@ SDPA_FROM = 400
 """Sequence length from which fused attention trains faster."""
 
 
-class TrainedModel(nn.Module):
-    """A vision-language model in training, and the auxiliary heads of its vision tower.
+class TrainedLlava(nn.Module):
+    """A LLaVA model with random weights in training, and the auxiliary heads of its vision tower.
 
     Args:
-        llava: the model, or its modules with the same names.
         config: of the model.
     """
 
-    def __init__(self, llava: Any, config: LlavaConfig) -> None:
+    def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
-        self.llava = llava
+        self.llava: Any = LlavaForConditionalGeneration(config)
         # Fused CPU attention has a slow backward pass for short sequences: matmuls took half the time.
-        llava.model.vision_tower.set_attn_implementation("eager")
+        self.llava.model.vision_tower.set_attn_implementation("eager")
         vision: Any = config.vision_config
         self.heads = PerceptionHeads(vision.hidden_size)
         self.image_token = config.image_token_id
@@ -40,8 +39,6 @@ class TrainedModel(nn.Module):
     def forward(self, batch: ConversationBatch, perception_weight: float) -> LossOutput:
         """Returns next-token loss plus weighted perception loss.
 
-        A batch may have half as many visual tokens as patches: see `half_of_patches`.
-
         Its metrics are the two losses, "language" and "perception", and the next-token accuracy "right".
         """
         model = self.llava.model
@@ -50,9 +47,7 @@ class TrainedModel(nn.Module):
         if len(batch.pixels):
             features = self.see(batch.pixels)
             at_image = (batch.tokens == self.image_token)[..., None]
-            halved = int(at_image.sum()) < features.shape[0] * features.shape[1]
-            kept = half_of_patches(features) if halved else features
-            projected = model.multi_modal_projector(kept)
+            projected = model.multi_modal_projector(features)
             embeds = embeds.masked_scatter(at_image, projected.to(embeds.dtype))
             if perception_weight > 0 and bool((batch.perception >= 0).any()):
                 perception = perception_loss(self.heads(features), batch.perception)
@@ -62,20 +57,3 @@ class TrainedModel(nn.Module):
         language, accuracy = next_token_loss(hidden, self.llava.lm_head, batch.labels)
         metrics = {"language": language.item(), "perception": perception.item(), "right": accuracy}
         return LossOutput(language + perception_weight * perception, metrics)
-
-
-class TrainedLlava(TrainedModel):
-    """A LLaVA model with random weights in training."""
-
-    def __init__(self, config: LlavaConfig) -> None:
-        super().__init__(LlavaForConditionalGeneration(config), config)
-
-
-def half_of_patches(features: Tensor) -> Tensor:
-    """Returns the first and last of every four rows of patches, (images, patches / 2, width).
-
-    Every cell of a scene keeps two rows, and every line of characters one.
-    """
-    side = round(features.shape[1] ** 0.5)
-    kept = [row for row in range(side) if row % 4 in (0, 3)]
-    return features.unflatten(1, (side, side))[:, kept].flatten(1, 2)

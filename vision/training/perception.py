@@ -36,13 +36,12 @@ _SIZE = {name: i for i, name in enumerate(SIZES)}
 _BACKGROUND = {name: i for i, name in enumerate(BACKGROUNDS)}
 
 
-def patch_labels(scene: Scene, extra_signs: Iterable[Sign] = (), per_slot: int = 1) -> np.ndarray:
-    """Returns the labels of a scene without motion: (6 tasks, 36 * per_slot**2 patches) int64.
+def patch_labels(scene: Scene, extra_signs: Iterable[Sign] = ()) -> np.ndarray:
+    """Returns the labels of a scene without motion: (6 tasks, 36 patches) int64.
 
     Args:
         scene: of the image.
         extra_signs: drawn besides that of the scene.
-        per_slot: patches along a side of a character's slot.
     """
     labels = np.empty((len(TASKS), SLOTS, SLOTS), np.int64)
     for index, classes in enumerate(TASKS.values()):
@@ -56,7 +55,7 @@ def patch_labels(scene: Scene, extra_signs: Iterable[Sign] = (), per_slot: int =
         for index, character in enumerate(sign.text):
             labels[3:5, sign.band, sign.slot + index] = CHARACTERS.index(character), index
     labels[5] = _BACKGROUND[scene.background]
-    return labels.repeat(per_slot, axis=1).repeat(per_slot, axis=2).reshape(len(TASKS), -1)
+    return labels.reshape(len(TASKS), -1)
 
 
 class PerceptionHeads(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -25,18 +25,16 @@ from mmspec.vision.scenes.scene import seeded
 from mmspec.vision.training.architecture import Architecture, llava_config
 from mmspec.vision.training.batches import (
     CONVERSATIONS,
-    LISTS_UNTIL,
     ConversationBatch,
-    ConversationKind,
     ConversationSampler,
     EncodedExample,
     collate,
     held_out_examples,
     perception_batch,
 )
-from mmspec.vision.training.network import TrainedLlava, TrainedModel
+from mmspec.vision.training.network import TrainedLlava
 from mmspec.vision.training.perception import perception_accuracy, perception_loss
-from mmspec.vision.training.text import ChatFormat, corpus, encode, make_processor, token_ids, train_tokenizer
+from mmspec.vision.training.text import corpus, encode, make_processor, token_ids, train_tokenizer
 
 TOKENIZER_SCENES = 3000
 """Scenes whose conversations, one of each kind, the tokenizer is trained on."""
@@ -110,7 +108,7 @@ def _examples() -> Iterator[SceneConversation]:
     for index in count():
         rng = seeded("train", index)
         for kind in CONVERSATIONS.values():
-            yield kind.make(rng)
+            yield cast(SceneConversation, kind.make(rng))
 
 
 class SceneSampler:
@@ -181,39 +179,28 @@ class ConversationTask:
         tokenizer: of the model.
         export: writes the trained model to a folder.
         size: factor on the batch sizes.
-        chat: format of the conversations; by default the embedded model's.
-        kinds: of the conversations.
-        per_slot: patches along a side of a character's slot.
-        continued: the network was exported and has lost its perception heads: neither their loss nor a phase of lists.
-        seed: of the conversations.
     """
 
     def __init__(
         self,
-        network: TrainedModel,
+        network: TrainedLlava,
         rates: Mapping[str, float],
         tokenizer: PreTrainedTokenizerFast,
         export: Callable[[Path], None],
         size: float = 1.0,
-        chat: ChatFormat | None = None,
-        kinds: Mapping[str, ConversationKind] = CONVERSATIONS,
-        per_slot: int = 1,
-        continued: bool = False,
-        seed: int = 0,
     ) -> None:
-        self.network, self.tokenizer, self.kinds, self.per_slot = network, tokenizer, kinds, per_slot
-        self.perception = 0.0 if continued else PERCEPTION_WEIGHT
+        self.network, self.tokenizer = network, tokenizer
         model = network.llava.model
         towers = [(part, rates["tower"]) for part in (model.vision_tower, network.heads)]
         rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
         self.optimisers = Optimisers([*towers, *rest])
-        self.encode = partial(encode, tokenizer=tokenizer, chat=chat)
-        self.sampler = ConversationSampler(self.encode, size, kinds, 0.0 if continued else LISTS_UNTIL, seed)
+        self.encode = partial(encode, tokenizer=tokenizer)
+        self.sampler = ConversationSampler(self.encode, size)
         self.save = export
 
     def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
         """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id, self.per_slot)
+        return collate(examples, self.tokenizer.pad_token_id)
 
     def weight(self, batch: ConversationBatch) -> int:
         """Returns the number of labels."""
@@ -224,16 +211,16 @@ class ConversationTask:
     ) -> LossOutput:
         """Returns next-token and perception loss."""
         with torch.autocast("cpu", torch.bfloat16):
-            return network(batch, self.perception)
+            return network(batch, PERCEPTION_WEIGHT)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
         report = {"loss": 0.0}
-        for name, kind in self.kinds.items():
+        for name, kind in CONVERSATIONS.items():
             with torch.autocast("cpu", torch.bfloat16):
                 output = self.network(self.batch(held_out_examples(kind, self.encode, HELD_OUT)), 0.0)
             loss = output.metrics["language"]
-            report["loss"] += loss / len(self.kinds)
+            report["loss"] += loss / len(CONVERSATIONS)
             report |= {f"{name} loss": loss, f"{name} right": output.metrics["right"]}
         return report

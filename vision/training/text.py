@@ -15,6 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from mmspec.training.tokenizer import SPECIAL, chat_template
 from mmspec.training.tokenizer import train_tokenizer as train_any
+from mmspec.vision.pictures.conversations import PictureConversation
 from mmspec.vision.scenes.conversations import SceneConversation
 from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 
@@ -44,17 +45,8 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     return train_any(texts, vocabulary, r'[A-Z0-9](?=[A-Z0-9"])', (IMAGE,))
 
 
-def make_processor(
-    tokenizer: PreTrainedTokenizerFast, patch: int = SLOT, template: str = CHAT_TEMPLATE, image: str = IMAGE
-) -> LlavaProcessor:
-    """Returns a model's processor, which resizes images to 96 x 96 regardless of their aspect ratio.
-
-    Args:
-        tokenizer: of the model.
-        patch: side of a patch in pixels.
-        template: chat template.
-        image: placeholder of an image in texts.
-    """
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """Returns the model's processor, which resizes images to 96 x 96 regardless of their aspect ratio."""
     images = CLIPImageProcessorPil(
         size={"height": SIDE, "width": SIDE},
         crop_size={"height": SIDE, "width": SIDE},
@@ -65,11 +57,11 @@ def make_processor(
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
-        patch_size=patch,
+        patch_size=SLOT,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=template,
-        image_token=image,
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
     )
 
 
@@ -108,7 +100,7 @@ class ChatFormat:
 
 
 def encode(
-    example: SceneConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
+    example: SceneConversation | PictureConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
 ) -> tuple[list[int], list[bool]]:
     """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer.
 

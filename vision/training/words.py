@@ -1,7 +1,7 @@
-"""First targets of smol-llava's connector: each visual token is the embedding of a word that describes its patch.
+"""First targets of smol-llava's connector: each visual token is the embedding of a word that describes its position.
 
-The rows of patches read like text. An object's cell of 4 x 4 patches says "a large red star" and "at the top left" in
-turn, a line of characters spells them ("B - A - R -"), an empty cell says "plain white background;". The frozen
+In a drawn scene, each cell of 2 x 2 positions says "red star" and "large left", a character says itself. In a picture,
+rows say the thing's name and its kind in turn, "golden retriever dog", around it the background's colour. The frozen
 language model understands that much from the start, so that training through it begins close to the goal.
 """
 
@@ -12,77 +12,95 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mmspec.vision.pictures.compose import GRID as SIDE
+from mmspec.vision.pictures.compose import Composed
+from mmspec.vision.pictures.conversations import thing
+from mmspec.vision.pictures.nouns import Noun
 from mmspec.vision.scenes.scene import Scene, Sign
-from mmspec.vision.scenes.vocabulary import GRID
 
-PER_SLOT = 2
-"""Patches along a side of a character's slot."""
+Words = tuple[np.ndarray, np.ndarray]
+"""Token id of each position and the weight of its loss, (36,) int64 and float32."""
 
-SIDE_PATCHES = 2 * GRID * PER_SLOT
-"""Rows and columns of patches."""
+_COLUMNS = (" left", " middle", " right")
+_OUTSIDE = 0.15
+"""Weight of positions without a thing."""
 
-_PLACES: tuple[tuple[str, ...], ...] = (
-    (" at the top left", " at the top centre", " at the top right"),
-    (" at the middle left", " in the centre;", " at the middle right"),
-    (" at the bottom left", " at the bottom centre", " at the bottom right"),
-)
-_EMPTY_WEIGHT = 0.15
+_NAME = 3
+"""Columns of a name: as many tokens of it, the last ones of a longer name, or repeated."""
+
+_SHARPNESS = 8.0
 
 
-def patch_words(
-    scene: Scene, extra_signs: Sequence[Sign], token: Callable[[str], list[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the word of each patch and the weight of its loss, (144,) int64 and float32.
+def scene_words(scene: Scene, extra_signs: Sequence[Sign], token: Callable[[str], list[int]]) -> Words:
+    """Returns the words of a drawn scene at rest.
 
     Args:
-        scene: of the image, at rest.
+        scene: of the image.
         extra_signs: drawn besides that of the scene.
         token: token ids of a text.
     """
-    cell = 2 * PER_SLOT
-    words = np.empty((SIDE_PATCHES, SIDE_PATCHES), np.int64)
-    weights = np.full((SIDE_PATCHES, SIDE_PATCHES), _EMPTY_WEIGHT, np.float32)
-    words[:] = np.tile(_four(f" plain {scene.background} background;", token), GRID)
+    words = np.full((SIDE, SIDE), token(" plain")[0])
+    words[1::2, 1::2] = token(f" {scene.background}")[0]
+    weights = np.full((SIDE, SIDE), _OUTSIDE, np.float32)
     for item in scene.items:
-        row, col = item.cell
-        window = np.s_[row * cell : (row + 1) * cell, col * cell : (col + 1) * cell]
-        phrases = [_four(text, token) for text in (f" a {item.size} {item.colour} {item.shape}", _PLACES[row][col])]
-        words[window], weights[window] = np.tile(np.stack(phrases), (PER_SLOT, 1)).reshape(cell, cell), 1.0
+        row, col = (2 * at for at in item.cell)
+        said = (f" {item.colour}", f" {item.shape}", f" {item.size}", _COLUMNS[col // 2])
+        words[row : row + 2, col : col + 2] = np.array([token(word)[0] for word in said]).reshape(2, 2)
+        weights[row : row + 2, col : col + 2] = 1.0
     for sign in (*extra_signs, *([scene.sign] if scene.sign else [])):
-        line = np.s_[PER_SLOT * sign.band : PER_SLOT * (sign.band + 1)]
-        words[line], weights[line] = np.tile(token('"')[0], (2 * GRID, PER_SLOT)).reshape(-1), 0.5
         for index, character in enumerate(sign.text):
-            at = PER_SLOT * (sign.slot + index)
-            words[line, at : at + PER_SLOT] = token(character)[0], token("-")[0]
-            weights[line, at : at + PER_SLOT] = 1.0, 0.5
+            words[sign.band, sign.slot + index], weights[sign.band, sign.slot + index] = token(character)[0], 1.0
     return words.reshape(-1), weights.reshape(-1)
 
 
-def _four(text: str, token: Callable[[str], list[int]]) -> np.ndarray:
-    ids = token(text)
-    if len(ids) != 2 * PER_SLOT:
-        raise ValueError(f"a phrase must have {2 * PER_SLOT} tokens: {text!r} has {len(ids)}")
-    return np.array(ids)
+def picture_words(picture: Composed, token: Callable[[str], list[int]]) -> Words:
+    """Returns the words of a composed picture.
+
+    Args:
+        picture: of any number of things.
+        token: token ids of a text.
+    """
+    behind = token(f" {picture.colour}" if picture.colour else " coloured")[0]
+    words = np.full((SIDE, SIDE), behind)
+    weights = np.full((SIDE, SIDE), _OUTSIDE, np.float32)
+    steps = (np.arange(SIDE) + 0.5) / SIDE
+    for placed in picture.things:
+        noun, half = thing(placed), placed.size / 2 + 0.4 / SIDE
+        rows, columns = (np.flatnonzero(np.abs(steps - at) <= half) for at in (placed.y, placed.x))
+        for row in rows:
+            ids = token(f" {noun.kind if row % 2 else noun.name}")[-_NAME:]
+            words[row, columns] = [ids[column % _NAME % len(ids)] for column in columns]
+        weights[np.ix_(rows, columns)] = 1.0
+    return words.reshape(-1), weights.reshape(-1)
+
+
+def class_words(noun: Noun, token: Callable[[str], list[int]]) -> np.ndarray:
+    """Returns the words of a thing that fills a picture, (36,) int64."""
+    rows = [np.resize(np.array(token(f" {text}")[-_NAME:]), _NAME) for text in (noun.name, noun.kind)]
+    return np.tile(np.stack([np.tile(row, SIDE // _NAME) for row in rows]), (SIDE // 2, 1)).reshape(-1)
 
 
 def word_loss(predicted: Tensor, words: Tensor, weights: Tensor, embeddings: Tensor) -> tuple[Tensor, float]:
-    """Returns the squared distance from the words' embeddings, relative to their length, and the accuracy.
+    """Returns how far visual tokens are from their words: squared distance, and cross-entropy among the batch's words.
+
+    The logits of the cross-entropy are negative squared distances; both are relative to the embeddings' length.
 
     Args:
-        predicted: visual tokens (batch, 144, hidden).
-        words: token ids (batch, 144).
-        weights: (batch, 144).
+        predicted: visual tokens (batch, 36, hidden).
+        words: token ids (batch, 36).
+        weights: (batch, 36).
         embeddings: of all tokens, (vocabulary, hidden).
 
     Returns:
-        The loss, and the share of patches of weight 1 whose nearest word among those of the batch is the right one.
+        The loss, and the share of positions of weight 1 whose nearest word among those of the batch is the right one.
     """
-    goal = embeddings[words].float()
-    distance = (predicted.float() - goal).square().sum(-1) / goal.square().sum(-1).mean()
-    with torch.no_grad():
-        known, index = words.unique(return_inverse=True)
-        at = weights == 1.0
-        nearest = torch.cdist(predicted[at].float(), embeddings[known].float()).argmin(-1)
-        right = (nearest == index[at]).float().mean().item()
-    return (distance * weights).sum() / weights.sum(), right
+    known, index = words.unique(return_inverse=True)
+    goals = embeddings[known].float()
+    distances = torch.cdist(predicted.float().flatten(0, 1), goals).square() / goals.square().sum(-1).mean()
+    own = distances.gather(1, index.view(-1, 1))[:, 0]
+    entropy = F.cross_entropy(-_SHARPNESS * distances, index.flatten(), reduction="none")
+    at = weights.flatten()
+    right = (distances.detach().argmin(-1) == index.flatten())[at == 1.0].float().mean().item()
+    return ((own + entropy) * at).sum() / at.sum(), right

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mmspec.errors import UserError
-from mmspec.eval.suite.tasks import captions, choices, drawn, open_ended, short_answers, texts, yes_no
+from mmspec.eval.suite.tasks import captions, choices, drawn, open_ended, pictures, short_answers, texts, yes_no
 from mmspec.eval.suite.tasks.task import EvalTask
 
-_MODULES = (drawn, captions, short_answers, choices, yes_no, open_ended, texts)
+_MODULES = (drawn, pictures, captions, short_answers, choices, yes_no, open_ended, texts)
 
 TASKS: dict[str, EvalTask] = {task.name: task for module in _MODULES for task in module.TASKS}
 

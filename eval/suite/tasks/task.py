@@ -35,7 +35,8 @@ class EvalTask:
         max_new_tokens: default limit of its answers.
         read: converts a row to a sample, from local files and ``datasets`` alike.
         hub: where ``datasets`` finds it; None if it is only read from local files.
-        draw: an endless iterator of samples, given the frames per video, for generated tasks.
+        draw: an iterator of samples, given the frames per video, for tasks that the package generates or lists; endless
+            for drawn ones.
     """
 
     name: str
@@ -52,7 +53,7 @@ class EvalTask:
 
         Args:
             data: folder of local benchmark files; None reads through ``datasets``.
-            limit: maximum number; None is all, or 64 of a generated task.
+            limit: maximum number; None is all, or at most 64 of a task with ``draw``.
             frames: per generated video.
 
         Raises:

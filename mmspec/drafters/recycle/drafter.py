@@ -49,8 +49,8 @@ class _Settings(Checked):
 class Recycle(Drafter):
     """Token Recycling drafter.
 
-    The table persists between requests until ``reset``. With static shapes it is on the device
-    (``mmspec.drafters.recycle.device``).
+    The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With
+    static shapes it is on the device (``mmspec.drafters.recycle.device``).
 
     Args:
         top_k: successors per context.
@@ -71,6 +71,7 @@ class Recycle(Drafter):
         self._last: list[Context] = []  # per row, the token before the root, and the root
         self._drafted = False  # in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
+        self.learned = 0  # steps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recycle:
         # Rankings are replaced, never changed: copies share them, and a server copies the table for each request.
@@ -95,6 +96,16 @@ class Recycle(Drafter):
             drafter._table[before, last] = {t: p for t, p in zip(tokens, probs, strict=True) if p > 0.0}
         return drafter
 
+    def restore(self, folder: Path) -> None:
+        """Replace the table by one that ``save`` wrote; shape of trees and settings stay.
+
+        Raises:
+            UserError: see ``from_checkpoint``.
+        """
+        saved = Recycle.from_checkpoint(folder)
+        self._table, self._recycled = saved._table, None
+        self._vocab, self._verifier = saved._vocab, saved._verifier
+
     def save(self, folder: Path, target: Any, smallest: float = 0.01) -> None:
         """Write the table as a drafter checkpoint.
 
@@ -104,7 +115,7 @@ class Recycle(Drafter):
         """
         kept = {
             context: sorted(((p, t) for t, p in ranking.items() if p >= smallest), reverse=True)[: self.top_k]
-            for context, ranking in self._rankings().items()
+            for context, ranking in dict(self._rankings()).items()  # another thread may be learning
         }
         dtype = torch.uint16 if (self._vocab or 0) <= 1 << 16 else torch.int32
         tokens = torch.zeros(len(kept), self.top_k, dtype=dtype)
@@ -181,6 +192,7 @@ class Recycle(Drafter):
         self.width = 1
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.learned += 1
         if self._recycled is not None:
             self._recycled.observe(tree, verdict, output)
             return

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "formats.h"
+#include "pair_products.h"
 #include "vectors.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
@@ -252,10 +253,20 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     }
     floats scale = widen(load<halves>(scales)), low{};
     if constexpr (kind == INT4) low = widen(load<halves>(scales + 2 * BLOCK));
+#if defined(MMSPEC_I8MM)
+    ints pairs[tile];
+    bool paired = tile > 1 && has_i8mm;
+    if (paired)
+      dot_pairs(codes, kind == INT8 ? 128 : 0, x.codes.data() + first * x.width + group * GROUP, x.width, tile, pairs);
+#else
+    constexpr bool paired = false;
+    const ints* pairs = nullptr;
+#endif
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++) {
       int64_t at = (first + row) * x.groups + group;
-      ints sum = dot<kind>(codes, x.codes.data() + (first + row) * x.width + group * GROUP, x.total[at]);
+      ints sum = paired ? pairs[row]
+                        : dot<kind>(codes, x.codes.data() + (first + row) * x.width + group * GROUP, x.total[at]);
       if constexpr (kind == INT4) sums[row] = fma(low, splat(x.total_scaled[at]), sums[row]);
       sums[row] = fma(__builtin_convertvector(sum, floats) * scale, splat(x.scale[at]), sums[row]);
     }

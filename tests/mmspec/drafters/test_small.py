@@ -15,6 +15,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.vocabulary import SharedTokens
 from tests.draft_checks import check_drafts
+from tests.mmspec.drafters.test_visual_share import selected_by_loop
 from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import IMAGE, VIDEO, VISION_CONFIGS, VOCAB
@@ -127,15 +128,23 @@ def decoder_inputs(model, row):
 
 
 @torch.no_grad()
-def after_pruned_prompt(model, row, share, tokens):
-    """(1 + len(tokens), vocabulary) logits after a prompt without some visual tokens and each further token."""
+def chosen_tokens(target, row, share):
+    """Places of the visual tokens to keep, by the eager attention of one of the target's layers."""
+    ids = row["input_ids"][0].tolist()
+    visual = [place for place, token in enumerate(ids) if token in (IMAGE, VIDEO)]
+    usual = target.config._attn_implementation
+    target.set_attn_implementation("eager")
+    found = [weights for weights in target(**row, output_attentions=True).attentions if weights is not None]
+    target.set_attn_implementation(usual)
+    weights = found[len(found) * 2 // 3][0].mean(0)[visual[-1] + 1 :].sum(0).tolist()
+    return sorted(selected_by_loop(visual, weights, max(1, round(share * len(visual)))))
+
+
+@torch.no_grad()
+def after_pruned_prompt(model, row, chosen, tokens):
+    """(1 + len(tokens), vocabulary) logits after a prompt without the other visual tokens and each further token."""
     given, ids = decoder_inputs(model, row), row["input_ids"][0].tolist()
     visual = [place for place, token in enumerate(ids) if token in (IMAGE, VIDEO)]
-    count = max(1, round(share * len(visual)))
-    chosen = [
-        place for rank, place in enumerate(visual) if (rank + 1) * count // len(visual) > rank * count // len(visual)
-    ]
-    assert len(chosen) == count
     places = sorted({*range(len(ids))} - {*visual} | {*chosen})
     embeds = given["inputs_embeds"][:, places]
     embeds = torch.cat([embeds, model.get_input_embeddings()(torch.tensor([tokens], dtype=torch.long))], dim=1)
@@ -164,13 +173,14 @@ def test_vision_language_draft_models(name, share):
     batch = 1 if name == "llava_onevision" else 2  # without padding, and with
     model, small, inputs = shared_model(name), vision_model(name, seed=1), vision_inputs(name, batch)
     rows = [row_of(inputs, number) for number in range(batch)]
+    chosen = [chosen_tokens(model, row, share) for row in rows]
 
     def gain(row, tokens, path):
-        logits = after_pruned_prompt(small, row, share, tokens + path[:-1])[len(tokens) :]
+        logits = after_pruned_prompt(small, rows[row], chosen[row], tokens + path[:-1])[len(tokens) :]
         return float(logits.log_softmax(-1)[range(len(path)), path].sum().exp())
 
     def gains(target, row, said, paths):
-        return [gain(rows[row], said, path) for path in paths]
+        return [gain(row, said, path) for path in paths]
 
     check_drafts(model, inputs, Small(small, 3, visual_share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
 

@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", params=["armv8-a", "armv8.2-a+dotprod"])
-def program(request, tmp_path_factory) -> Path:
+def binary(request, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("aarch64") / "driver"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-static", f"-march={request.param}"]
     source = Path(__file__).with_name("driver.cpp")
@@ -35,11 +35,17 @@ def program(request, tmp_path_factory) -> Path:
     return file
 
 
-def run(program: Path, kernel: str, sizes: list[int], *tensors: Tensor) -> Tensor:
+@pytest.fixture(params=["cortex-a76", "max"])
+def program(request, binary) -> list[str]:
+    """The program on a processor without the matrix instruction of int8, and on one with it."""
+    return [EMULATOR, "-cpu", request.param, str(binary)]
+
+
+def run(program: list[str], kernel: str, sizes: list[int], *tensors: Tensor) -> Tensor:
     """What a kernel of the program writes, flat."""
     parts = [torch.tensor(sizes), *(tensor.contiguous() for tensor in tensors)]
     given = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
-    done = subprocess.run([EMULATOR, str(program), kernel], input=given, check=True, capture_output=True)
+    done = subprocess.run([*program, kernel], input=given, check=True, capture_output=True)
     return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32)
 
 

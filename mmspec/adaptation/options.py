@@ -1,0 +1,37 @@
+"""Options of adaptation, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from mmspec.checks import OUT_FOLDER, Checked, option, settable, whole
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class AdaptOptions(Checked):
+    """Options of adaptation.
+
+    Attributes:
+        folder: what is learned is kept in it; None keeps it in memory only.
+        space: limit on what is kept there, in MiB.
+    """
+
+    folder: Path | None = option(
+        None, settable(OUT_FOLDER), "Keep what drafters learn in this folder, and begin with it; implies --adapt."
+    )
+    space: int = option(256, whole(1), "Limit on the size of --adapt-folder, in MiB.")
+
+    @staticmethod
+    def of(value: Any) -> AdaptOptions | None:
+        """Options from the ``adapt`` argument of ``mmspec.load``: False, True, a folder, or the options themselves."""
+        if isinstance(value, AdaptOptions):
+            return value
+        if isinstance(value, bool):
+            return AdaptOptions() if value else None
+        if isinstance(value, str | PathLike):
+            return AdaptOptions(Path(value))
+        raise UserError(f"adapt must be True, False, a folder or AdaptOptions: got {type(value).__name__}")

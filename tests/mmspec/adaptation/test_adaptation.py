@@ -1,0 +1,288 @@
+"""Drafters that learn in idle time: answers stay those of plain decoding, weights change between sequences only."""
+
+import copy
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from mmspec import Pipeline, SamplingParams, UserError
+from mmspec.adaptation import acceptance, heads
+from mmspec.adaptation.adaptation import Adaptation
+from mmspec.adaptation.options import AdaptOptions
+from mmspec.adaptation.recording import Ended, RecordedDrafter
+from mmspec.distil import online
+from mmspec.distil.features import ConversationFeatures, collate
+from mmspec.distil.tasks import drafter_optimisers
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.union import Union
+from mmspec.engine import engine as engines
+from mmspec.engine.request_state import Wakeup
+from mmspec.engine.stopping import Stopper
+from mmspec.plugins import target_class
+from tests.targets import prompt_of
+from tests.tiny import shared_model
+from tests.tiny.drafters import tiny_drafter
+from tests.tiny.models import text_inputs, vision_inputs
+
+REQUESTS = 3
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    """Idle work begins at once, and weights are replaced after few requests."""
+    monkeypatch.setattr(engines, "QUIET", 0.0)
+    monkeypatch.setattr(engines, "SHARE", 1.0)
+    monkeypatch.setattr(acceptance, "REQUESTS", REQUESTS)
+
+
+def pipeline(name, drafter, adapt=None):
+    model = shared_model(name)
+    return Pipeline(target_class(model.config)(model), None, drafter, adapt=adapt)
+
+
+def adapting(name="llama", kind="medusa", folder=None):
+    return pipeline(name, tiny_drafter(kind, shared_model(name)), AdaptOptions(folder))
+
+
+def inputs_of(name, seed, **more):
+    if name == "llava":
+        return vision_inputs(name, images=1 + seed % 2, seed=seed)
+    return text_inputs(length=3 + seed % 5, seed=seed, **more)
+
+
+def tokens(pipe, inputs, params=None, length=10):
+    sampler = (params or SamplingParams()).sampler()
+    wakeup = Wakeup()
+    rows = pipe.add(prompt_of(inputs), sampler, Stopper(length, eos_token_ids=[3]), 8, on_change=wakeup)
+    wakeup.wait(lambda: all(row.done for row in rows))
+    assert [row.error for row in rows] == [None] * len(rows)
+    return [row.token_ids for row in rows]
+
+
+def finish(pipe):
+    pipe.engine.drain()
+    with pipe.engine.paused():
+        pipe.adaptation.finish()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "medusa"), ("llava", "flash"), ("bamba", "hydra")])
+def test_states_are_those_of_a_forward_pass_over_the_sequence(name, kind):
+    model, inputs = shared_model(name), vision_inputs(name) if name == "llava" else text_inputs(batch=3)
+    pipe = adapting(name, kind)
+    recorder = pipe.adaptation.heads[0].drafter
+    pipe.engine.idle.clear()  # nothing is taken in
+    rows = pipe.add(prompt_of(inputs), SamplingParams().sampler(), Stopper(9, eos_token_ids=[]), 8)
+    pipe.engine.drain()
+    assert len(recorder.ended) == len(rows)
+    for ended in recorder.ended:
+        found = ended.answer
+        tokens = found.tokens.tolist()
+        (number,) = (number for number, row in enumerate(rows) if row.history[: len(tokens)] == tokens)
+        row = rows[number]
+        assert len(row.history) - len(found.tokens) <= 1 + (ended.steps > 0)
+        extra = {key: value[number : number + 1] for key, value in inputs.items() if key == "pixel_values"}
+        with torch.no_grad():
+            expected = model(input_ids=found.tokens[None], output_hidden_states=True, **extra).hidden_states[-1][0]
+        torch.testing.assert_close(found.features["last"], expected, rtol=1e-4, atol=1e-4)
+        assert len(found.shown) == int(found.visual.sum())
+        assert bool(found.visual.any()) == (name == "llava")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "medusa"), ("llava", "flash"), ("bamba", "hydra")])
+def test_answers_are_equal_while_weights_are_replaced_under_concurrent_requests(name, kind, monkeypatch):
+    swaps, most = [], []
+    begin = RecordedDrafter.begin
+
+    def checked(self, *arguments):
+        before, running = self.drafter, len(self._rows)
+        if self.fresh is None:  # there is always another one, as if another engine had made it
+            self.fresh = before.renewed(copy.deepcopy(pipe.adaptation.heads[0]._current))
+        begin(self, *arguments)
+        most.append(running)
+        if self.drafter is not before:
+            swaps.append(running)
+
+    monkeypatch.setattr(RecordedDrafter, "begin", checked)
+    requests = [
+        (inputs_of(name, seed, batch=1) if name != "llava" else inputs_of(name, seed), params)
+        for seed in range(5)
+        for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=seed))
+    ]
+    plain = pipeline(name, None)
+    expected = [tokens(plain, *request) for request in requests]
+    pipe, rng = adapting(name, kind), random.Random(0)
+    order = [rng.randrange(len(requests)) for _ in range(24)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda number: tokens(pipe, *requests[number]), order))
+    assert found == [expected[number] for number in order]
+    for _ in range(2):
+        for number in range(REQUESTS):
+            assert tokens(pipe, *requests[number]) == expected[number]
+        finish(pipe)
+    tokens(pipe, *requests[0])
+    pipe.engine.drain()
+    head = pipe.adaptation.heads[0]
+    assert head.replacements >= 2
+    assert max(most) > 0  # some began beside others
+    assert set(swaps) == {0}
+
+
+def recorded(pipe, count):
+    """Answers to random prompts."""
+    head, ended = pipe.adaptation.heads[0], []
+    head._take_in = lambda: ended.extend(head.drafter.ended) or head.drafter.ended.clear()
+    for seed in range(count):
+        tokens(pipe, text_inputs(length=6, seed=seed))
+    finish(pipe)
+    return [one.answer for one in ended]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "msd", "flash"])
+def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
+    pipe = adapting(kind=kind)
+    answers, learner = recorded(pipe, 5), pipe.adaptation.heads[0]._learner
+    network, before = copy.deepcopy(learner._network), [one.clone() for one in learner._network.parameters()]
+    for answer in answers:
+        learner.learn(answer)  # the fifth begins another batch
+    assert all(parameter.grad is None for parameter in pipe.model.parameters())
+    optimisers = drafter_optimisers(network, "muon", online._RATE)
+    generator, losses = torch.Generator().manual_seed(0), []
+    for answer in answers[:4]:
+        generated = torch.arange(len(answer.tokens)) >= answer.prompt
+        states, shown = answer.features["last"].clone(), answer.shown
+        batch = collate([ConversationFeatures(answer.tokens, states, shown, answer.visual, generated)], pipe.target)
+        losses.append(learner._objective(network, pipe.target, batch, learner._draft_ids, generator, 1.0).total)
+    parameters = list(network.parameters())
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimisers.step(1.0)
+    moved = 0.0
+    for expected, found, old in zip(parameters, learner._network.parameters(), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # Muon computes in bfloat16
+        moved = max(moved, float((found - old).detach().abs().max()))
+    assert moved > 5e-4
+
+
+def ended(pipe, length, count=REQUESTS):
+    """Let requests of an acceptance length end."""
+    head = pipe.adaptation.heads[0]
+    head.drafter.ended += [Ended(None, round(100 * length) + number, 100) for number in range(count)]
+    pipe.adaptation.finish()
+
+
+def weights(pipe):
+    return [one.clone() for one in pipe.adaptation.heads[0]._current.parameters()]
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def train(pipe):
+    with torch.no_grad():
+        for parameter in pipe.adaptation.heads[0]._learner._network.parameters():
+            parameter += 0.01
+
+
+def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_path):
+    pipe = adapting(folder=tmp_path)
+    head, first = pipe.adaptation.heads[0], weights(pipe)
+    train(pipe)
+    ended(pipe, 2.0)
+    second = weights(pipe)
+    assert not same(first, second)
+    assert not list(tmp_path.glob("*/*"))  # not proven yet
+    train(pipe)
+    ended(pipe, 1.5)
+    assert (head.replacements, head.rollbacks) == (1, 1)
+    assert same(weights(pipe), first)
+    assert not list(tmp_path.glob("*/*"))
+    train(pipe)
+    ended(pipe, 2.0)
+    third = weights(pipe)
+    train(pipe)
+    ended(pipe, 2.1)
+    assert (head.replacements, head.rollbacks) == (3, 1)
+    (kept,) = tmp_path.glob("medusa/*")
+    again = adapting(folder=tmp_path)
+    assert same(weights(again), third)
+    assert kept.name == "00000000"
+
+
+def test_a_table_is_kept_on_disk_and_learns_on(tmp_path):
+    options = AdaptOptions(tmp_path)
+    pipe = pipeline("llama", Union([Recycle(), Ngram()]), options)
+    tokens(pipe, text_inputs(length=6, seed=2))
+    pipe.engine.drain()
+    pipe.adaptation.close()
+    pipe.adaptation.close()
+    (folder,) = tmp_path.glob("recycle/*")
+    drafter = Recycle()
+    again = pipeline("llama", drafter, options)
+    before = pipe.drafter.members[0]._table
+    assert drafter._table.keys() == before.keys() != set()
+    tokens(again, text_inputs(length=6, seed=3))
+    again.engine.drain()
+    again.adaptation.close()
+    (newer,) = tmp_path.glob("recycle/*")
+    assert newer.name > folder.name
+    assert len(Recycle.from_checkpoint(newer)._table) > len(before)
+
+
+def test_a_copy_of_a_pipeline_drafts_alike_and_does_not_adapt():
+    pipe = adapting()
+    copied = copy.deepcopy(pipe)
+    assert copied.adaptation is None
+    assert type(copied.drafter).__name__ == "Medusa"
+    inputs = text_inputs(length=5, seed=1)
+    assert tokens(copied, inputs) == tokens(pipe, inputs)
+    pipe.engine.drain()
+
+
+@pytest.mark.parametrize("kind", ["plain", "ngram"])
+def test_drafters_that_cannot_adapt_are_refused(kind):
+    with pytest.raises(UserError, match=f"adapt needs recycle, .* got {kind.replace('plain', 'none')}$"):
+        pipeline("llama", tiny_drafter(kind, shared_model("llama")), AdaptOptions())
+
+
+def test_other_options_are_checked(tmp_path):
+    model = shared_model("llama")
+    used = tiny_drafter("medusa", model)
+    pipeline("llama", used)
+    with pytest.raises(UserError, match="adapt needs a drafter that no pipeline has used: got medusa"):
+        pipeline("llama", used, AdaptOptions())
+    with pytest.raises(UserError, match="space must be at least 32 MiB for these drafters: got 31"):
+        pipeline("llama", Recycle(), AdaptOptions(tmp_path, 31))
+    with pytest.raises(UserError, match="adapt must be True, False, a folder or AdaptOptions: got int"):
+        AdaptOptions.of(3)
+    assert AdaptOptions.of(str(tmp_path)) == AdaptOptions(tmp_path)
+    assert (AdaptOptions.of(False), AdaptOptions.of(True)) == (None, AdaptOptions())
+
+
+def test_stored_weights_of_another_shape_or_drafter_are_refused(tmp_path):
+    target = target_class(shared_model("llama").config)(shared_model("llama"))
+    other = tiny_drafter("medusa", shared_model("llama"), heads=2)
+    other.attach(target)
+    other.save(tmp_path / "medusa" / "00000000", target)
+    with pytest.raises(UserError, match="expected weights of the drafter's shape, received those of another"):
+        adapting(folder=tmp_path)
+    (tmp_path / "medusa" / "00000000" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="expected weights of medusa, received None"):
+        Adaptation(tiny_drafter("medusa", shared_model("llama")), target, AdaptOptions(tmp_path))
+
+
+def test_states_to_learn_from_are_bounded(monkeypatch):
+    pipe = adapting()
+    head = pipe.adaptation.heads[0]
+    for seed in range(4):
+        tokens(pipe, text_inputs(length=6, seed=seed))
+    finish(pipe)
+    assert len(head._buffer) >= 4
+    monkeypatch.setattr(heads, "_BUFFER", 1)
+    tokens(pipe, text_inputs(length=6, seed=5))
+    finish(pipe)
+    assert len(head._buffer) == 1

@@ -1,0 +1,119 @@
+"""Datastore: index and look-ups against a plain search, trees against a plain loop, stores that appear whole."""
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+
+from mmspec import UserError
+from mmspec.core.budget import Budget
+from mmspec.drafters.datastore import build
+from mmspec.drafters.datastore.build import build_store
+from mmspec.drafters.datastore.drafter import Datastore
+from mmspec.drafters.datastore.index import DEPTH, SuffixIndex
+from mmspec.plugins import target_class
+from tests.tiny import shared_model
+
+VOCAB = 101
+
+
+def random_texts(count=12, tokens=5, seed=0):
+    """Texts with many repetitions, also of more than ``DEPTH`` tokens."""
+    rng = random.Random(seed)
+    texts = [[rng.randrange(tokens) for _ in range(rng.randrange(60))] for _ in range(count)]
+    return [*texts, texts[1] * 2, [0] * 50, [100]]
+
+
+def occurrences(texts, context):
+    """Text and place after each occurrence of a context."""
+    size = len(context)
+    return [
+        (number, start + size)
+        for number, text in enumerate(texts)
+        for start in range(len(text) - size + 1)
+        if text[start : start + size] == context
+    ]
+
+
+@pytest.mark.parametrize(("in_memory", "files", "vocab"), [(10**6, 200, VOCAB), (7, 3, VOCAB), (20, 2, 1 << 16)])
+def test_suffixes_are_in_order_and_found(tmp_path, monkeypatch, in_memory, files, vocab):
+    monkeypatch.setattr(build, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(build, "_FILES", files)
+    monkeypatch.setattr(build, "_CHUNK", 13)
+    texts = random_texts()
+    config = build_store(iter(texts), vocab, "tiny", tmp_path / "store")
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["config.json", "suffixes", "tokens"]
+    assert config.width == (2 if vocab < 1 << 16 else 4)
+    index = SuffixIndex(tmp_path / "store")
+    assert config.suffixes == sum(map(len, texts)) == len(index._places)
+    assert len(set(index._places)) == len(index._places)
+    keys = [[index.token(place + k) for k in range(DEPTH)] for place in index._places]
+    assert keys == sorted(keys)
+    rng = random.Random(1)
+    for _ in range(200):
+        context = [rng.randrange(5) for _ in range(rng.randrange(1, 9))]
+        assert len(index.find(context)) == len(occurrences(texts, context))
+        length, places = index.longest(context)
+        found = [n for n in range(1, len(context) + 1) if occurrences(texts, context[-n:])]
+        assert length == max(found)
+        after = sorted(texts[t][p] if p < len(texts[t]) else vocab for t, p in occurrences(texts, context[-length:]))
+        assert sorted(index.token(place) for place in index.following(places, length, 10**6)) == after
+        assert len(index.following(places, length, 3)) <= 3
+
+
+def test_nodes_have_the_share_of_occurrences_that_pass_through_them(tmp_path):
+    texts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [9, 2, 6]]
+    build_store(texts, VOCAB, "tiny", tmp_path / "store")
+    drafter = Datastore(str(tmp_path / "store"))
+    drafter._rows = [[7, 1, 2]]
+    tree = drafter.propose(torch.tensor([2]), Budget(8, 3))
+    found = {}
+    for node, children in enumerate(tree.children[0]):
+        for token, child in children.items():
+            found[node and tree.tokens[0, node].item(), token] = tree.log_probs[0, child].exp().item()
+    # After 1, 2 all three go on with 3; after 2 three of four; the longer context has 3 / 3.5 of the weight.
+    three = 3 / 3.5 + 0.5 / 3.5 * 3 / 4.5
+    four = 2 / 3.5 + 0.5 / 3.5 * 2 / 3.5
+    assert found[0, 3] == pytest.approx(three, rel=1e-4)
+    assert found[0, 6] == pytest.approx(0.5 / 3.5 / 4.5, rel=1e-4)
+    assert found[3, 4] == pytest.approx(three * four, rel=1e-4)
+    assert drafter.continuations(0, [3])[0][0] == 4
+
+
+def test_copies_share_the_index(tmp_path):
+    build_store([[1, 2, 3]], VOCAB, "tiny", tmp_path / "store")
+    drafter = Datastore(tmp_path / "store")
+    assert copy.deepcopy(drafter).index is drafter.index
+    assert pickle.loads(pickle.dumps(drafter)).index.find([1, 2]) == drafter.index.find([1, 2]) == range(0, 1)
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path):
+    def texts():
+        yield [1, 2, 3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store(texts(), VOCAB, "tiny", tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="a datastore needs texts: got none"):
+        build_store([[]], VOCAB, "tiny", tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors(tmp_path):
+    build_store([[1, 2, 3]], VOCAB + 1, "tiny", tmp_path / "store")
+    with pytest.raises(UserError, match="expected a new folder, received one that exists"):
+        build_store([[1]], VOCAB, "tiny", tmp_path / "store")
+    model = shared_model("llama")
+    with pytest.raises(UserError, match=f"of a model with {VOCAB + 1} tokens: the target has {VOCAB}"):
+        Datastore(tmp_path / "store").attach(target_class(model.config)(model))
+    (tmp_path / "store" / "tokens").write_bytes(b"1")
+    with pytest.raises(UserError, match="tokens: expected 40 bytes, received 1"):
+        Datastore(tmp_path / "store")
+    (tmp_path / "store" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="expected format, received none"):
+        Datastore(tmp_path / "store")
+    with pytest.raises(UserError, match="expected a JSON object"):
+        Datastore(tmp_path / "none")

@@ -1,0 +1,131 @@
+"""Idle work of an engine: only while no sequence runs or waits, in turns, and never in the way of one."""
+
+import threading
+import time
+
+import pytest
+
+from mmspec import Pipeline
+from mmspec.engine import engine as engines
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import byte_model, byte_tokenizer
+
+
+class Task:
+    """Turns until ``left`` is 0; records whether a sequence was there in any."""
+
+    def __init__(self, engine, left, seconds=0.0, error=None):
+        self.engine, self.left, self.seconds, self.error = engine, left, seconds, error
+        self.turns, self.disturbed, self.closed = 0, False, False
+
+    @property
+    def pending(self):
+        return self.left > 0
+
+    def turn(self):
+        self.turns += 1
+        self.left -= 1
+        self.disturbed |= bool(self.engine.core.running)
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.seconds)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    monkeypatch.setattr(engines, "QUIET", 0.0)
+    monkeypatch.setattr(engines, "SHARE", 1.0)
+    pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None)
+    yield pipe
+    pipe.engine.drain()
+
+
+def ask(pipe):
+    return pipe.generate("The second one", max_new_tokens=6, ignore_eos=True).token_ids
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_turns_follow_the_last_sequence_and_the_worker_ends_after_them(pipe):
+    task = Task(pipe.engine, 5)
+    pipe.engine.idle.add(task)
+    ask(pipe)
+    until(lambda: not task.left and pipe.engine._worker is None)
+    assert (task.turns, task.disturbed) == (5, False)
+
+
+def test_a_sequence_waits_for_one_turn_at_most(pipe):
+    expected = ask(pipe)
+    task = Task(pipe.engine, 10_000, seconds=0.005)
+    pipe.engine.idle.add(task)
+    ask(pipe)
+    until(lambda: task.turns > 2)
+    for _ in range(3):
+        before = task.turns
+        pipe.engine.core.step, step = None, pipe.engine.core.step
+        found = []
+
+        def first(step=step, found=found):
+            if not found:
+                found.append(task.turns)
+            step()
+
+        pipe.engine.core.step = first
+        assert ask(pipe) == expected
+        pipe.engine.core.step = step
+        assert found[0] - before <= 2  # the running one, and one before the request was queued
+    assert not task.disturbed
+    pipe.engine.drain()
+    assert task.left > 0
+    turns = task.turns
+    time.sleep(0.05)
+    assert task.turns == turns  # draining leaves it for later
+    task.left = 0
+
+
+def test_no_turn_before_the_quiet_time_or_while_paused(pipe, monkeypatch):
+    monkeypatch.setattr(engines, "QUIET", 60.0)
+    task = Task(pipe.engine, 3)
+    pipe.engine.idle.add(task)
+    ask(pipe)
+    second = threading.Thread(target=ask, args=[pipe], daemon=True)
+    second.start()
+    second.join(20)
+    assert not second.is_alive()  # it does not wait for the quiet time
+    assert task.turns == 0
+    pipe.engine._idle_from = 0.0
+    with pipe.engine.paused():
+        pass  # wakes the worker up, which finds that the time has passed
+    pipe.engine.drain()
+    assert not task.disturbed
+
+
+def test_an_error_ends_the_task_alone(pipe, caplog):
+    task, other = Task(pipe.engine, 3, error=RuntimeError("broken")), Task(pipe.engine, 2)
+    pipe.engine.idle.add(task)
+    pipe.engine.idle.add(other)
+    ask(pipe)
+    until(lambda: not other.left)
+    assert task.turns == 1
+    assert task not in pipe.engine.idle
+    assert "Task was stopped by an error; answers do not depend on it" in caplog.text
+    assert ask(pipe)
+
+
+def test_closing_an_engine_closes_its_tasks(pipe):
+    task = Task(pipe.engine, 10**6)
+    pipe.engine.idle.add(task)
+    ask(pipe)
+    until(lambda: task.turns)
+    pipe.engine.close()
+    assert task.closed
+    assert pipe.engine._worker is None

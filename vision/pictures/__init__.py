@@ -1,0 +1,1 @@
+"""Pictures of everyday things from packages, composed and described for training."""
