@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from time import monotonic as clock
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from mmspec.demos.request_filter import RequestFilter, refuse_urls
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, temporary_folder
 from mmspec.demos.tab import Tab
+from mmspec.demos.threads import running
 from mmspec.demos.turns import RUNNING, WAITING
 from mmspec.errors import UserError
 from mmspec.serving.limits import Limits
@@ -103,21 +104,15 @@ def run_server(
 @contextmanager
 def _opened(service: Service, first: Tab) -> Iterator[None]:
     """Run the opening race of a tab in a thread, until the block ends."""
-    ended = Event()
 
-    def work() -> None:
+    def work(ended: Event) -> None:
         with suppress(UserError), closing(service.opening(first.opening_request())) as races:  # type: ignore[type-var]
             for _ in races:
                 if ended.is_set():
                     break
 
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with running(work, _GRACE):
         yield
-    finally:
-        ended.set()
-        thread.join(_GRACE)
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from threading import Event, Lock, Thread
+from threading import Event, Lock
 from time import time
+
+from mmspec.demos.threads import running
 
 try:
     import fcntl
@@ -85,19 +87,13 @@ class UploadFolder:
     @contextmanager
     def periodic_cleanup(self, interval: float, age: float) -> Iterator[None]:
         """Call ``remove_unused(age)`` every ``interval`` seconds in a thread while the block runs."""
-        ended = Event()
 
-        def work() -> None:
+        def work(ended: Event) -> None:
             while not ended.wait(interval):
                 self.remove_unused(age)
 
-        thread = Thread(target=work, daemon=True)
-        thread.start()
-        try:
+        with running(work):
             yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """Time of last use, size and path of each upload, least recently used first."""

@@ -30,7 +30,8 @@ PAGES = sorted(
 )
 _SPAN = re.compile(r"`((?:mmspec|(?:OMP_NUM_THREADS=1\s+)?python\s+-m)\s[^`]+)`")
 _SEPARATORS = {"&&", "||", ";", "|", "&"}
-_OTHERS = {"curl", "docker", "lm-eval", "lmms-eval", "pre-commit", "source"}  # programs whose options are not checked
+# Programs whose options are not checked.
+_OTHERS = {"apt-get", "curl", "docker", "eval", "lm-eval", "lmms-eval", "pre-commit", "source"}
 _ENTRY_POINTS = ("main", "msd")  # of modules that are run by python -m
 
 

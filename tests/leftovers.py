@@ -86,9 +86,11 @@ def settings() -> dict[str, Any]:
 
 
 def _registered(interface: Any) -> dict[str, Any]:
-    """Without those of ``mmspec.targets.attention`` and Gemma-4's assistants, which register them when imported."""
+    """Without those of ``mmspec.targets`` and Gemma-4's assistants, which register them when imported."""
     return {
-        name: one for name, one in interface._global_mapping.items() if name not in ("mmspec_tree", "mmspec_shared")
+        name: one
+        for name, one in interface._global_mapping.items()
+        if name not in ("mmspec_tree", "mmspec_queries", "mmspec_shared")
     }
 
 

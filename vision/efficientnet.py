@@ -10,7 +10,7 @@ grid of the last. The model types that this module registers are found by transf
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,8 @@ class EfficientNetLiteConfig(EfficientNetConfig):
 
     Args:
         image_size: side in pixels, a multiple of 32.
+
+    Attributes:
         hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
             and a row and a column as one-hot vectors of `image_size / 32` each.
     """
@@ -60,7 +62,10 @@ class EfficientNetLiteConfig(EfficientNetConfig):
     hidden_act: str = "relu6"
     drop_connect_rate: float | int = 0.0
     image_size: int | list[int] | tuple[int, int] = 192
-    hidden_size: int = 2700
+
+    @property
+    def hidden_size(self) -> int:
+        return 320 + 1280 + 16 * 40 + 4 * 112 + 2 * (cast(int, self.image_size) // STRIDE)
 
 
 class EfficientNetLite(EfficientNetModel):

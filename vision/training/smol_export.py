@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from mmspec import files
 from mmspec.targets.completed import PARTS, WEIGHTS
@@ -17,7 +16,7 @@ from mmspec.vision.efficientnet import MEAN, STD, STRIDE
 from mmspec.vision.pictures.compose import SIDE
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.text import ChatFormat
+from mmspec.vision.training.text import ChatFormat, square_processor
 
 IMAGE = "<empty_output>"
 """Placeholder of a visual token: a special token of SmolLM2 that texts do not contain."""
@@ -49,19 +48,16 @@ def chat_format(image_tokens: int = VISUAL_TOKENS) -> ChatFormat:
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Returns the model's processor, which resizes images to 192 x 192 regardless of their aspect ratio."""
-    size = {"height": SIDE, "width": SIDE}
-    images = CLIPImageProcessorPil(
-        size=size, crop_size=size, do_center_crop=False, image_mean=[MEAN] * 3, image_std=[STD] * 3
-    )
-    return LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=STRIDE,
-        vision_feature_select_strategy="full",
-        num_additional_image_tokens=0,
+    """Returns the model's processor."""
+    return square_processor(
+        tokenizer,
+        SIDE,
+        STRIDE,
+        MEAN,
+        STD,
         chat_template=CHAT_TEMPLATE,
         image_token=IMAGE,
+        num_additional_image_tokens=0,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -46,22 +47,35 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Returns the model's processor, which resizes images to 96 x 96 regardless of their aspect ratio."""
-    images = CLIPImageProcessorPil(
-        size={"height": SIDE, "width": SIDE},
-        crop_size={"height": SIDE, "width": SIDE},
-        do_center_crop=False,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
+    """Returns the processor of the embedded model, whose tower has a class token before its patches."""
+    return square_processor(
+        tokenizer, SIDE, SLOT, 0.5, 0.5, chat_template=CHAT_TEMPLATE, image_token=IMAGE, num_additional_image_tokens=1
     )
+
+
+def square_processor(
+    tokenizer: PreTrainedTokenizerFast, side: int, patch: int, mean: float, std: float, **options: Any
+) -> LlavaProcessor:
+    """Returns a processor that resizes images to a square regardless of their aspect ratio.
+
+    Args:
+        tokenizer: of the model.
+        side: of the square, in pixels.
+        patch: pixels along a side of a visual token.
+        mean, std: of the pixels, from 0 to 1, for all channels.
+        **options: of `LlavaProcessor`.
+    """
+    size = {"height": side, "width": side}
+    images = CLIPImageProcessorPil(
+        size=size, crop_size=size, do_center_crop=False, image_mean=[mean] * 3, image_std=[std] * 3
+    )
+    strategy = "default" if options["num_additional_image_tokens"] else "full"
     return LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
-        patch_size=SLOT,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=CHAT_TEMPLATE,
-        image_token=IMAGE,
+        patch_size=patch,
+        vision_feature_select_strategy=strategy,
+        **options,
     )
 
 

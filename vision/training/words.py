@@ -1,8 +1,8 @@
 """First targets of smol-llava's connector: each visual token is the embedding of a word that describes its position.
 
 In a drawn scene, each cell of 2 x 2 positions says "red star" and "large left", a character says itself. In a picture,
-rows say the thing's name and its kind in turn, "golden retriever dog", around it the background's colour. The frozen
-language model understands that much from the start, so that training through it begins close to the goal.
+rows alternate between the thing's name and its kind ("golden retriever", "dog"), around it is the background's colour.
+The frozen language model understands that much from the start, so that training through it begins close to the goal.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def test_steps_are_shown_on_a_terminal_only(terminal, monkeypatch, capsys, caplo
     assert ("loading again" in caplog.text) is not terminal
 
 
+@pytest.mark.long
 def test_start_of_the_server_on_a_terminal(tmp_path):
     """Run in a pseudo-terminal: the steps are on stderr, the address alone on stdout."""
     pty = pytest.importorskip("pty")
