@@ -52,14 +52,13 @@ def load_target(
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if kind not in ("auto", *QUANTISED, *_DTYPES.values()):
         raise UserError(f"dtype must be auto, {', '.join((*_DTYPES, *QUANTISED))}: got {dtype!r}")
-    placing: dict[str, Any] = {}
-    if device_map is not None or tp_plan is not None:
+    if placing := split_options(device_map, tp_plan, device):
         if kind in QUANTISED or os.path.isfile(name):
             raise UserError(
                 "packed weights (int8, int4, GGUF files) stay on one device: expected a model in float32, bfloat16 or "
                 f"float16 with device_map or tp_plan, got {shown(name if os.path.isfile(name) else dtype)}"
             )
-        placing = {**split_options(device_map, tp_plan, device), "dtype": kind}
+        placing["dtype"] = kind
     with _located(name) as hub_options:
         options |= hub_options
         name = completed.resolved(gguf.resolved(name))

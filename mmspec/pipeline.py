@@ -98,12 +98,11 @@ def load(
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
-        split = {name: value for name, value in (("device_map", device_map), ("tp_plan", tp_plan)) if value is not None}
-        placement = {"device": device, "dtype": dtype, **split, **options}
+        placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, **options}
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
-        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value != "auto"]:
+        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value not in ("auto", None)]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
@@ -246,14 +245,7 @@ class Pipeline:
         Raises:
             RankError: a rank is lost, or not in the state of rank 0.
         """
-        lockstep = self.engine.lockstep
-        if lockstep is None:
-            return False
-        if lockstep.leads:
-            lockstep.begin(self._speculation)
-            return False
-        self.engine.follow(lambda call: Answer(self, call).start(lambda: None).sequence)
-        return True
+        return self.engine.follow(self._speculation, lambda call: Answer(self, call).start(lambda: None).sequence)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any

@@ -47,9 +47,10 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     notes = Console(stderr=True)
     if not sample:
         show_limits(notes, options["model"])
-    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, sharded=ranks() > 1)
     if options["compare"] and ranks() > 1:
-        raise UserError("--compare decodes with one rank: got a model that is sharded over ranks")
+        raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
+    plan = "auto" if ranks() > 1 else None
+    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan)
     if pipe.follow():
         return
     with notes.status("reading the prompt"):
@@ -94,16 +95,9 @@ def open_pipeline(
     device: str,
     dtype: str,
     trust_remote_code: bool = False,
-    sharded: bool = False,
     **options: Any,
 ) -> Pipeline:
-    """Calls ``mmspec.load`` with a status line, and without other libraries' messages.
-
-    Args:
-        sharded: each rank of the job has a part of the weights.
-        **options: of ``mmspec.load``.
-    """
-    options |= {"tp_plan": "auto"} if sharded else {}
+    """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers

@@ -18,7 +18,7 @@ import torch
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
-from mmspec.engine.lockstep import Lockstep
+from mmspec.engine.lockstep import LockstepCore
 from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
@@ -26,6 +26,7 @@ from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.transformers_target import sharded
 
 MAX_NUM_SEQS = 32
 """Default maximum batch size."""
@@ -52,14 +53,12 @@ class Engine:
     Attributes:
         core: runs the steps, in the worker thread.
         idle: work for the worker thread while no sequence runs or waits; its owners keep it alive.
-        lockstep: with the engines of other ranks; None unless the target is sharded.
     """
 
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
-        self.core = EngineCore(target, max_num_seqs, chunk, self._changed)
-        self.lockstep = Lockstep.of(target, self.core, self._changed)
+        self.core = (LockstepCore if sharded(target) else EngineCore)(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self.idle: WeakSet[IdleTask] = WeakSet()
         self._stepping = self._closed = False
@@ -67,8 +66,6 @@ class Engine:
         self._task: IdleTask | None = None  # of this turn
         self._idle_from = 0.0  # clock at which the next turn of idle work may begin
         _ALL.add(self)
-        if self.lockstep is not None:
-            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
 
     @classmethod
     def of(cls, target: Target, max_num_seqs: int = MAX_NUM_SEQS) -> Engine:
@@ -97,7 +94,7 @@ class Engine:
         trace: bool = False,
         logprobs: int | None = None,
         logits: bool = False,
-        call: bytes | None = None,
+        call: bytes = b"",
         on_change: Callable[[], None] = lambda: None,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
@@ -111,7 +108,7 @@ class Engine:
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
             logits: record the logits of each token.
-            call: the request for the other ranks, if the target is sharded; see ``Lockstep.packed``.
+            call: the request for other ranks; see ``EngineCore.pack``.
             on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
 
         Raises:
@@ -137,11 +134,8 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")
-            if self.lockstep is None:
-                self.core.scheduler.add(batch)
-            else:
-                self.lockstep.add(batch, call)
-            if self.lockstep is None or self.lockstep.leads:
+            self.core.add(batch, call)
+            if self.core.leads:
                 self._wake()
         return sequences
 
@@ -151,17 +145,25 @@ class Engine:
 
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
-        if self.lockstep is not None:
-            self.lockstep.remove(sequences)
-            return
-        for sequence in sequences:
-            sequence.cancelled = True
+        self.core.cancel(sequences)
 
-    def follow(self, start: Callable[[Call], RequestState]) -> None:
-        """Run the steps of rank 0's engine until it ends; see ``Lockstep.follow``."""
-        assert self.lockstep is not None
-        with self._on_device():
-            self.lockstep.follow(start)
+    def follow(self, speculation: Speculation, start: Callable[[Call], RequestState]) -> bool:
+        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
+
+        Args:
+            speculation: drafts for all requests.
+            start: queues a request.
+        """
+        core = self.core
+        if not isinstance(core, LockstepCore):
+            return False
+        if core.leads:
+            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
+            core.begin(speculation)
+        else:
+            with self._on_device():
+                core.follow(start)
+        return not core.leads
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
@@ -175,21 +177,20 @@ class Engine:
         """Cancel all sequences and accept no others."""
         with self._changed:
             self._closed = True
-            self.remove([*self.core.running, *(sequence for batch in self.core.queued for sequence in batch.sequences)])
+            self.remove(self.core.sequences)
         if self.waits_for_lost_rank:
             return
         self.drain()
         for task in list(self.idle):
             run_idle(task, task.close)
-        if self.lockstep is not None:
-            self.lockstep.end()
+        self.core.close()
 
     # ------------------------------------------------------------------ worker
 
     @property
     def waits_for_lost_rank(self) -> bool:
         """Whether the worker may never end, as it waits for a rank that is lost."""
-        return self.lockstep is not None and self.lockstep.broken is not None and self._worker is not None
+        return self.core.broken is not None and self._worker is not None
 
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
@@ -217,15 +218,13 @@ class Engine:
             self._stepping, self._task = False, None
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._pauses)
-            if self.core.has_work or (self.lockstep is not None and self.lockstep.waits):
-                self._stepping = True
-                return True
-            self.core.clear()
-            self._task = self._idle_task()
-            if self._task is None and not self.core.has_work:
-                self._worker = None
-                self._changed.notify_all()
-                return False
+            if not self.core.has_work:
+                self.core.clear()
+                self._task = self._idle_task()
+                if self._task is None and not self.core.has_work:
+                    self._worker = None
+                    self._changed.notify_all()
+                    return False
             self._stepping = True
             return True
 
@@ -256,14 +255,8 @@ class Engine:
         core = self.core
         core.touched = dict.fromkeys(core.running)
         try:
-            if self.lockstep is not None:
-                self.lockstep.lead()
             core.step()
-            if self.lockstep is not None:
-                self.lockstep.rest()
         except Exception as error:
-            if self.lockstep is not None:
-                error = self.lockstep.fail(error)
             core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))

@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from threading import Condition
+from typing import Any
 
 import torch
 
-from mmspec.core.target import Target
 from mmspec.engine.core import EngineCore
-from mmspec.engine.ranks import RankError, Ranks, sharded
+from mmspec.engine.ranks import RankError, Ranks
 from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import PromptBatch
@@ -52,44 +51,34 @@ class _Orders:
         return orders
 
 
-class Lockstep:
-    """The schedule of an engine whose target is sharded.
-
-    Args:
-        core: of the engine.
-        lock: held while its scheduler changes.
+class LockstepCore(EngineCore):
+    """Sequences of a sharded target, and the steps that all ranks run at the same time.
 
     Attributes:
         leads: whether this is rank 0, which has the clients.
-        broken: why no further requests are answered; None while they are.
     """
 
-    def __init__(self, core: EngineCore, lock: Condition) -> None:
-        self.core, self._lock, self.ranks = core, lock, Ranks()
-        self.leads = self.ranks.rank == 0
-        self.broken: RankError | None = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._ranks = Ranks()
+        self.leads = self._ranks.rank == 0
         self._speculation: Speculation | None = None  # of the pipeline that all ranks run
-        self._arrived: deque[tuple[PromptBatch, bytes]] = deque()
+        self._arrived: deque[tuple[PromptBatch, bytes]] = deque()  # not yet passed on
         self._dropped: deque[RequestState] = deque()
         self._numbers: dict[RequestState, int] = {}
         self._count = 0
         self._state = 0
-
-    @staticmethod
-    def of(target: Target, core: EngineCore, lock: Condition) -> Lockstep | None:
-        """The schedule for a target; None unless it is sharded."""
-        return Lockstep(core, lock) if sharded(target) else None
 
     # ------------------------------------------------------------------ clients of rank 0
 
     def begin(self, speculation: Speculation) -> None:
         """Let the other ranks decode with their pipelines' drafters; ``speculation`` is that of rank 0's."""
         if self._speculation is None:
-            self.ranks.watch(self.fail)
+            self._ranks.watch(self._fail)
         self._speculation = speculation
 
-    def packed(self, call: Call) -> tuple[Call, bytes]:
-        """A request with a seed, and its form for the other ranks.
+    def pack(self, call: Call) -> tuple[Call, bytes]:
+        """A request with a seed, and its form for other ranks.
 
         Raises:
             UserError: a part of the request is not the same on all ranks.
@@ -108,37 +97,49 @@ class Lockstep:
                 f"{first_line(error)}"
             ) from error
 
-    def add(self, batch: PromptBatch, call: bytes | None) -> None:
+    def add(self, batch: PromptBatch, call: bytes) -> None:
         """Queue a request for the next orders; on other ranks than 0, for the next step."""
         if not self.leads:
-            self.core.scheduler.add(batch)
+            super().add(batch, call)
             return
         if self.broken is not None:
             raise RankError(str(self.broken)) from self.broken
-        if call is None or self._speculation is not batch.mode.speculation:
+        if not call or self._speculation is not batch.mode.speculation:
             raise UserError(
                 "a sharded model answers requests of one pipeline, after follow() was called on it on all ranks: got "
                 "one of another pipeline or before"
             )
         self._arrived.append((batch, call))
 
-    def remove(self, sequences: Iterable[RequestState]) -> None:
+    def cancel(self, sequences: Iterable[RequestState]) -> None:
         """Cancel sequences with the next orders."""
         self._dropped.extend(sequences)
 
     @property
-    def waits(self) -> bool:
-        """Whether requests have come that were not passed on."""
-        return bool(self._arrived)
+    def sequences(self) -> list[RequestState]:
+        """All that decode or wait, also those that were not passed on."""
+        return [*super().sequences, *(sequence for batch, _ in self._arrived for sequence in batch.sequences)]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._arrived) or super().has_work
 
     # ------------------------------------------------------------------ steps
 
-    def lead(self) -> None:
-        """Pass on which requests have come and which were cancelled, before a step of rank 0.
+    def step(self) -> None:
+        """Run a step at the same time on all ranks; on rank 0, pass on requests before.
 
         Raises:
             RankError: a rank is lost, or in another state.
         """
+        if self.leads:
+            self._lead()
+        super().step()
+        if not super().has_work:  # give up the drafter, at the same time on all ranks
+            self.clear()
+
+    def _lead(self) -> None:
+        """Pass on which requests have come and which were cancelled."""
         if self.broken is not None:
             raise self.broken
         state = self._next_state()
@@ -148,13 +149,12 @@ class Lockstep:
                 (sequence,) = batch.sequences
                 self._numbers[sequence] = self._count
                 self._count += 1
-                self.core.scheduler.add(batch)
+                self.scheduler.add(batch)
         gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
         gone = [sequence for sequence in gone if sequence in self._numbers and not sequence.done]
         orders = _Orders([call for _, call in arrived], [self._numbers[sequence] for sequence in gone])
-        self.ranks.agree(state, orders.pack())
-        for sequence in gone:
-            sequence.cancelled = True
+        self._ranks.agree(state, orders.pack())
+        super().cancel(gone)
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
     def follow(self, start: Callable[[Call], RequestState]) -> None:
@@ -166,51 +166,46 @@ class Lockstep:
         Raises:
             RankError: rank 0 is lost, or in another state.
         """
-        self.ranks.watch(_give_up)
+        self._ranks.watch(_give_up)
         sequences: dict[int, RequestState] = {}
-        while not (orders := _Orders.unpack(self.ranks.agree(self._next_state()))).end:
+        while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
             for call in orders.calls:
                 sequences[self._count] = start(pickle.loads(call))
                 self._count += 1
-            for number in orders.cancelled:
-                sequences[number].cancelled = True
-            self.core.step()
-            self.rest()
+            super().cancel(sequences[number] for number in orders.cancelled)
+            self.step()
             sequences = {number: sequence for number, sequence in sequences.items() if not sequence.done}
-        self.ranks.end()
+        self._ranks.end()
 
-    def rest(self) -> None:
-        """Give up the drafter after a step that has left no work: at the same time on all ranks."""
-        if not self.core.has_work:
-            self.core.clear()
+    def abort(self, error: Exception) -> None:
+        """End all requests with an error, and answer no others."""
+        super().abort(self._fail(error))
 
-    def fail(self, error: Exception) -> RankError:
-        """End all requests with an error, which is returned, and answer no others."""
+    def _fail(self, error: Exception) -> Exception:
         if not isinstance(error, RankError):
             error = RankError(f"a step of a sharded model failed, as where a rank is lost: {first_line(error)}")
         self.broken = self.broken or error
         with self._lock:
-            waiting = [batch for batch, _ in self._arrived]
+            sequences = self.sequences
             self._arrived.clear()
-            queued = [sequence for batch in [*waiting, *self.core.queued] for sequence in batch.sequences]
-        for sequence in [*self.core.running, *queued]:
+        for sequence in sequences:
             if not sequence.done:
                 sequence.error = self.broken
                 sequence.on_change()
         return self.broken
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let the other ranks end. Without an effect on these."""
         if self.leads and self.broken is None and self._speculation is not None:
             with suppress(RankError):  # those that are lost need not be told
-                self.ranks.agree(self._next_state(), _Orders(end=True).pack())
-            self.ranks.end()
+                self._ranks.agree(self._next_state(), _Orders(end=True).pack())
+            self._ranks.end()
             self._speculation = None
 
     def _next_state(self) -> int:
         """A number for the tokens and the queue up to here."""
-        rows = tuple((len(row.history), *row.history[-_RECENT:]) for row in self.core.running)
-        self._state = hash((self._state, len(self.core.scheduler), rows)) & ((1 << 62) - 1)
+        rows = tuple((len(row.history), *row.history[-_RECENT:]) for row in self.running)
+        self._state = hash((self._state, len(self.scheduler), rows)) & ((1 << 62) - 1)
         return self._state
 
 

@@ -10,18 +10,9 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from mmspec.core.target import Target
-from mmspec.targets.placement import is_sharded
-from mmspec.targets.transformers_target import TransformersTarget
-
 _INTERVAL = 1.0  # seconds between signs of life
 _SECONDS = 60.0  # without one, after which a rank is lost; MMSPEC_RANK_SECONDS
 _FOR_EVER = timedelta(days=365)  # ranks wait for orders while there are no requests
-
-
-def sharded(target: Target) -> bool:
-    """Whether the ranks of a job have a part of a target each."""
-    return isinstance(target, TransformersTarget) and is_sharded(target.model)
 
 
 class RankError(RuntimeError):
@@ -68,7 +59,7 @@ class Ranks:
             self._turn += 1
             if not found[0][2]:
                 return b""
-            content = torch.tensor(list(orders) if self.rank == 0 else [0] * found[0][2], dtype=torch.uint8)
+            content = torch.frombuffer(bytearray(orders or found[0][2]), dtype=torch.uint8)
             distributed.broadcast(content, src=0, group=self._orders)
         except RankError:
             raise

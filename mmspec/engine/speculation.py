@@ -11,10 +11,10 @@ from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
-from mmspec.engine.ranks import sharded
 from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.errors import UserError
 from mmspec.ops import kernels
+from mmspec.targets.transformers_target import sharded
 
 _FREED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences

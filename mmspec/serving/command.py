@@ -126,9 +126,7 @@ def _here(settings: Settings, host: str, port: int) -> None:
         if defaults := pipe.defaults.describe():
             what.append(f"the model's defaults: {defaults}")
         _announce(host, listening.getsockname()[1], "; ".join(what))
-        # Other ranks wait for the end.
-        ends = {"end": pipe.engine.close} if ranks() > 1 else {}
-        run(settings.app(pipe), settings.limits, listening, **ends)
+        run(settings.app(pipe), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: Settings) -> None:

@@ -62,7 +62,7 @@ class Settings:
 
         loading: dict[str, Any] = {name: getattr(self, name) for name in LOADING}
         serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
-        loading["sharded"] = ranks() > 1
+        loading["tp_plan"] = "auto" if ranks() > 1 else None
         if self.adapt is not None:
             pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt)
         else:

@@ -21,7 +21,7 @@ _PLAN = Rule('"auto" or a dict of modules and styles', lambda value: value == "a
 
 
 def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
-    """Options of ``from_pretrained`` that split a model.
+    """Options of ``from_pretrained`` that split a model; none for a model on one device.
 
     Args:
         device_map, tp_plan, device: as for ``mmspec.load``.
@@ -29,6 +29,8 @@ def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
     Raises:
         UserError: both are given, or a device, or accelerate or the ranks that they need are not there.
     """
+    if device_map is None and tp_plan is None:
+        return {}
     if device_map is not None and tp_plan is not None:
         raise UserError("a model is either dispatched or sharded: got device_map and tp_plan")
     name = "device_map" if tp_plan is None else "tp_plan"

@@ -12,14 +12,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import CostTable
-from mmspec.core.target import Feature, KeysValues, Prompt, TargetOutput
+from mmspec.core.target import Feature, KeysValues, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
-from mmspec.targets.placement import input_device
+from mmspec.targets.placement import input_device, is_sharded
 from mmspec.targets.prefill import Prefill, next_position
 from mmspec.targets.prefix_reuse import PrefixReuse
 from mmspec.targets.processor import Processor
@@ -191,6 +191,11 @@ class TransformersTarget:
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
         return None
+
+
+def sharded(target: Target) -> bool:
+    """Whether each rank of a job has a part of a target's weights."""
+    return isinstance(target, TransformersTarget) and is_sharded(target.model)
 
 
 def _target_of(

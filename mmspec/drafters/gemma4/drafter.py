@@ -33,10 +33,9 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention
 from mmspec.targets.packing import drafter_kind, pack_drafter
-from mmspec.targets.placement import is_sharded
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import sharded
 
 _ATTENTION = "mmspec_shared"
 
@@ -126,7 +125,7 @@ class Gemma4(TreeDrafter):
         width, vocab = self.network.backbone_hidden_size, self._text.vocab_size
         if not isinstance(target, SharesKeysValues) or config is None:
             raise UserError("gemma4 requires a target that shares its keys and values: this one does not")
-        if isinstance(target, TransformersTarget) and is_sharded(target.model):
+        if sharded(target):
             raise UserError("gemma4 reads the keys and values of all heads: got a target that is sharded over ranks")
         fits = (width, vocab) == (config.hidden_size, config.vocab_size)
         expected = [f"hidden size {width} and {vocab} tokens"]
