@@ -8,24 +8,40 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter as clock
+
+from torch import distributed
+from transformers import PreTrainedModel
 
 from tests.process import ROOT
 
 SECONDS = 4.0  # without a sign of life, after which a rank is lost
 
 
-def job(*command: str) -> list[subprocess.Popen[str]]:
-    """The processes of ``python -m COMMAND``, which ``torchrun`` would start alike."""
+@contextmanager
+def alone(model: PreTrainedModel) -> Iterator[None]:
+    """A job of this process only, in which a model counts as sharded."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    model._tp_size = 2
+    try:
+        yield
+    finally:
+        model._tp_size = None
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def job(*command: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of ``python -m COMMAND``, which ``torchrun`` would start alike; killed after the block."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     shared |= {"MMSPEC_RANK_SECONDS": str(SECONDS), "PYTHONPATH": str(ROOT)}
-    return [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -35,20 +51,18 @@ def job(*command: str) -> list[subprocess.Popen[str]]:
         )
         for rank in range(2)
     ]
-
-
-def ended(processes: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each; all are killed where one takes longer."""
     try:
-        found = []
-        for one in processes:
-            out, errors = one.communicate(timeout=seconds)
-            found.append((one.returncode, out, errors))
-        return found
+        yield processes
     finally:
         for one in processes:
-            with suppress(OSError):
-                one.send_signal(signal.SIGKILL)
+            one.kill()
+            one.communicate()
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, str, str]:
+    """Exit status, output and errors of a process."""
+    out, errors = process.communicate(timeout=seconds)
+    return process.returncode, out, errors
 
 
 def _main(scenario: str, folder: str, *drafters: str) -> None:

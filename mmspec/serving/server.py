@@ -105,8 +105,8 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
 def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
 
-    SIGTERM closes the engine and ends the process: the interpreter's own end takes seconds, for it frees all objects one
-    by one.
+    SIGTERM closes the engine and ends the process: the interpreter's own end takes seconds, for it frees all objects
+    one by one.
 
     Raises:
         KeyboardInterrupt: after SIGINT.

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -9,6 +10,7 @@ from mmspec import Pipeline
 from mmspec.engine import engine as engines
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.ranks import alone
 from tests.tiny import byte_model, byte_tokenizer
 
 
@@ -35,13 +37,16 @@ class Task:
         self.closed = True
 
 
-@pytest.fixture
-def pipe(monkeypatch):
+@pytest.fixture(params=["one process", "rank 0"])
+def pipe(request, monkeypatch):
     monkeypatch.setattr(engines, "QUIET", 0.0)
     monkeypatch.setattr(engines, "SHARE", 1.0)
-    pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None)
-    yield pipe
-    pipe.engine.drain()
+    model = byte_model()
+    with alone(model) if request.param == "rank 0" else nullcontext():
+        pipe = Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), None)
+        pipe.follow()
+        yield pipe
+        pipe.engine.close()
 
 
 def ask(pipe):

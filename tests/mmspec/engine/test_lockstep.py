@@ -29,7 +29,8 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_give_the_tokens_of_one_process(folder: Path, head: Path) -> None:
     drafters = ("recycle", str(head), "early-exit:2+ngram")
-    (status, out, errors), (other, _, _) = ended(job("tests.ranks", "answers", str(folder), *drafters))
+    with job("tests.ranks", "answers", str(folder), *drafters) as processes:
+        (status, out, errors), (other, _, _) = map(ended, processes)
     assert (status, other) == (0, 0), errors
     found = [json.loads(line) for line in out.splitlines()]
     plain = mmspec.load(folder, None, "cpu", "float32")
@@ -46,11 +47,11 @@ def test_two_ranks_give_the_tokens_of_one_process(folder: Path, head: Path) -> N
     ],
 )
 def test_a_rank_that_fails_ends_the_requests(scenario: str, message: str, status: int, folder: Path) -> None:
-    processes = job("tests.ranks", scenario, str(folder), "recycle")
-    (found,) = ended(processes[:1])
-    processes[1].kill() if scenario == "stopped" else None
-    ((other, _, _),) = ended(processes[1:])
-    errors, times = json.loads(found[1])
+    with job("tests.ranks", scenario, str(folder), "recycle") as processes:
+        _, out, _ = ended(processes[0])
+        processes[1].kill() if scenario == "stopped" else None
+        other, _, _ = ended(processes[1])
+    errors, times = json.loads(out)
     assert len(errors) == 2, "a request was answered"
     assert all(re.search(message, error) for error in errors)
     assert max(times) < 5 * SECONDS
@@ -59,7 +60,8 @@ def test_a_rank_that_fails_ends_the_requests(scenario: str, message: str, status
 
 def test_generate_of_two_ranks_prints_one_answer(folder: Path) -> None:
     options = ("--dtype", "float32", "--drafter", "ngram", "--max-new-tokens", "12", "--json")
-    first, second = ended(job("mmspec", "generate", PROMPTS[0], "--model", str(folder), *options))
+    with job("mmspec", "generate", PROMPTS[0], "--model", str(folder), *options) as processes:
+        first, second = map(ended, processes)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     expected = mmspec.load(folder, None, "cpu", "float32").generate(PROMPTS[0], max_new_tokens=12)
     assert json.loads(first[1])["token_ids"] == expected.token_ids
@@ -68,22 +70,17 @@ def test_generate_of_two_ranks_prints_one_answer(folder: Path) -> None:
 
 def test_serve_answers_from_two_ranks_and_ends_on_a_signal(folder: Path) -> None:
     options = ("--dtype", "float32", "--drafter", "recycle", "--port", "0")
-    processes = job("mmspec", "serve", "--model", str(folder), *options)
-    try:
+    sampled = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
+    body = {"model": str(folder), "prompt": PROMPTS[0], "n": 2, **sampled}
+    with job("mmspec", "serve", "--model", str(folder), *options) as processes:
         assert processes[0].stdout is not None
         found = re.search(r"http://\S+/v1", processes[0].stdout.readline())
         assert found
-        sampled = {"temperature": 1.0, "seed": 7, "max_tokens": 12}
-        body = {"model": str(folder), "prompt": PROMPTS[0], "n": 2, **sampled}
         choices = httpx.post(f"{found[0]}/completions", json=body, timeout=60).json()["choices"]
-        plain = mmspec.load(folder, None, "cpu", "float32")
-        for number, choice in enumerate(choices):
-            expected = plain.generate(
-                PROMPTS[0], temperature=1.0, seed=7 + number, max_new_tokens=12, chat_template=False
-            )
-            assert choice["text"] == expected.text
-    finally:
         for one in processes:
             one.send_signal(signal.SIGTERM)
-        statuses = [status for status, _, _ in ended(processes, 60)]
-    assert statuses == [0, 0]
+        assert [ended(one, 60)[0] for one in processes] == [0, 0]
+    plain = mmspec.load(folder, None, "cpu", "float32")
+    for number, choice in enumerate(choices):
+        expected = plain.generate(PROMPTS[0], temperature=1.0, seed=7 + number, max_new_tokens=12, chat_template=False)
+        assert choice["text"] == expected.text
