@@ -67,10 +67,7 @@ class Decoder:
         self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
-
-    @property
-    def _device(self) -> torch.device:
-        return input_device(self._model)
+        self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
 
     @property
     def static_shapes(self) -> bool:
@@ -193,7 +190,7 @@ class Decoder:
             features = self.forward(inputs, cache, names)
             cache.commit_prompt(part.stop, None, 1)
             return features
-        nodes, device = part.stop - part.start, self._device
+        nodes, device = part.stop - part.start, input_device(self._model)
         reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
         depth = torch.arange(nodes, device=device)[None]
         inputs["attention_mask"] = self.mask(cache, depth, None, reach)
@@ -272,7 +269,7 @@ class Decoder:
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
         """Hidden states in the dtype of the weights, as Mamba-2 returns float32, and on the device of the inputs."""
-        return hidden.to(self._device, self._embedding.weight.dtype)
+        return hidden.to(device=self._gathered, dtype=self._embedding.weight.dtype)
 
 
 def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
