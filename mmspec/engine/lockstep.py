@@ -168,14 +168,16 @@ class LockstepCore(EngineCore):
         """
         self._ranks.watch(_give_up)
         sequences: dict[int, RequestState] = {}
-        while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
-            for call in orders.calls:
-                sequences[self._count] = start(pickle.loads(call))
-                self._count += 1
-            super().cancel(sequences[number] for number in orders.cancelled)
-            self.step()
-            sequences = {number: sequence for number, sequence in sequences.items() if not sequence.done}
-        self._ranks.end()
+        try:
+            while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
+                for call in orders.calls:
+                    sequences[self._count] = start(pickle.loads(call))
+                    self._count += 1
+                super().cancel(sequences[number] for number in orders.cancelled)
+                self.step()
+                sequences = {number: sequence for number, sequence in sequences.items() if not sequence.done}
+        finally:
+            self._ranks.end()
 
     def abort(self, error: Exception) -> None:
         """End all requests with an error, and answer no others."""
@@ -196,9 +198,10 @@ class LockstepCore(EngineCore):
 
     def close(self) -> None:
         """Let the other ranks end. Without an effect on these."""
-        if self.leads and self.broken is None and self._speculation is not None:
-            with suppress(RankError):  # those that are lost need not be told
-                self._ranks.agree(self._next_state(), _Orders(end=True).pack())
+        if self.leads and self._speculation is not None:
+            if self.broken is None:
+                with suppress(RankError):  # those that are lost need not be told
+                    self._ranks.agree(self._next_state(), _Orders(end=True).pack())
             self._ranks.end()
             self._speculation = None
 

@@ -77,7 +77,8 @@ class Ranks:
         self._watching.start()
 
     def end(self) -> None:
-        """Tell the other ranks that no sign of life will follow, and wait until they know."""
+        """Tell the other ranks that no sign of life will follow, and wait until they know: the interpreter's end would
+        crash a thread that communicates."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(2 * _INTERVAL)
