@@ -35,12 +35,13 @@ REFERENCE := efficientnet-lite-pytorch==0.1.0
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
-	$(BIN)/mmspec caption $(SAMPLES)/scene.png
-	$(BIN)/mmspec caption $(SAMPLES)/clip.mp4
+	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/scene.png
+	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/clip.mp4
 
 real: $(VENV)/.real
 	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
 	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
+	$(BIN)/mmspec caption $(SAMPLES)/goldfish.jpg
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
 test long slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1

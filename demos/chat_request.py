@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 from mmspec.vision.decoding import Decoder
@@ -17,7 +18,7 @@ Kind = Literal["image", "video", "text"]
 
 DEFAULT_PROMPTS: dict[Kind, str] = {"image": "Describe the image.", "video": "Describe the video.", "text": ""}
 DEFAULT_MODELS: dict[Kind, tuple[str, ...]] = {
-    "image": ("tiny-llava",),
+    "image": plugins.CAPTIONERS,
     "video": ("tiny-llava",),
     "text": ("smollm2", "tiny-hybrid"),
 }

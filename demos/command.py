@@ -32,7 +32,8 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
     metavar="NAME",
     shell_complete=complete("models"),
     help=(
-        "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: tiny-llava]"
+        "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: smol-llava "
+        "where its packages are installed, else tiny-llava]"
     ),
 )
 @click.option(

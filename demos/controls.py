@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from mmspec import plugins
 from mmspec.demos import notes, views
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import (
@@ -19,7 +20,7 @@ from mmspec.demos.chat_request import (
     Upload,
 )
 from mmspec.demos.methods import FEWEST, MOST, label
-from mmspec.demos.samples import Example, media, texts
+from mmspec.demos.samples import Example, media, photographs, texts
 from mmspec.demos.uploads import ImageUpload, VideoUpload
 
 _ADD = (
@@ -42,7 +43,8 @@ class Controls:
 
     def __init__(self, catalog: Catalog, kind: Kind, folder: Path) -> None:
         self.catalog, self.kind = catalog, kind
-        self._media_examples = [] if kind == "text" else media(kind, folder)
+        self._drawn = [] if kind == "text" else media(kind, folder)
+        self._photographs = photographs(self._drawn, folder) if kind == "image" else self._drawn
         self.claim = gr.HTML(views.claim_html(), elem_classes="mm-head", apply_default_css=False)
         with gr.Row(equal_height=False):
             with gr.Column(scale=2, min_width=300, elem_classes="mm-side"):
@@ -61,7 +63,9 @@ class Controls:
 
     def examples(self, model: str) -> list[Example]:
         """The examples for a model, which has as many as any other."""
-        return texts(model) if self.kind == "text" else self._media_examples
+        if self.kind == "text":
+            return texts(model)
+        return self._photographs if plugins.sees_photographs(model) else self._drawn
 
     def shown(self, example: str) -> Any:
         """An example as the value of its component."""

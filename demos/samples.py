@@ -1,12 +1,14 @@
-"""Examples on the page: held-out images and clips that are rendered at start, and text prompts."""
+"""Examples on the page: held-out images and clips that are rendered at start, photographs of gradio, text prompts."""
 
 from __future__ import annotations
 
 import filecmp
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import gradio
 from PIL import Image
 
 from mmspec import plugins
@@ -20,6 +22,11 @@ from mmspec.vision.video import load_video
 
 _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
 _CLIPS = {7_000_100: "Another clip"}
+
+_PHOTOGRAPHS = {"lion.jpg": "A lion", "bus.png": "A bus", "tower.jpg": "A tower"}
+"""Of gradio, by their files' names; smol-llava did not see them in training."""
+
+_THUMBNAIL = 640
 
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -78,6 +85,21 @@ def media(kind: Kind, folder: Path) -> list[Example]:
         write_clip(sample_clip(seeded("heldout", index)), clip)
         clips.append((label, clip))
     return [Example(label, str(path), _still(path)) for label, path in clips]
+
+
+def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
+    """The examples for models that know photographs, as many as ``drawn``, of which they have the last ones."""
+    found = []
+    for name, label in _PHOTOGRAPHS.items():
+        source = Path(gradio.__file__).parent / "media_assets" / "images" / name
+        if source.is_file():
+            path = folder / f"{source.stem}.jpg"
+            with Image.open(source) as opened:
+                image = opened.convert("RGB")
+            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            image.save(path)
+            found.append(Example(label, str(path), str(path)))
+    return [*found, *drawn[len(found) :]]
 
 
 def example_of(request: ChatRequest, folder: Path) -> str | None:

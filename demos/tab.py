@@ -104,7 +104,7 @@ class Tab:
         kept = [name for name in chosen if name in names]
         picked = kept if len(kept) >= FEWEST else names[:FEWEST]
         notes_html = notes.about_html(model, self.kind, self.service.catalog), notes.methods_html(names)
-        labels = [gr.Button(example.label) for example in self.controls.examples(model)]
+        labels = [gr.Button(example.label, icon=example.icon) for example in self.controls.examples(model)]
         return gr.CheckboxGroup(choices, value=picked), *notes_html, *labels
 
     def ask(

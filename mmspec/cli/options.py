@@ -164,17 +164,20 @@ device_options = stack(
     ),
 )
 
-model_options = stack(
-    click.option(
+
+def _model_options(default: str | Callable[[], str], shown: str | bool = True) -> Decorator:
+    named = click.option(
         "--model",
-        default="tiny-llava",
-        show_default=True,
+        default=default,
+        show_default=shown,
         help="Embedded name, local folder, GGUF file or hub id.",
         metavar="NAME",
         shell_complete=complete("models"),
-    ),
-    device_options,
-)
+    )
+    return stack(named, device_options)
+
+
+model_options = _model_options("tiny-llava")
 
 device_map_option = click.option(
     "--device-map",
@@ -222,7 +225,7 @@ def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 generation_options = stack(
-    model_options,
+    _model_options(plugins.captioner, "smol-llava where its packages are installed, else tiny-llava"),
     device_map_option,
     trust_option,
     drafter_option,

@@ -58,7 +58,7 @@ def _write(folder: Path, language: Path, tower: dict[str, Tensor], complete: Pat
         shutil.copyfile(drafter, complete / drafter.relative_to(folder))
     weights = load_file(_weights(language))
     weights = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in weights.items()}
-    weights |= {f"model.vision_tower.{name}": x for name, x in tower.items() if not name.startswith("classifier.")}
+    weights |= {f"model.vision_tower.{name}": x for name, x in tower.items()}
     save_file(weights | load_file(_weights(folder)), complete / WEIGHTS, {"format": "pt"})
 
 

@@ -53,13 +53,19 @@ def test_open_catalog_allows_any_name():
     ],
 )
 def test_default_models_are_in_the_catalog(models, open, expected, monkeypatch):
-    if "smollm2" not in models:
-        others = [name for name in plugins.installed() if name != "smollm2"]
-        monkeypatch.setattr(plugins, "installed", lambda: others)
+    installed = ["tiny-hybrid", "tiny-llava", *(["smollm2"] if "smollm2" in models else [])]
+    monkeypatch.setattr(plugins, "installed", lambda: installed)
+    monkeypatch.setattr(plugins, "embedded", lambda: ["tiny-hybrid", "tiny-llava"])
     made = make_catalog(models, open=open)
     assert (made.default_model("image"), made.default_model("text")) == expected
     assert made.default_model("video") == expected[0]
     assert set(expected) <= set(made.models)
+
+
+def test_images_are_answered_by_a_model_of_photographs_where_its_packages_are_installed(monkeypatch):
+    monkeypatch.setattr(plugins, "embedded", lambda: ["smol-llava", "tiny-hybrid", "tiny-llava"])
+    monkeypatch.setattr(plugins, "installed", plugins.embedded)
+    assert make_catalog().default == make_catalog(["tiny-hybrid"]).default_model("image") == "smol-llava"
 
 
 def test_texts_are_answered_by_a_language_model_where_one_is_installed(monkeypatch):

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from mmspec import UserError
+from mmspec import UserError, plugins
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.api import API
 from mmspec.demos.catalog import make_catalog
@@ -68,7 +68,7 @@ def test_loopback_address_has_an_open_catalog(served, host):
     seen = served(*host)
     assert (seen["auth"], seen["share"], seen["catalog"].open) == (None, False, True)
     assert seen["server_port"] == 7860
-    assert seen["models"] == ["tiny-llava"]
+    assert seen["models"] == [plugins.captioner()]
 
 
 PUBLIC = [
@@ -110,11 +110,14 @@ def test_login_options(served):
     ("options", "expected"),
     [
         ([], None),
-        (["--api"], API("tiny-llava", "auto", "127.0.0.1", None)),
-        (["--api", "--adapt"], API("tiny-llava", adapt=AdaptOptions())),
-        (["--api", "--host", "localhost", "--api-key", "k"], API("tiny-llava", "auto", "localhost", "k")),
+        (["--api"], API(plugins.captioner(), "auto", "127.0.0.1", None)),
+        (["--api", "--adapt"], API(plugins.captioner(), adapt=AdaptOptions())),
+        (["--api", "--host", "localhost", "--api-key", "k"], API(plugins.captioner(), "auto", "localhost", "k")),
         (["--api", "--share", "--no-auth", "--model", "x", "--drafter", "d"], API("x", "d", None, None)),
-        (["--api", "--host", "0.0.0.0", "--auth", "a:b", "--api-key", "k"], API("tiny-llava", "auto", None, "k")),
+        (
+            ["--api", "--host", "0.0.0.0", "--auth", "a:b", "--api-key", "k"],
+            API(plugins.captioner(), "auto", None, "k"),
+        ),
     ],
 )
 def test_api_of_the_command(served, monkeypatch, options, expected):

@@ -102,7 +102,7 @@ def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
         ("text", "Who was Ada Lovelace?", "tiny-hybrid", []),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)
-        assert html.count(plugins.limits(model or "tiny-llava")) == 1
+        assert html.count(plugins.limits(model or plugins.captioner())) == 1
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
@@ -198,6 +198,16 @@ def test_examples_suit_the_model(ask):
         *_, first, second, third = tab.select(model, "auto", [])
         assert [first.value, second.value, third.value] == list(texts)
         assert [tab.example(number, model)[0] for number in range(3)] == list(texts.values())
+
+
+def test_photographs_are_examples_for_models_that_know_them(ask):
+    tab = ask.tabs["image"]
+    for model, label in (("llava", "A lion"), ("smol-llava", "A lion"), ("tiny-llava", "A sign")):
+        examples = tab.controls.examples(model)
+        assert (len(examples), examples[0].label, examples[3].label) == (4, label, "Two rings")
+        for example in examples:
+            with Image.open(example.value) as image:
+                assert max(image.size) <= 640
 
 
 def test_uploads_replace_an_example(ask, tmp_path):

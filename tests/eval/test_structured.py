@@ -1,10 +1,13 @@
 """The benchmark of structured output."""
 
+import json
+
 import pytest
 
 import mmspec
+from mmspec.errors import UserError
 from mmspec.eval.harness.schemas import SchemaRequest
-from mmspec.eval.structured import Interleaved, is_valid, summary
+from mmspec.eval.structured import Interleaved, is_valid, stored_requests, summary
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}, "required": ["a"]}
 
@@ -61,3 +64,16 @@ def test_rates_are_of_all_tokens_over_all_seconds():
     assert rows[1]["valid"] is None
     assert rows[2]["ended"] == 2
     assert rows[2]["mask_share"] == 0.25
+
+
+def test_schemas_of_a_file_are_requests_of_its_name(tmp_path):
+    file = tmp_path / "Github_easy.jsonl"
+    file.write_text("\n".join(json.dumps({"json_schema": json.dumps(SCHEMA), "unique_id": k}) for k in "abc"))
+    first, second = stored_requests(file, 2)
+    assert first == second
+    assert (first.kind, first.schema) == ("Github_easy", SCHEMA)
+    assert json.dumps(SCHEMA) in first.prompt
+    for row in ({"json_schema": "{"}, {"json_schema": "[]"}, {"schema": "{}"}):
+        file.write_text(json.dumps(row))
+        with pytest.raises(UserError, match=r"Github_easy.jsonl, line 1: expected a (JSON object|field)"):
+            stored_requests(file, 2)

@@ -31,18 +31,18 @@ def test_the_weights_of_the_package_give_the_references_features() -> None:
 
     weights = lite0()
     tower = EfficientNetLite(EfficientNetLiteConfig()).eval()
-    tower.load_state_dict({name: x for name, x in weights.items() if not name.startswith("classifier.")})
+    tower.load_state_dict(weights)
     reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(lite0.file())).eval()
     pixels = torch.randn(2, 3, 192, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features, expected = tower(pixels), reference.extract_features(pixels)
-        logits = features.pooler_output @ weights["classifier.weight"].T + weights["classifier.bias"]
         torch.testing.assert_close(features.pooler_output, expected.mean((2, 3)), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(logits, reference(pixels), atol=1e-3, rtol=1e-3)
+        scores = 8 * reference(pixels).softmax(-1)
+        torch.testing.assert_close(features.last_hidden_state[:, -1000:, 1, 2], scores, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("side", [96, 192])
-def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> None:
+@pytest.mark.parametrize("side", [128, 192])
+def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> None:
     config = EfficientNetLiteConfig(image_size=side)
     tower = AutoModel.from_config(config).eval()
     assert isinstance(tower, EfficientNetLite)
@@ -55,8 +55,12 @@ def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> Non
     cells = side // 32
     features = out.last_hidden_state
     assert features.shape == (1, config.hidden_size, cells, cells)
-    assert torch.equal(features[:, LAST], outputs[len(tower.encoder.blocks) - 1])
-    assert torch.equal(features[0, POOLED, 0, -1], out.pooler_output[0])
+    order = [(r + dr, c + dc) for r in range(0, cells, 2) for c in range(0, cells, 2) for dr in (0, 1) for dc in (0, 1)]
+    at = {place: features[0].flatten(1)[:, index] for index, place in enumerate(order)}
+    last = outputs[len(tower.encoder.blocks) - 1]
+    for (row, column), found in at.items():
+        assert torch.equal(found[LAST], last[0, :, row, column])
+        assert torch.equal(found[POOLED], out.pooler_output[0])
     start = POOLED.stop
     for index in FOLDED:
         block = outputs[index]
@@ -64,12 +68,12 @@ def test_features_of_four_depths_and_positions_lie_on_one_grid(side: int) -> Non
         count = block.shape[1] * fold * fold
         for row, column in ((0, 0), (cells - 1, 1)):
             window = block[0, :, row * fold : (row + 1) * fold, column * fold : (column + 1) * fold]
-            assert torch.equal(features[0, start : start + count, row, column], window.flatten())
+            assert torch.equal(at[row, column][start : start + count], window.flatten())
         start += count
-    positions = features[0, start:]
-    assert positions.shape[0] == 2 * cells
-    assert positions[:cells].argmax(0).tolist() == [[row] * cells for row in range(cells)]
-    assert positions[cells:].argmax(0).tolist() == [list(range(cells))] * cells
+    scores = 8 * (tower.classifier(out.pooler_output[0])).softmax(-1)
+    for place, found in at.items():
+        assert found[start : start + 2 * cells].nonzero().flatten().tolist() == [place[0], cells + place[1]]
+        assert torch.equal(found[start + 2 * cells :], scores)
 
 
 def test_pixels_are_taken_in_any_precision() -> None:

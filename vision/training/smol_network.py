@@ -32,7 +32,8 @@ class SmolLlava(nn.Module):
     Only what is trained is in its `state_dict()`. Tuning the norms adapts a language model to images about as well as
     low-rank updates of its matrices do (Zhao et al., 2312.11420), and leaves the matrices as they were quantised.
 
-    The connector sees features of mean 0 and variance 1 in every channel; `folded` puts that into its weights.
+    The connector sees features of mean 0 and variance 1 in every channel, but for the classes' scores, which stay as
+    they are; `folded` puts that into its weights.
 
     Features of ImageNet's thousand classes, of which there are no pictures, are imagined: where classes share the
     covariance S of features, the classifier's weights w of a class lie along S^-1 (mean of the class - mean of all)
@@ -49,7 +50,8 @@ class SmolLlava(nn.Module):
         self, language: Any, image_token: int, pictures: Tensor, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         super().__init__()
-        vision = EfficientNetLiteConfig(image_size=SIDE)
+        weights = weights or efficientnet.lite0()
+        vision = EfficientNetLiteConfig(image_size=SIDE, classes=len(weights["classifier.bias"]))
         config: Any = FastVlmConfig(
             vision_config=vision,
             text_config=language.config,
@@ -59,9 +61,8 @@ class SmolLlava(nn.Module):
         config.tie_word_embeddings = language.config.tie_word_embeddings
         with torch.device("meta"):
             model: Any = FastVlmForConditionalGeneration(config)
-        weights = weights or efficientnet.lite0()
         model.model.vision_tower = EfficientNetLite(vision)
-        model.model.vision_tower.load_state_dict({name: x for name, x in weights.items() if "classifier" not in name})
+        model.model.vision_tower.load_state_dict(weights)
         model.model.vision_tower.requires_grad_(False).eval()
         model.model.multi_modal_projector = type(model.model.multi_modal_projector)(config)
         model.model.language_model, model.lm_head = language.model, language.lm_head
@@ -71,13 +72,14 @@ class SmolLlava(nn.Module):
                 gain.data = gain.data.float()  # in bfloat16, small steps would be lost
                 gain.requires_grad_()
         self.model, self.config, self.image_token = model, config, image_token
-        self._measure(pictures, weights["classifier.weight"])
+        self._measure(pictures)
 
     @torch.no_grad()
-    def _measure(self, pictures: Tensor, classifier: Tensor) -> None:
+    def _measure(self, pictures: Tensor) -> None:
         features = torch.cat([self.features(pixels) for pixels in pictures.split(32)])
-        self.mean = features.mean((0, 1))
-        self.std = features.std((0, 1)).clamp(min=1e-3)
+        self.mean, self.std = features.mean((0, 1)), features.std((0, 1)).clamp(min=1e-3)
+        classifier = self.tower.classifier.weight
+        self.mean[-len(classifier) :], self.std[-len(classifier) :] = 0.0, 1.0
         means = features[..., : POOLED.stop].mean(1) - self.mean[: POOLED.stop]  # of the last block and pooled
         covariance = means.T @ means[:, POOLED] / len(means)
         own = covariance[POOLED]
@@ -88,8 +90,12 @@ class SmolLlava(nn.Module):
     def train(self, mode: bool = True) -> SmolLlava:
         """Sets the mode of what is trained; the tower's batch norms keep their statistics."""
         super().train(mode)
-        self.model.model.vision_tower.eval()
+        self.tower.eval()
         return self
+
+    @property
+    def tower(self) -> EfficientNetLite:
+        return self.model.model.vision_tower
 
     @property
     def connector(self) -> nn.Module:
@@ -98,7 +104,7 @@ class SmolLlava(nn.Module):
     @torch.no_grad()
     def features(self, pixels: Tensor) -> Tensor:
         """Returns the tower's output (images, 36, channels) of pixels (images, 3, 192, 192)."""
-        return self.model.model.vision_tower(pixels).last_hidden_state.flatten(2).transpose(1, 2)
+        return self.tower(pixels).last_hidden_state.flatten(2).transpose(1, 2)
 
     def see(self, batch: PictureBatch) -> Tensor:
         """Returns normalised features (images, 36, channels), those of imagined classes in their things' places."""
@@ -122,6 +128,8 @@ class SmolLlava(nn.Module):
         spread = masks / masks.mean(1, keepdim=True).clamp(min=1e-3)
         moved[..., LAST] += spread[..., None] * step[:, None, LAST]
         moved[..., POOLED] = (moved[..., POOLED] + step[:, None, POOLED]).clamp(0, 6)
+        scores = self.tower.scores(moved[..., POOLED])
+        moved[..., -scores.shape[-1] :] = scores
         return moved
 
     def forward(self, batch: PictureBatch) -> LossOutput:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.vision.efficientnet import in_blocks
 from mmspec.vision.pictures.compose import GRID as SIDE
 from mmspec.vision.pictures.compose import Composed
 from mmspec.vision.pictures.conversations import thing
@@ -31,6 +32,11 @@ _NAME = 3
 """Columns of a name: as many tokens of it, the last ones of a longer name, or repeated."""
 
 _SHARPNESS = 8.0
+
+
+def _ordered(grid: np.ndarray) -> np.ndarray:
+    """A grid as the tower's positions follow each other."""
+    return in_blocks(torch.from_numpy(grid)).flatten().numpy()
 
 
 def scene_words(scene: Scene, extra_signs: Sequence[Sign], token: Callable[[str], list[int]]) -> Words:
@@ -52,7 +58,7 @@ def scene_words(scene: Scene, extra_signs: Sequence[Sign], token: Callable[[str]
     for sign in (*extra_signs, *([scene.sign] if scene.sign else [])):
         for index, character in enumerate(sign.text):
             words[sign.band, sign.slot + index], weights[sign.band, sign.slot + index] = token(character)[0], 1.0
-    return words.reshape(-1), weights.reshape(-1)
+    return _ordered(words), _ordered(weights)
 
 
 def picture_words(picture: Composed, token: Callable[[str], list[int]]) -> Words:
@@ -73,13 +79,13 @@ def picture_words(picture: Composed, token: Callable[[str], list[int]]) -> Words
             ids = token(f" {noun.kind if row % 2 else noun.name}")[-_NAME:]
             words[row, columns] = [ids[column % _NAME % len(ids)] for column in columns]
         weights[np.ix_(rows, columns)] = 1.0
-    return words.reshape(-1), weights.reshape(-1)
+    return _ordered(words), _ordered(weights)
 
 
 def class_words(noun: Noun, token: Callable[[str], list[int]]) -> np.ndarray:
     """Returns the words of a thing that fills a picture, (36,) int64."""
     rows = [np.resize(np.array(token(f" {text}")[-_NAME:]), _NAME) for text in (noun.name, noun.kind)]
-    return np.tile(np.stack([np.tile(row, SIDE // _NAME) for row in rows]), (SIDE // 2, 1)).reshape(-1)
+    return _ordered(np.tile(np.stack([np.tile(row, SIDE // _NAME) for row in rows]), (SIDE // 2, 1)))
 
 
 def word_loss(predicted: Tensor, words: Tensor, weights: Tensor, embeddings: Tensor) -> tuple[Tensor, float]:

@@ -1,4 +1,4 @@
-"""Text tasks: MT-Bench, GSM8K, HumanEval, Spec-Bench."""
+"""Text tasks: MT-Bench, GSM8K, HumanEval, Spec-Bench, SPEED-Bench."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmspec.eval.suite.tasks.task import EvalTask
 
 
 def _turns(row: DatasetRow) -> Sample:
-    """A conversation from ``turns`` (Spec-Bench, FastChat) or the ``prompt`` list (MT-Bench on the hub)."""
+    """A conversation from ``turns`` (Spec-Bench, SPEED-Bench, FastChat) or ``prompt`` (MT-Bench on the hub)."""
     turns = row.texts("turns" if row.get("turns") else "prompt")
     return Sample(row.id, Conversation(tuple(turns)), str(row.get("category", "")))
 
@@ -56,4 +56,5 @@ TASKS = (
         HubDataset("openai/openai_humaneval", "test"),
     ),
     EvalTask("spec-bench", "Spec-Bench, speed only; question_id, category, turns (list)", False, None, 512, _turns),
+    EvalTask("speed-bench", "SPEED-Bench, speed only; question_id, category, turns (list)", False, None, 512, _turns),
 )

@@ -35,6 +35,16 @@ ROWS = {
     "gsm8k": {"question": "How many?", "answer": "Two and two.\n#### 1,234"},
     "humaneval": {"task_id": "H/0", "prompt": "def f():"},
     "spec-bench": {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]},
+    "speed-bench": {
+        "question_id": "q1",
+        "category": "rag",
+        "sub_category": "chat",
+        "turns": ["One?", "Two?"],
+        "source": "s",
+        "src_id": "1",
+        "difficulty": "easy",
+        "multiturn": True,
+    },
 }
 
 
