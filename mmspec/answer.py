@@ -60,6 +60,7 @@ class Answer:
     def __init__(self, pipe: Pipeline, call: Call) -> None:
         self.pipe = pipe
         self.started = False
+        call, packed = pipe.engine.core.pack(call)
         params, extras = pipe.defaults.complete(call.params), call.extras
         constraint = pipe.grammar(params)
         rendered = extras.chat_template and not is_token_ids(call.request["prompt"])
@@ -79,7 +80,7 @@ class Answer:
             max_time=extras.max_time,
         )
         sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
-        recorded = {"trace": extras.trace, "logprobs": extras.logprobs}
+        recorded = {"trace": extras.trace, "logprobs": extras.logprobs, "call": packed}
         self._add = partial(pipe.add, prompt, sampler, stopper, extras.num_draft_tokens, **recorded)
         if extras.num_draft_tokens is None:
             pipe.calibrate()

@@ -22,6 +22,16 @@ Factory = Callable[[dict[str, Any]], Worker]
 ENGINES = ("local", "ray")
 
 
+def rank() -> int:
+    """Rank of this process in a job of ``torchrun`` or the like."""
+    return int(os.environ.get("RANK", 0))
+
+
+def ranks() -> int:
+    """Number of ranks of that job; 1 without any."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def run_jobs(
     jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], engine: str = "local", workers: int = 1
 ) -> Iterator[tuple[Any, Any]]:

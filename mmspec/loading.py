@@ -21,6 +21,7 @@ from mmspec.ops import cpu_library
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
+from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
@@ -31,18 +32,19 @@ _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype 
 
 
 def load_target(
-    name: str, device: str = "auto", dtype: Any = "auto", **options: Any
+    name: str, device: str = "auto", dtype: Any = "auto", device_map: Any = None, tp_plan: Any = None, **options: Any
 ) -> tuple[TransformersTarget, Processor]:
     """Load a model of transformers as a target, and its processor.
 
     Args:
         name: local folder, GGUF file or hub id.
-        device, dtype: as for ``mmspec.load``.
+        device, dtype, device_map, tp_plan: as for ``mmspec.load``.
         **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
             with ``trust_remote_code=True``.
 
     Raises:
-        UserError: there is no such model, no adapter for its architecture, or no such device or dtype.
+        UserError: there is no such model, no adapter for its architecture, or no such device or dtype; or weights that
+            cannot be split.
     """
     where = pick_device(device)
     if "torch_dtype" in options:
@@ -50,13 +52,22 @@ def load_target(
     kind = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if kind not in ("auto", *QUANTISED, *_DTYPES.values()):
         raise UserError(f"dtype must be auto, {', '.join((*_DTYPES, *QUANTISED))}: got {dtype!r}")
+    if placing := split_options(device_map, tp_plan, device):
+        if kind in QUANTISED or os.path.isfile(name):
+            raise UserError(
+                "packed weights (int8, int4, GGUF files) stay on one device: expected a model in float32, bfloat16 or "
+                f"float16 with device_map or tp_plan, got {shown(name if os.path.isfile(name) else dtype)}"
+            )
+        placing["dtype"] = kind
     with _located(name) as hub_options:
         options |= hub_options
         name = completed.resolved(gguf.resolved(name))
         config = from_pretrained(AutoConfig, name, **options)
         adapter = plugins.target_class(config)
-        model: Any = read_whole(adapter.auto_class, name, config=config, **options)
+        model: Any = read_whole(adapter.auto_class, name, config=config, **options, **placing)
         processor = adapter.processor_class.read(name, **options)
+    if is_split(model):
+        return adapter(model.eval()), processor
     if (
         where.type == "cpu"
         and (kind in QUANTISED or gguf.stored_form(name) is not None)

@@ -50,6 +50,8 @@ def load(
     prefix_cache: int = 0,
     generation_config: str = MODELS,
     adapt: Any = False,
+    device_map: Any = None,
+    tp_plan: Any = None,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -74,6 +76,10 @@ def load(
             too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
         adapt: let drafters learn from answers while the engine is idle; answers stay the same. True keeps what they
             learn in memory, a folder keeps it there too, and an ``AdaptOptions`` limits its size.
+        device_map: ``"auto"``, or a dict of modules and devices: accelerate dispatches the layers of a model that is
+            larger than a device to several, or to memory and disk, from which they are read in every pass.
+        tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
+            (tensor parallelism of transformers); see ``Pipeline.follow``.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -92,11 +98,11 @@ def load(
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
-        placement = {"device": device, "dtype": dtype, **options}
+        placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, **options}
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
-        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value != "auto"]:
+        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value not in ("auto", None)]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
@@ -110,7 +116,7 @@ def load(
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options("mmspec.load", options, known):
-        target, processor = load_target(folder, device, dtype, **options)
+        target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
     return Pipeline(target, processor, speculator, model, **settings)
 
 
@@ -226,6 +232,20 @@ class Pipeline:
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
         return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
+
+    def follow(self) -> bool:
+        """Answer the requests of rank 0 on all other ranks, until it ends; for a model with ``tp_plan``.
+
+        Every rank calls this once, on the pipeline that rank 0 answers with, before the first request.
+
+        Returns:
+            True on other ranks than 0, where all is done then. False at once on rank 0, and where a model is not
+            sharded.
+
+        Raises:
+            RankError: a rank is lost, or not in the state of rank 0.
+        """
+        return self.engine.follow(self._speculation, lambda call: Answer(self, call).start(lambda: None).sequence)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any

@@ -115,7 +115,8 @@ def spans(page: str) -> list[str]:
 
 
 def check_command(words: list[str], *, whole: bool = True) -> None:
-    """Check a command line of ``mmspec``, ``python -m``, ``make`` or ``pip``; those of other known programs pass.
+    """Check a command line of ``mmspec``, also under ``torchrun``, ``python -m``, ``make`` or ``pip``; those of other
+    known programs pass.
 
     Args:
         words: its words; ``...`` stands for further ones.
@@ -127,8 +128,8 @@ def check_command(words: list[str], *, whole: bool = True) -> None:
     words = [word.removeprefix(".venv/bin/") for word in words]
     given = [word for word in words if word != "..."]
     try:
-        if words[0] == "mmspec":
-            _parse(cli, "mmspec", given[1:])
+        if words[0] in ("mmspec", "torchrun"):
+            _parse(cli, "mmspec", given[given.index("mmspec") + 1 :])
         elif words[:2] == ["python", "-m"] or words[:3] == ["accelerate", "launch", "-m"]:
             _check_module(*given[given.index("-m") + 1 :])
         elif words[0] == "make":

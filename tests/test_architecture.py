@@ -41,6 +41,7 @@ LAYERS = [
     {"distil"},
     {"cli"},
     {"serving"},
+    {"__main__"},
 ]
 """Rooms of ``mmspec``: each imports from earlier layers only. ``mmspec`` is the package itself, the public API."""
 

@@ -16,6 +16,7 @@ from mmspec.drafters.registry import drafter_spec, registered_name
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError
+from mmspec.targets.transformers_target import sharded
 
 _TABLE = 16 << 20  # bytes of a full table, at most
 
@@ -39,6 +40,8 @@ class Adaptation:
     """
 
     def __init__(self, drafter: Drafter | None, target: Target, options: AdaptOptions) -> None:
+        if sharded(target):  # their weights would differ
+            raise UserError("adapt learns in one process: got a target that is sharded over ranks")
         self._target, self._options = target, options
         self.heads: list[HeadAdaptation] = []
         self.tables: list[TableAdaptation] = []

@@ -227,14 +227,16 @@ class KVBuffers:
         if len(rows) == 1:
             slot = lengths[0]
             for buffer in self.tensors:
-                buffer[:, :1, :, slot : slot + longest] = buffer[:, :1, :, start + path[0]]
+                buffer[:, :1, :, slot : slot + longest] = buffer[:, :1, :, start + path[0].to(buffer.device)]
             return
         steps = torch.arange(longest, device=path.device)
         ends = torch.tensor(lengths, device=path.device)[:, None]
         target = torch.where(path >= 0, ends + steps, self.capacity - 1)
+        source = start + path.clamp(min=0)
         row = torch.arange(len(rows), device=path.device)[:, None]
-        for buffer in self.tensors:
-            buffer[:, row, :, target] = buffer[:, row, :, start + path.clamp(min=0)]
+        for buffer in self.tensors:  # on the devices of their layers
+            here, to, at = (index.to(buffer.device) for index in (row, target, source))
+            buffer[:, here, :, to] = buffer[:, here, :, at]
 
 
 def _kind(states: Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -92,6 +93,21 @@ class Value(click.ParamType):
         return self.fail(f"must be {self.rule.expected}: got {shown(value)}", param, ctx)
 
 
+class DeviceMap(click.ParamType):
+    """``auto``, or a dict as a JSON object."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            found = json.loads(value) if value != "auto" else value
+        except ValueError:
+            found = None
+        if found == "auto" or isinstance(found, dict):
+            return found
+        return self.fail(f"must be auto or a JSON object of modules and devices: got {shown(value)}", param, ctx)
+
+
 def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) -> Decorator:
     """Options of a class's fields: name, type, range, default and help are those of the field.
 
@@ -163,6 +179,13 @@ def _model_options(default: str | Callable[[], str], shown: str | bool = True) -
 
 model_options = _model_options("tiny-llava")
 
+device_map_option = click.option(
+    "--device-map",
+    type=DeviceMap(),
+    help="auto, or a JSON object of modules and devices: dispatch a model that is larger than a device to several, "
+    "memory or disk. Under torchrun, the ranks share the weights instead.",
+)
+
 trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Python code from model folders.")
 
 _DRAFTER_HELP = (
@@ -203,6 +226,7 @@ SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 generation_options = stack(
     _model_options(plugins.captioner, "smol-llava where its packages are installed, else tiny-llava"),
+    device_map_option,
     trust_option,
     drafter_option,
     generation_config_option,
@@ -218,5 +242,5 @@ generation_options = stack(
     json_option,
 )
 
-LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config")
+LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config", "device_map")
 GENERATING = (*SAMPLING, "num_draft_tokens")

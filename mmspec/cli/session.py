@@ -24,6 +24,8 @@ from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
+from mmspec.errors import UserError
+from mmspec.jobs import ranks
 from mmspec.pipeline import Pipeline, load
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
@@ -45,7 +47,12 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     notes = Console(stderr=True)
     if not sample:
         show_limits(notes, options["model"])
-    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING})
+    if options["compare"] and ranks() > 1:
+        raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
+    plan = "auto" if ranks() > 1 else None
+    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan)
+    if pipe.follow():
+        return
     with notes.status("reading the prompt"):
         pieces = pipe.stream(**request, **keywords)
         first = next(pieces)

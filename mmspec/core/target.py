@@ -196,6 +196,10 @@ class KeysValues:
     lengths: Tensor
     version: Hashable
 
+    def to(self, device: torch.device) -> KeysValues:
+        """The same on a device: layers may be on several."""
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device), lengths=self.lengths.to(device))
+
 
 @runtime_checkable
 class SharesKeysValues(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean
 
 _LATELY = 32  # steps whose gain is averaged
 _FEWEST = 12  # steps that may show a loss
@@ -50,4 +50,6 @@ class Trial:
         if len(self._gains) < _FEWEST:
             return sum(self._gains) < -_STAKE
         gains = [*self._gains, _HOPE]
-        return fmean(gains) + _CHANCE * stdev(gains) / sqrt(len(gains)) < 0.0
+        mean = fmean(gains)  # statistics.stdev takes fifteen times as long, in every step
+        error = sqrt(fmean((gain - mean) ** 2 for gain in gains) / (len(gains) - 1))
+        return mean + _CHANCE * error < 0.0

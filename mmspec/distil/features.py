@@ -104,7 +104,7 @@ class Extractor:
         return [None if one is None else next(rows) for one in encoded]
 
     def _run(self, batch: Sequence[EncodedConversation]) -> list[ConversationFeatures]:
-        device = self.target.model.device
+        device = self.target.device
         longest = max(len(one.tokens) for one in batch)
         pads = [longest - len(one.tokens) for one in batch]
         ids = torch.stack([torch.nn.functional.pad(one.tokens, (p, 0)) for one, p in zip(batch, pads, strict=True)])
@@ -140,7 +140,7 @@ class Extractor:
 
 def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) -> Features:
     """Pads conversations into a batch; no conversations become one row of padding."""
-    device, dtype = target.model.device, target.model.dtype
+    device, dtype = target.device, target.model.dtype
     if not rows:
         empty = torch.zeros(2, target.config.hidden_size, device=device, dtype=dtype)
         marks = torch.zeros(2, dtype=torch.bool, device=device)

@@ -20,6 +20,7 @@ from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.files import cache_folder, write_text
 from mmspec.targets.packing import weights_kind
+from mmspec.targets.placement import is_split
 from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -116,7 +117,7 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
 def describe(target: TransformersTarget) -> dict[str, Any]:
     """Cache key of a calibration: model shape, device and software versions."""
     model, config = target.model, target.config
-    device = model.device
+    device = target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     shape = {
         k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
@@ -127,6 +128,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         "attention": target.decoder.attention.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": weights_kind(model),
+        **({"device_map": str(model.hf_device_map)} if is_split(model) else {}),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,

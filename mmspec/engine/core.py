@@ -6,6 +6,7 @@ A sequence's tokens do not depend on the other sequences of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Condition
 from time import perf_counter as clock
 from typing import Any, TypeGuard
@@ -19,6 +20,7 @@ from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
+from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
 from mmspec.engine.timing import mark, seconds
@@ -43,7 +45,12 @@ class EngineCore:
         running: decoding sequences; their indices are the rows of target and drafter.
         mode: of the running sequences.
         touched: sequences that may have changed in this step.
+        leads: whether this process has the clients; False on other ranks than 0 of a sharded target.
+        broken: why no further steps can be run; None while they can.
     """
+
+    leads = True
+    broken: Exception | None = None
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
@@ -63,9 +70,30 @@ class EngineCore:
         return [*self.scheduler, *([self._prefilling] if self._prefilling else [])]
 
     @property
+    def sequences(self) -> list[RequestState]:
+        """All that decode or wait."""
+        return [*self.running, *(sequence for batch in self.queued for sequence in batch.sequences)]
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self.running) or not all(batch.done for batch in self.queued)
+
+    def pack(self, call: Call) -> tuple[Call, bytes]:
+        """A request, and its form for other ranks, which ``add`` takes."""
+        return call, b""
+
+    def add(self, batch: PromptBatch, call: bytes) -> None:
+        """Queue prompts; the lock is held."""
+        self.scheduler.add(batch)
+
+    def cancel(self, sequences: Iterable[RequestState]) -> None:
+        """Cancel sequences before the next step."""
+        for sequence in sequences:
+            sequence.cancelled = True
+
+    def close(self) -> None:
+        """Called after the last step."""
 
     def clear(self) -> None:
         """Forget finished prompts and give up the drafter."""
@@ -169,8 +197,7 @@ class EngineCore:
     def _prefill(self) -> bool:
         """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
 
-        Returns:
-            Whether the prefill of any prompt is complete.
+        Returns whether the prefill of any prompt is complete.
         """
         if not len(self.scheduler) and self._prefilling is None:
             return False

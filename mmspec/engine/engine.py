@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections import abc
 from collections.abc import Callable
@@ -16,12 +18,15 @@ import torch
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
+from mmspec.engine.lockstep import LockstepCore
+from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.transformers_target import sharded
 
 MAX_NUM_SEQS = 32
 """Default maximum batch size."""
@@ -53,7 +58,7 @@ class Engine:
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
-        self.core = EngineCore(target, max_num_seqs, chunk, self._changed)
+        self.core = (LockstepCore if sharded(target) else EngineCore)(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self.idle: WeakSet[IdleTask] = WeakSet()
         self._stepping = self._closed = False
@@ -89,6 +94,7 @@ class Engine:
         trace: bool = False,
         logprobs: int | None = None,
         logits: bool = False,
+        call: bytes = b"",
         on_change: Callable[[], None] = lambda: None,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
@@ -102,6 +108,7 @@ class Engine:
             trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
             logits: record the logits of each token.
+            call: the request for other ranks; see ``EngineCore.pack``.
             on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
 
         Raises:
@@ -127,8 +134,9 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")
-            self.core.scheduler.add(batch)
-            self._wake()
+            self.core.add(batch, call)
+            if self.core.leads:
+                self._wake()
         return sequences
 
     def together(self) -> AbstractContextManager[Any]:
@@ -137,8 +145,25 @@ class Engine:
 
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
-        for sequence in sequences:
-            sequence.cancelled = True
+        self.core.cancel(sequences)
+
+    def follow(self, speculation: Speculation, start: Callable[[Call], RequestState]) -> bool:
+        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
+
+        Args:
+            speculation: drafts for all requests.
+            start: queues a request.
+        """
+        core = self.core
+        if not isinstance(core, LockstepCore):
+            return False
+        if core.leads:
+            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
+            core.begin(speculation)
+        else:
+            with self._on_device():
+                core.follow(start)
+        return not core.leads
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
@@ -152,12 +177,20 @@ class Engine:
         """Cancel all sequences and accept no others."""
         with self._changed:
             self._closed = True
-            self.remove([*self.core.running, *(sequence for batch in self.core.queued for sequence in batch.sequences)])
+            self.remove(self.core.sequences)
+        if self.waits_for_lost_rank:
+            return
         self.drain()
         for task in list(self.idle):
             run_idle(task, task.close)
+        self.core.close()
 
     # ------------------------------------------------------------------ worker
+
+    @property
+    def waits_for_lost_rank(self) -> bool:
+        """Whether the worker may never end, as it waits for a rank that is lost."""
+        return self.core.broken is not None and self._worker is not None
 
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
@@ -169,10 +202,15 @@ class Engine:
 
     def _run(self) -> None:
         """Run steps until no sequence is left and no idle work."""
-        _LOCAL.engine, device = self, self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _LOCAL.engine = self
+        with self._on_device():
             while self._has_work():
                 self._turn()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """For a thread that runs steps."""
+        device = self.target.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _has_work(self) -> bool:
         """Whether to run another turn; otherwise the worker has ended."""
@@ -243,5 +281,10 @@ class Engine:
 @atexit.register
 def _close_all() -> None:
     """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
-    for engine in list(_ALL):
+    engines = list(_ALL)
+    for engine in engines:
         engine.close()
+    if any(engine.waits_for_lost_rank for engine in engines):  # for ever: so would the interpreter's end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

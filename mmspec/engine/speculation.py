@@ -14,6 +14,7 @@ from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.errors import UserError
 from mmspec.ops import kernels
+from mmspec.targets.transformers_target import sharded
 
 _FREED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
@@ -100,6 +101,8 @@ class Speculation:
             adaptive: measure if nothing is stored, or if ``refresh``.
             refresh: measure again.
         """
+        if sharded(self.target):  # ranks that follow their clocks would draft trees of different sizes
+            return None
         with _CALIBRATION:
             if self.target.cost is None and not self._searched:
                 self.target.cost, self._searched = stored_cost(self.target), True

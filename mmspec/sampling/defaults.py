@@ -123,7 +123,7 @@ class ModelDefaults(Defaults):
         config.max_length = length + params.max_new_tokens
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
-        ends, device = config.eos_token_id, self._model.device
+        ends, device = config.eos_token_id, input_ids.device
         config._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device).reshape(-1)
         return self._model._get_logits_processor(  # type: ignore[operator]
             config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,13 +13,14 @@ from mmspec.cli.options import (
     adapt_of,
     adapt_options,
     derived,
+    device_map_option,
     drafter_option,
     generation_config_option,
     model_options,
     trust_option,
 )
 from mmspec.errors import UserError
-from mmspec.jobs import ENGINES
+from mmspec.jobs import ENGINES, rank, ranks
 from mmspec.serving.addresses import is_loopback, names, url
 from mmspec.serving.limits import Limits
 
@@ -30,6 +32,7 @@ _log = logging.getLogger("mmspec.serve")
 
 @click.command()
 @model_options
+@device_map_option
 @trust_option
 @drafter_option
 @generation_config_option
@@ -99,7 +102,11 @@ def serve(
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     settings = Settings(**options, limits=limits, adapt=adapt, api_key=api_key, hosts=names(host))
     if engine == "ray":
+        if ranks() > 1:
+            raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
         _on_ray(settings, replicas, host, port)
+    elif rank():
+        _follow(settings)
     else:
         _here(settings, host, port)
 
@@ -113,12 +120,22 @@ def _here(settings: Settings, host: str, port: int) -> None:
     with listen(host, port) as listening:
         with loading(listening), steps_shown():
             pipe = settings.pipeline()
+            pipe.follow()
         drafter = registered_name(pipe.drafter) or "none"
         what = [f"model {pipe.name}, drafter {drafter}"]
         if defaults := pipe.defaults.describe():
             what.append(f"the model's defaults: {defaults}")
         _announce(host, listening.getsockname()[1], "; ".join(what))
-        run(settings.app(pipe), settings.limits, listening)
+        run(settings.app(pipe), settings.limits, listening, pipe.engine)
+
+
+def _follow(settings: Settings) -> None:
+    """Run the steps of rank 0, which has the requests, until it has answered the last."""
+    with steps_shown():
+        pipe = settings.pipeline()
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)  # all ranks get it; rank 0 tells the others when it has ended
+    pipe.follow()
 
 
 def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:

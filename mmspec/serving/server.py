@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread, Timer
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +17,9 @@ from fastapi import FastAPI
 from mmspec.errors import UserError
 from mmspec.serving.drain import Unready
 from mmspec.serving.limits import Limits
+
+if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
+    from mmspec.engine.engine import Engine
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 
@@ -99,10 +102,11 @@ def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
     )
 
 
-def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
+def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
 
-    SIGTERM ends the process: the interpreter's own end takes seconds, for it frees all objects one by one.
+    SIGTERM closes the engine and ends the process: the interpreter's own end takes seconds, for it frees all objects
+    one by one.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -112,6 +116,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket) -> NoReturn:
         server = uvicorn_server(app, limits)
         server.abandon = True
         server.run(sockets=[listening])
+    engine.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmspec.adaptation.options import AdaptOptions
+from mmspec.jobs import ranks
 from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
@@ -21,7 +22,7 @@ class Settings:
     """Settings of a server, which can be pickled for other processes.
 
     Attributes:
-        model, drafter, device, dtype, trust_remote_code, generation_config: as for ``open_pipeline``.
+        model, drafter, device, dtype, trust_remote_code, generation_config, device_map: as for ``open_pipeline``.
         prefix_cache: memory for the states of earlier prompts, in MiB.
         limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
@@ -44,6 +45,7 @@ class Settings:
     served_model_name: Sequence[str] = ()
     tool_parser: str = "auto"
     adapt: AdaptOptions | None = None
+    device_map: Any = None
 
     def pipeline(self) -> Pipeline:
         """Load the model, and measure the cost of its verify passes.
@@ -60,6 +62,7 @@ class Settings:
 
         loading: dict[str, Any] = {name: getattr(self, name) for name in LOADING}
         serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
+        loading["tp_plan"] = "auto" if ranks() > 1 else None
         if self.adapt is not None:
             pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt)
         else:

@@ -24,6 +24,7 @@ from mmspec.targets.decoder_layer import MergedLayer, Stack
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
+from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 
 
@@ -51,6 +52,8 @@ class Decoder:
         self.config = model.config.get_text_config()
         self.layers = tree_layers(model, self.config)
         refuse_unsupported(model, self.config, self.layers)
+        if self.layers is not None and (is_sharded(model) or len(computing_devices(model)) > 1):
+            raise UserError(f"layers with states are on one device: {type(model).__name__} is split over several")
         self.attention = PassAttention(model)
         self._module = decoder_of(model)
         if count is not None:
@@ -64,6 +67,7 @@ class Decoder:
         self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
+        self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
 
     @property
     def static_shapes(self) -> bool:
@@ -72,7 +76,7 @@ class Decoder:
         supported = self.attention.name == NAME and "chunked_attention" not in kinds
         supported = supported or (self.layers is not None and not self.layers.attends)
         supported = supported and (self.layers is None or self.layers.static_shapes)
-        return supported and kernels.static_shapes(self._model.device)
+        return supported and not is_split(self._model) and kernels.static_shapes(self._model.device)
 
     def new_cache(self, reserve: int, static_shapes: bool) -> TreeCache:
         """An empty cache for the model's layers, with ``reserve`` KV slots."""
@@ -186,7 +190,7 @@ class Decoder:
             features = self.forward(inputs, cache, names)
             cache.commit_prompt(part.stop, None, 1)
             return features
-        nodes, device = part.stop - part.start, self._model.device
+        nodes, device = part.stop - part.start, input_device(self._model)
         reach = torch.ones(1, nodes, nodes, dtype=torch.bool, device=device).tril()
         depth = torch.arange(nodes, device=device)[None]
         inputs["attention_mask"] = self.mask(cache, depth, None, reach)
@@ -264,8 +268,8 @@ class Decoder:
         return stacks[0]
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:
-        """Last hidden states in the dtype of the weights: Mamba-2 returns float32."""
-        return hidden.to(self._embedding.weight.dtype)
+        """Hidden states in the dtype of the weights, as Mamba-2 returns float32, and on the device of the inputs."""
+        return hidden.to(device=self._gathered, dtype=self._embedding.weight.dtype)
 
 
 def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:

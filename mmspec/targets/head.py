@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from mmspec.errors import UserError
 from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.placement import is_split
 from mmspec.targets.support import output_layer
 
 
@@ -35,7 +36,8 @@ class Head:
         self._checked = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
+        logits = self._scale(_by_rows(self._layer, self._before(hidden)))[..., : self._size]
+        return logits.to(hidden.device)  # the layer of a dispatched model may be on another
 
     def narrow(self, token_ids: Tensor) -> NarrowHead:
         """The logits of some tokens only, as a function of hidden states.
@@ -43,6 +45,8 @@ class Head:
         Args:
             token_ids: (tokens,) int64, on the layer's device.
         """
+        if is_split(self._model):
+            return NarrowHead(self, _unchanged, partial(torch.index_select, dim=-1, index=token_ids))
         # The first tokens of the vocabulary need no copy of their rows.
         first = torch.equal(token_ids, torch.arange(len(token_ids), device=token_ids.device))
         rows = slice(len(token_ids)) if first else token_ids

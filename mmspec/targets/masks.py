@@ -38,7 +38,7 @@ def tree_mask(
     all_allowed = nodes == 1 and tail_depth is None and not cache.padded
     if (all_allowed and not limited) or not cache.attending:
         return None
-    prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
+    prefix = cache.attended[:, None, :].to(reach.device) if cache.padded else reach.new_ones(1, 1, 1)
     full = torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
     additive = dtype if config._attn_implementation == "eager" else None
     if not limited:

@@ -56,8 +56,8 @@ def bars_on_terminals() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
-    """Load a model with exactly the checkpoint's weights, in the checkpoint's dtype.
+def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) -> PreTrainedModel:
+    """Load a model with exactly the checkpoint's weights, by default in the checkpoint's dtype.
 
     Raises:
         UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
@@ -65,7 +65,7 @@ def read_whole(auto_class: Any, name: str, **options: Any) -> PreTrainedModel:
     """
     with _tensors_only(name):
         model, report = from_pretrained(
-            auto_class, name, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+            auto_class, name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]

@@ -12,13 +12,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import CostTable
-from mmspec.core.target import Feature, KeysValues, Prompt, TargetOutput
+from mmspec.core.target import Feature, KeysValues, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
+from mmspec.targets.placement import input_device, is_sharded
 from mmspec.targets.prefill import Prefill, next_position
 from mmspec.targets.prefix_reuse import PrefixReuse
 from mmspec.targets.processor import Processor
@@ -90,7 +91,7 @@ class TransformersTarget:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -176,7 +177,7 @@ class TransformersTarget:
         self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        return self._embedding(token_ids)
+        return self._embedding(token_ids).to(self.device)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -185,11 +186,16 @@ class TransformersTarget:
         return self._head.narrow(token_ids.to(self.device))
 
     def keys_values(self, layer: int, rows: int) -> KeysValues:
-        return self.runner.cache.keys_values(layer, rows)
+        return self.runner.cache.keys_values(layer, rows).to(self.device)
 
     def visual(self, prompt: Prompt) -> Tensor | None:
         """(batch, length) bool, positions of image or video features; None for text models."""
         return None
+
+
+def sharded(target: Target) -> bool:
+    """Whether each rank of a job has a part of a target's weights."""
+    return isinstance(target, TransformersTarget) and is_sharded(target.model)
 
 
 def _target_of(

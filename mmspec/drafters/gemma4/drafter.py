@@ -35,6 +35,7 @@ from mmspec.targets.attention import set_attention
 from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
+from mmspec.targets.transformers_target import sharded
 
 _ATTENTION = "mmspec_shared"
 
@@ -124,6 +125,8 @@ class Gemma4(TreeDrafter):
         width, vocab = self.network.backbone_hidden_size, self._text.vocab_size
         if not isinstance(target, SharesKeysValues) or config is None:
             raise UserError("gemma4 requires a target that shares its keys and values: this one does not")
+        if sharded(target):
+            raise UserError("gemma4 reads the keys and values of all heads: got a target that is sharded over ranks")
         fits = (width, vocab) == (config.hidden_size, config.vocab_size)
         expected = [f"hidden size {width} and {vocab} tokens"]
         received = [f"hidden size {config.hidden_size} and {config.vocab_size} tokens"]

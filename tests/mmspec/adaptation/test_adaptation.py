@@ -249,6 +249,12 @@ def test_drafters_that_cannot_adapt_are_refused(kind):
         pipeline("llama", tiny_drafter(kind, shared_model("llama")), AdaptOptions())
 
 
+def test_sharded_targets_are_refused(monkeypatch):
+    monkeypatch.setattr(shared_model("llama"), "_tp_size", 2)
+    with pytest.raises(UserError, match="adapt learns in one process: got a target that is sharded over ranks"):
+        pipeline("llama", Recycle(), AdaptOptions())
+
+
 def test_other_options_are_checked(tmp_path):
     model = shared_model("llama")
     used = tiny_drafter("medusa", model)

@@ -1,0 +1,8 @@
+"""``python -m mmspec``, for ``torchrun -m mmspec``: the command line."""
+
+import sys
+
+from mmspec.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

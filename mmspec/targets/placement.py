@@ -1,0 +1,80 @@
+"""Models larger than a device: layers dispatched to several devices, or weights sharded over the ranks of a job."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from mmspec.checks import Rule, shown
+from mmspec.errors import UserError
+from mmspec.extras import missing
+from mmspec.jobs import ranks
+
+_OFFLOADED = ("cpu", "disk")
+_MAP = Rule('"auto" or a dict of modules and devices', lambda value: value == "auto" or isinstance(value, dict))
+_PLAN = Rule('"auto" or a dict of modules and styles', lambda value: value == "auto" or isinstance(value, dict))
+
+
+def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
+    """Options of ``from_pretrained`` that split a model; none for a model on one device.
+
+    Args:
+        device_map, tp_plan, device: as for ``mmspec.load``.
+
+    Raises:
+        UserError: both are given, or a device, or accelerate or the ranks that they need are not there.
+    """
+    if device_map is None and tp_plan is None:
+        return {}
+    if device_map is not None and tp_plan is not None:
+        raise UserError("a model is either dispatched or sharded: got device_map and tp_plan")
+    name = "device_map" if tp_plan is None else "tp_plan"
+    if device != "auto":
+        raise UserError(f"{name} places the model: expected device 'auto' with it, got {shown(device)}")
+    if tp_plan is None:
+        _MAP.check(name, device_map)
+        if find_spec("accelerate") is None:
+            raise missing("device_map", "accelerate", "real")
+        return {"device_map": device_map}
+    _PLAN.check(name, tp_plan)
+    if not distributed.is_initialized() and ranks() < 2:
+        raise UserError("tp_plan shards a model over the ranks of a job: expected one of torchrun, got 1 rank")
+    return {"distributed_config": DistributedConfig(tp_plan=tp_plan)}
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether each rank has a part of the weights (tensor parallelism)."""
+    return (model._tp_size or 1) > 1
+
+
+def is_split(model: PreTrainedModel) -> bool:
+    """Whether the model is dispatched by accelerate, or sharded: its weights are not all on its device."""
+    return is_sharded(model) or _hook(model) is not None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that a model takes its inputs on and returns its logits on."""
+    hook = _hook(model)
+    if hook is None or hook.execution_device is None:
+        return model.device
+    place = hook.execution_device
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
+
+
+def computing_devices(model: PreTrainedModel) -> set[str]:
+    """The devices that the layers of a model run on."""
+    places: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
+    if _hook(model) is None:
+        return {str(model.device)}
+    main = str(input_device(model))
+    return {main if str(place) in _OFFLOADED else str(place) for place in places.values()}
+
+
+def _hook(model: PreTrainedModel) -> Any:
+    """The hook by which accelerate moves a dispatched model's inputs; None for a model on one device."""
+    return getattr(model, "_hf_hook", None)
