@@ -15,6 +15,7 @@
 
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "formats.h"

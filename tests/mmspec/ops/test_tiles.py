@@ -4,6 +4,7 @@ in use."""
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,9 +15,13 @@ from torch import Tensor
 from mmspec.ops import compiler
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from tests.compiled import needs_kernels
+from tests.gguf_rows import stored
 from tests.mmspec.ops.test_cpu import layer_of
 
 ROWS = (1, 7, 8, 9, 16, 17, 24, 31, 32, 40)
+SHAPES = {**{kind: ((50, 72), (48, 576)) for kind in BLOCKS}, "Q5_0": ((50, 288),)}
+SHAPES |= {form: ((50, 768),) for form in ("Q4_K", "Q5_K", "Q6_K")}
+CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
 TILES = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 
 pytestmark = [
@@ -54,7 +59,7 @@ def product(library: ctypes.CDLL, layer: BlockLinear, x: Tensor, threads: int) -
 
 def check(library: ctypes.CDLL, kind: str, shape: tuple[int, int]) -> None:
     """The bits of the kernels in use; bfloat16, of which tiles sum in another order, those of a whole product."""
-    layer, _ = layer_of(kind, *shape, bias=True)
+    layer = layer_of(kind, *shape, bias=True)[0] if kind in BLOCKS else stored(kind, *shape)[0].layer()
     x = torch.randn(max(ROWS), shape[1])
     expected = layer(x)
     if kind == "bfloat16":
@@ -65,8 +70,7 @@ def check(library: ctypes.CDLL, kind: str, shape: tuple[int, int]) -> None:
         assert torch.equal(product(library, layer, x[:rows], 1 + rows % 2), expected[:rows])
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("shape", [(50, 72), (48, 576)])
+@pytest.mark.parametrize(("kind", "shape"), CASES)
 def test_products_by_loops(loops: ctypes.CDLL, kind: str, shape: tuple[int, int]) -> None:
     before = loops.tile_products()
     check(loops, kind, shape)
@@ -80,11 +84,14 @@ def test_a_single_row_of_integers_takes_no_tiles(loops: ctypes.CDLL, kind: str) 
     assert (loops.tile_products() > before) == (kind == "bfloat16")
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_products_by_instructions_where_they_are_permitted(instructions: ctypes.CDLL, kind: str) -> None:
-    check(instructions, kind, (48, 576))
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+def test_products_by_instructions_where_they_are_permitted(
+    instructions: ctypes.CDLL, kind: str, shape: tuple[int, int]
+) -> None:
+    check(instructions, kind, shape)
 
 
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
 def test_a_build_has_the_instructions(instructions: ctypes.CDLL) -> None:
     found = subprocess.run(["objdump", "-d", instructions._name], capture_output=True, text=True, check=True).stdout
     assert {"tdpbsud", "tdpbf16ps"} <= set(found.split())
