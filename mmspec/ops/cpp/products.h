@@ -333,27 +333,25 @@ void add_quantised_tiles(Tiles& tiles, int rows, const uint8_t* block, const Row
   }
   for (int row = 0; row < rows; row++) sums[row] += local[row];
 }
-#endif
 
-// Adds products in tile registers; returns false, without any, where others are faster or the only ones.
+// Adds products in tile registers; returns false, without any, where other kernels are faster or the only ones.
 template <Kind kind>
-inline bool add_by_tiles([[maybe_unused]] Tiles& tiles, [[maybe_unused]] int rows,
-                         [[maybe_unused]] const uint8_t* block, [[maybe_unused]] const Rows& x,
-                         [[maybe_unused]] int64_t first, [[maybe_unused]] floats* sums) {
-#if defined(MMSPEC_AMX)
+bool add_by_tiles(Tiles& tiles, int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  if (!has_tiles || kind == FLOAT32 || (kind != BFLOAT16 && rows < LEAST_ROWS)) return false;
   if constexpr (kind == BFLOAT16) {
-    if (!has_tiles) return false;
     tiles.configure(rows, 2 * GROUP);
     add_bfloat16_tiles(x.rounded.data() + first * x.width, x.width, block, x.groups, rows, sums);
-    return true;
   } else if constexpr (kind != FLOAT32) {
-    if (!has_tiles || rows < LEAST_ROWS) return false;
     add_quantised_tiles<kind>(tiles, rows, block, x, first, sums);
-    return true;
   }
-#endif
+  return true;
+}
+#else
+template <Kind>
+bool add_by_tiles(Tiles&, int, const uint8_t*, const Rows&, int64_t, floats*) {
   return false;
 }
+#endif
 
 // out = x W^T + bias (+ residual); called by all threads of a team.
 template <Kind kind>
