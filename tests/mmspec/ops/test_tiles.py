@@ -1,5 +1,4 @@
-"""Products in AMX's tile registers: with loops for its instructions, and as this processor runs them, against the kernels
-in use."""
+"""Products in AMX's tile registers, by loops and as this processor runs them, against the kernels in use."""
 
 from __future__ import annotations
 
@@ -19,9 +18,8 @@ from tests.gguf_rows import stored
 from tests.mmspec.ops.test_cpu import layer_of
 
 ROWS = (1, 7, 8, 9, 16, 17, 24, 31, 32, 40)
-SHAPES = {**{kind: ((50, 72), (48, 576)) for kind in BLOCKS}, "Q5_0": ((50, 288),)}
-SHAPES |= {form: ((50, 768),) for form in ("Q4_K", "Q5_K", "Q6_K")}
-CASES = [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes]
+SHAPES = dict.fromkeys(BLOCKS, ((50, 72), (48, 576))) | dict.fromkeys(("Q4_K", "Q5_K", "Q6_K"), ((50, 768),))
+CASES = [("Q5_0", (50, 288)), *((kind, shape) for kind, shapes in SHAPES.items() for shape in shapes)]
 TILES = ["-mamx-tile", "-mamx-int8", "-mamx-bf16"]
 
 pytestmark = [
