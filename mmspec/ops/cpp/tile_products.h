@@ -15,8 +15,8 @@ namespace {
 // Linux grants a process its tile registers on request.
 const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 
-// A thread's tile registers: 0 to 3 are sums (rows, 16), 4 inputs (rows, ``depth`` bytes), 5 weights (depth / 4, 16 times
-// 4 bytes), as they lie in a block.
+// A thread's tile registers: 0 to 3 are sums (rows, 16), 4 inputs (rows, ``depth`` bytes), 5 weights (depth / 4, 16 of
+// 4 bytes each), as they lie in a block.
 class Tiles {
  public:
   ~Tiles() {
@@ -48,8 +48,8 @@ class Tiles {
   MMSPEC_ADD_TILE(sum, _tile_dpbsud, inputs + (step) * depth, width, codes + (step) * 16 * depth); \
   _tile_stored(sum, products + (step) * 16, 64)
 
-// products (steps, 16 rows): of codes (steps, depth / 4, 16 output features, 4) with int8 inputs (rows, steps, depth), rows
-// ``width`` apart.
+// products (steps, 16 rows): of codes (steps, depth / 4, 16 output features, 4) with int8 inputs (rows, steps, depth),
+// rows ``width`` apart.
 inline void multiply_tiles(const int8_t* inputs, int64_t width, const uint8_t* codes, int64_t depth, int64_t steps,
                            ints* products) {
   asm volatile("" : : "r"(codes) : "memory");

@@ -1,6 +1,6 @@
-// AMX's tile instructions as plain loops, after the pseudo-code of LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBSUD and
-// TDPBF16PS in Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. What faults there aborts here.
-// Included before the kernels, whose calls then come here.
+// AMX's tile instructions as plain loops, after the pseudo-code of LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBSUD
+// and TDPBF16PS in Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. What faults there aborts
+// here. Included before the kernels, whose calls then come here.
 
 #pragma once
 
