@@ -15,17 +15,13 @@
 
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "formats.h"
 #include "pair_products.h"
+#include "tile_products.h"
 #include "vectors.h"
-
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && !defined(MMSPEC_PORTABLE)
-#define MMSPEC_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 extern "C" {
 
@@ -42,6 +38,7 @@ struct Linear {
 namespace {
 
 constexpr int64_t TILE = LANES / 2;  // rows of inputs that share a load of weights
+constexpr int64_t MOST_ROWS = 16;    // of a tile register
 constexpr int64_t BLOCK = 16, GROUP = 32, CHUNK = 128;
 constexpr int64_t AHEAD = 16;  // groups to prefetch
 
@@ -179,31 +176,45 @@ constexpr int64_t block_bytes(Kind kind, int64_t groups) {
          (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
 }
 
-// ``add_group`` for codes of 4 to 6 bits in a format of GGUF.
-template <Kind kind, int tile>
-inline void add_gguf_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
-                           floats* sums) {
-  bytes codes[8];
-  unpack<int(code_bytes[kind] - 256) / 64>(from, from + 256, codes);
-  const uint8_t* shared = scales + (together[kind] - group % together[kind]) * scale_bytes[kind];
-  Scales scale = kind == Q5 ? group_scales(scales, scales + 2 * BLOCK)
-                            : superblock_scales<kind == Q6_K>(scales, shared, shared + 2 * BLOCK);
+template <Kind kind>
+inline void unpack_group(const uint8_t* from, bytes (&codes)[8]) {
+  if constexpr (kind == INT8) {
 #pragma GCC unroll 8
-  for (int row = 0; row < tile; row++) {
-    int64_t at = (first + row) * x.groups + group;
-    ints part[2];
-    dot_halves(codes, x.codes.data() + (first + row) * x.width + group * GROUP, part);
-    floats products;
-    if constexpr (kind == Q6_K) {
-      part[0] -= 32 * x.first_total[at], part[1] -= 32 * (x.total[at] - x.first_total[at]);
-      products = __builtin_convertvector(part[0], floats) * scale.first;
-      products = fma(__builtin_convertvector(part[1], floats), scale.last, products);
-    } else {
-      sums[row] = fma(scale.low, splat(x.total_scaled[at]), sums[row]);
-      products = __builtin_convertvector(part[0] + part[1], floats) * scale.first;
-    }
-    sums[row] = fma(products, splat(x.scale[at]), sums[row]);
+    for (int i = 0; i < 8; i++) codes[i] = load<bytes>(from + 64 * i);
+  } else {
+    unpack<int(code_bytes[kind] - 256) / 64>(from, from + 256, codes);
   }
+}
+
+template <Kind kind>
+inline Scales scales_of(const uint8_t* scales, int64_t group) {
+  if constexpr (kind == INT8) return {widen(load<halves>(scales)), floats{}, floats{}};
+  if constexpr (kind == INT4 || kind == Q5) return group_scales(scales, scales + 2 * BLOCK);
+  const uint8_t* shared = scales + (together[kind] - group % together[kind]) * scale_bytes[kind];
+  return superblock_scales<kind == Q6_K>(scales, shared, shared + 2 * BLOCK);
+}
+
+// sum + the products of a group's codes with a row's inputs, its first and its last ones, scaled.
+template <Kind kind>
+inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale, const Rows& x, int64_t at) {
+  floats products;
+  if constexpr (kind == Q6_K) {
+    first -= 32 * x.first_total[at], last -= 32 * (x.total[at] - x.first_total[at]);
+    products = __builtin_convertvector(first, floats) * scale.first;
+    products = fma(__builtin_convertvector(last, floats), scale.last, products);
+  } else {
+    if constexpr (kind != INT8) sum = fma(scale.low, splat(x.total_scaled[at]), sum);
+    products = __builtin_convertvector(first + last, floats) * scale.first;
+  }
+  return fma(products, splat(x.scale[at]), sum);
+}
+
+// Into the second level cache: the first one's lines are taken by loads.
+template <Kind kind>
+inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
+  constexpr int64_t ahead = block_bytes(kind, AHEAD);
+  for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
+  if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
 }
 
 // Adds the products of one group of LANES output features and the same group of several rows, for which weights are
@@ -211,16 +222,9 @@ inline void add_gguf_group(const uint8_t* from, const uint8_t* scales, const Row
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // Where there is little to compute, the processor's own prefetching keeps up, except in superblocks. Into the second
-  // level cache: the first one's lines are taken by loads.
-  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= 4)) {
-    constexpr int64_t ahead = block_bytes(kind, AHEAD);
-    for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
-    if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
-  }
-  if constexpr (kind > FLOAT32) {
-    add_gguf_group<kind, tile>(from, scales, x, first, group, sums);
-  } else if constexpr (kind == FLOAT32) {
+  // Where there is little to compute, the processor's own prefetching keeps up, except in superblocks.
+  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= 4)) prefetch_group<kind>(from, scales);
+  if constexpr (kind == FLOAT32) {
     const float* input = x.exact.data() + first * x.width + group * GROUP;
     for (int i = 0; i < GROUP; i += 2) {
       floats even = load<floats>(from + 64 * i), odd = load<floats>(from + 64 * i + 64);
@@ -242,20 +246,11 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
     }
   } else {
     bytes codes[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-      if constexpr (kind == INT8) {
-        codes[i] = load<bytes>(from + 64 * i);
-      } else {
-        bytes both = load<bytes>(from + 64 * (i / 2));
-        codes[i] = i % 2 ? both >> 4 : both & 15;
-      }
-    }
-    floats scale = widen(load<halves>(scales)), low{};
-    if constexpr (kind == INT4) low = widen(load<halves>(scales + 2 * BLOCK));
+    unpack_group<kind>(from, codes);
+    Scales scale = scales_of<kind>(scales, group);
 #if defined(MMSPEC_I8MM)
     ints pairs[tile];
-    bool paired = tile > 1 && has_i8mm;
+    bool paired = kind <= INT8 && tile > 1 && has_i8mm;
     if (paired)
       dot_pairs(codes, kind == INT8 ? 128 : 0, x.codes.data() + first * x.width + group * GROUP, x.width, tile, pairs);
 #else
@@ -265,12 +260,23 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
 #pragma GCC unroll 8
     for (int row = 0; row < tile; row++) {
       int64_t at = (first + row) * x.groups + group;
-      ints sum = paired ? pairs[row]
-                        : dot<kind>(codes, x.codes.data() + (first + row) * x.width + group * GROUP, x.total[at]);
-      if constexpr (kind == INT4) sums[row] = fma(low, splat(x.total_scaled[at]), sums[row]);
-      sums[row] = fma(__builtin_convertvector(sum, floats) * scale, splat(x.scale[at]), sums[row]);
+      const int8_t* input = x.codes.data() + (first + row) * x.width + group * GROUP;
+      ints part[2] = {};
+      if constexpr (kind > FLOAT32)
+        dot_halves(codes, input, part);
+      else
+        part[0] = paired ? pairs[row] : dot<kind>(codes, input, x.total[at]);
+      sums[row] = add_scaled<kind>(sums[row], part[0], part[1], scale, x, at);
     }
   }
+}
+
+// Codes and scales of a group of a block.
+template <Kind kind>
+inline std::pair<const uint8_t*, const uint8_t*> group_at(const uint8_t* block, int64_t group) {
+  int64_t place = group % together[kind];
+  block += block_bytes(kind, group - place);
+  return {block + place * code_bytes[kind], block + together[kind] * code_bytes[kind] + place * scale_bytes[kind]};
 }
 
 // LANES output features of a block, from ``part`` on.
@@ -278,10 +284,8 @@ template <Kind kind, int tile>
 void block_product(const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
   floats local[2 * tile] = {};
   for (int64_t group = 0; group < x.groups; group++) {
-    int64_t place = group % together[kind];
-    const uint8_t *codes = block + block_bytes(kind, group - place), *scales = codes + together[kind] * code_bytes[kind];
-    codes += place * code_bytes[kind] + 4 * part, scales += place * scale_bytes[kind] + 2 * part;
-    add_group<kind, tile>(codes, scales, x, first, group, local);
+    auto [codes, scales] = group_at<kind>(block, group);
+    add_group<kind, tile>(codes + 4 * part, scales + 2 * part, x, first, group, local);
   }
   for (int row = 0; row < tile; row++) sums[row] += local[row] + local[tile + row];
 }
@@ -293,22 +297,82 @@ void tile_product(int rows, const uint8_t* block, int64_t part, const Rows& x, i
   block_product<kind, tile>(block, part, x, first, sums);
 }
 
+#if defined(MMSPEC_AMX)
+// Estimated: a simpler kernel was as fast as VNNI with 8 rows, and faster with 16.
+constexpr int LEAST_ROWS = 8;
+
+// As ``block_product``, with the same bits. Several groups are unpacked, multiplied and scaled at a time, so that no
+// instruction waits for the one before.
+template <Kind kind>
+void add_quantised_tiles(Tiles& tiles, int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  constexpr int64_t STRETCH = 8, PARTS = kind == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS;
+  bytes codes[STRETCH][8];
+  ints products[STRETCH][PARTS][MOST_ROWS];
+  Scales scale[STRETCH];
+  floats local[MOST_ROWS] = {};
+  tiles.configure(rows, DEPTH);
+  for (int64_t start = 0; start < x.groups; start += STRETCH) {
+    int64_t count = std::min(STRETCH, x.groups - start);
+    for (int64_t i = 0; i < count; i++) {
+      auto [from, scales] = group_at<kind>(block, start + i);
+      prefetch_group<kind>(from, scales);
+      unpack_group<kind>(from, codes[i]);
+      scale[i] = scales_of<kind>(scales, start + i);
+    }
+    const int8_t* input = x.codes.data() + first * x.width + start * GROUP;
+    multiply_tiles(input, x.width, (const uint8_t*)codes, DEPTH, count * PARTS, products[0][0]);
+    for (int row = 0; row < rows; row++) {
+      floats sum = local[row];
+      for (int64_t i = 0; i < count; i++) {
+        int64_t at = (first + row) * x.groups + start + i;
+        ints last = PARTS > 1 ? products[i][PARTS - 1][row] : ints{} - (kind == INT8 ? 128 * x.total[at] : 0);
+        sum = add_scaled<kind>(sum, products[i][0][row], last, scale[i], x, at);
+      }
+      local[row] = sum;
+    }
+  }
+  for (int row = 0; row < rows; row++) sums[row] += local[row];
+}
+
+// Adds products in tile registers; returns false, without any, where other kernels are faster or the only ones.
+template <Kind kind>
+bool add_by_tiles(Tiles& tiles, int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  if (!has_tiles || kind == FLOAT32 || (kind != BFLOAT16 && rows < LEAST_ROWS)) return false;
+  if constexpr (kind == BFLOAT16) {
+    tiles.configure(rows, 2 * GROUP);
+    add_bfloat16_tiles(x.rounded.data() + first * x.width, x.width, block, x.groups, rows, sums);
+  } else if constexpr (kind != FLOAT32) {
+    add_quantised_tiles<kind>(tiles, rows, block, x, first, sums);
+  }
+  return true;
+}
+#else
+template <Kind>
+bool add_by_tiles(Tiles&, int, const uint8_t*, const Rows&, int64_t, floats*) {
+  return false;
+}
+#endif
+
 // out = x W^T + bias (+ residual); called by all threads of a team.
 template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
+  Tiles tiles;
 #pragma omp for schedule(static)
   for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
     for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.features); column += LANES) {
       int64_t columns = std::min(LANES, layer.features - column);
       floats bias{};
       if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
-      for (int64_t first = 0; first < rows; first += TILE) {
-        int tile = int(std::min(TILE, rows - first));
-        floats sums[TILE];
-        for (int i = 0; i < tile; i++) sums[i] = bias;
-        tile_product<kind>(tile, layer.blocks + block * block_size, column % BLOCK, x, first, sums);
-        for (int i = 0; i < tile; i++) {
+      const uint8_t* weights = layer.blocks + block * block_size;
+      for (int64_t first = 0; first < rows; first += MOST_ROWS) {
+        int count = int(std::min(MOST_ROWS, rows - first));
+        floats sums[MOST_ROWS];
+        for (int i = 0; i < count; i++) sums[i] = bias;
+        if (!add_by_tiles<kind>(tiles, count, weights, x, first, sums))
+          for (int i = 0; i < count; i += TILE)
+            tile_product<kind>(std::min(int(TILE), count - i), weights, column % BLOCK, x, first + i, sums + i);
+        for (int i = 0; i < count; i++) {
           int64_t at = (first + i) * layer.out + column;
           floats earlier{};
           if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
@@ -319,74 +383,7 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, co
     }
 }
 
-#if defined(MMSPEC_AMX)
-// Linux grants a process its tile registers on request.
-const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
-
-// Registers 0 to 3 are sums (rows, 16), 4 inputs (rows, 32), 5 weights: a group of a block as it lies in memory.
-void configure_tiles(int rows) {
-  alignas(64) uint8_t config[64] = {1};
-  for (int tile = 0; tile < 6; tile++) config[16 + 2 * tile] = 64, config[48 + tile] = tile < 5 ? rows : 16;
-  _tile_loadconfig(config);
-}
-
-// The intrinsics take numbers of registers as literals only.
-#define MMSPEC_ADD_TILE(sum, weights, input, width) \
-  for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch((weights) + 8192 + i); \
-  _tile_loadd(4, input, (width) * sizeof(Half)); \
-  _tile_loadd(5, weights, 64); \
-  _tile_dpbf16ps(sum, 4, 5)
-
-// As ``product_of`` for bfloat16; up to 16 rows cost little more than one.
-void product_by_tiles(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
-  int64_t configured = 0;
-#pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
-    for (int64_t first = 0; first < rows; first += 16) {
-      int64_t count = std::min<int64_t>(rows - first, 16);
-      if (count != configured) configure_tiles(int(configured = count));
-      const uint8_t* weights = layer.blocks + block * x.groups * 1024;
-      const Half* input = x.rounded.data() + first * x.width;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      int64_t group = 0;
-      for (; group + 4 <= x.groups; group += 4) {
-        MMSPEC_ADD_TILE(0, weights + group * 1024, input + group * GROUP, x.width);
-        MMSPEC_ADD_TILE(1, weights + group * 1024 + 1024, input + group * GROUP + GROUP, x.width);
-        MMSPEC_ADD_TILE(2, weights + group * 1024 + 2048, input + group * GROUP + 2 * GROUP, x.width);
-        MMSPEC_ADD_TILE(3, weights + group * 1024 + 3072, input + group * GROUP + 3 * GROUP, x.width);
-      }
-      for (; group < x.groups; group++) {
-        MMSPEC_ADD_TILE(0, weights + group * 1024, input + group * GROUP, x.width);
-      }
-      alignas(64) float sums[4][16 * BLOCK];
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      int64_t columns = std::min(BLOCK, layer.features - block * BLOCK);
-      floats bias{};
-      if (layer.bias) std::memcpy(&bias, layer.bias + block * BLOCK, columns * sizeof(float));
-      for (int64_t i = 0; i < count; i++) {
-        int64_t at = (first + i) * layer.out + block * BLOCK;
-        floats total = (load<floats>(sums[0] + i * BLOCK) + load<floats>(sums[1] + i * BLOCK)) +
-                       (load<floats>(sums[2] + i * BLOCK) + load<floats>(sums[3] + i * BLOCK));
-        floats earlier{};
-        if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
-        earlier += total + bias;
-        std::memcpy(out + at, &earlier, columns * sizeof(float));
-      }
-    }
-  _tile_release();
-}
-#endif
-
 void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
-#if defined(MMSPEC_AMX)
-  if (layer.kind == BFLOAT16 && has_tiles) return product_by_tiles(layer, x, rows, out, residual);
-#endif
   if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
   if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
   if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, residual);
