@@ -90,7 +90,7 @@ class Pictures:
     def one(self, rng: random.Random) -> PictureConversation:
         """One picture: a caption, then questions; or questions alone."""
         at = rng.random()
-        picture = self._nothing(rng) if at < 0.06 else self._several(rng) if at < 0.26 else self._single(rng)
+        picture = self._nothing(rng) if at < 0.12 else self._several(rng) if at < 0.3 else self._single(rng)
         turns = []
         if rng.random() < 0.8:
             turns.append((casual(describe_prompt(rng), rng), caption(picture)))

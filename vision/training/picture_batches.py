@@ -27,13 +27,13 @@ def conversation_kinds(library: Sequence[Picture]) -> dict[str, ConversationKind
     """Returns the kinds of conversations: about drawn scenes, and about pictures of a library."""
     shown, kept = Pictures(library), Pictures(library, held_out=True)
     return {
-        "image": ConversationKind(one_image, 24, 0.2),
-        "questions": ConversationKind(questions_only, 24, 0.1),
-        "lists": ConversationKind(lists_only, 24, 0.05),
+        "image": ConversationKind(one_image, 24, 0.3),
+        "questions": ConversationKind(questions_only, 24, 0.08),
+        "lists": ConversationKind(lists_only, 24, 0.08),
         "several": ConversationKind(several_images, 16, 0.02),
         "video4": ConversationKind(lambda rng: video(rng, 4), 12, 0.04),
-        "pictures": ConversationKind(shown.one, 24, 0.25, kept.one),
-        "imagined": ConversationKind(shown.imagined, 24, 0.21, kept.imagined),
+        "pictures": ConversationKind(shown.one, 24, 0.2, kept.one),
+        "imagined": ConversationKind(shown.imagined, 24, 0.16, kept.imagined),
         "both": ConversationKind(shown.both, 16, 0.04, kept.both),
         "clips": ConversationKind(shown.clip, 16, 0.05, kept.clip),
         "words": ConversationKind(words_only, 24, 0.03),
