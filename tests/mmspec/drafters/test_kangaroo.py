@@ -49,7 +49,7 @@ def test_a_folder_is_recognised_and_leaves_the_target_after_two_layers(tmp_path)
     drafter = make_drafter(str(tmp_path))
     assert isinstance(drafter, Kangaroo)
     assert drafter.network.config.exit_layer == 2
-    with pytest.raises(UserError, match="^an early exit must be after a layer before the last: .* 1 to 1, got 2$"):
+    with pytest.raises(UserError, match=r"^an early exit must be after a layer before the last: .* 1 to 1, got 2$"):
         drafter.attach(TransformersTarget(shared_model("llama")))
 
 
@@ -76,7 +76,7 @@ def test_other_tensors_are_refused_by_name(name, shape, message, tmp_path):
 def test_two_layers_are_refused(tmp_path):
     published(tmp_path, adapter())
     (tmp_path / "config.json").write_text(json.dumps(configuration(num_hidden_layers=2)))
-    with pytest.raises(UserError, match="num_hidden_layers must be 1: got 2$"):
+    with pytest.raises(UserError, match=r"num_hidden_layers must be 1: got 2$"):
         make_drafter(str(tmp_path))
 
 
