@@ -378,7 +378,7 @@ def test_kangaroo_learns_to_predict_its_target(model: str, train: Callable[..., 
     pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
-    with pytest.raises(UserError, match="^an early exit must be after a layer before the last"):
+    with pytest.raises(UserError, match=r"^an early exit must be after a layer before the last"):
         train(tmp_path / "late", "--steps", "1", "--exit-layer", "9", command=kangaroo)
 
 
