@@ -14,7 +14,7 @@ NAMES = [*ATTENTION, "layers.0.input_layernorm.weight", "norm.weight"]
 
 
 def configuration(**changes):
-    sizes = SIZES | {"intermediate_size": 80, "num_hidden_layers": 1, "vocab_size": 101}
+    sizes = SIZES | {"intermediate_size": 80, "num_hidden_layers": 1, "vocab_size": 101, "rope_theta": 5e5}
     return {**sizes, "model_type": "llama", "architectures": ["LlamaForCausalLM"], **changes}
 
 

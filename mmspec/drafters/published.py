@@ -226,7 +226,7 @@ def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int
         read: width of what its attention reads.
     """
     width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    attention = {
+    attention: dict[str, tuple[int, ...]] = {
         f"{at}.self_attn.q_proj.weight": (inner, read),
         f"{at}.self_attn.k_proj.weight": (keys, read),
         f"{at}.self_attn.v_proj.weight": (keys, read),
