@@ -165,6 +165,7 @@ def test_missing_extras_are_one_line(tmp_path: Path) -> None:
             ("train eagle3", "this command", "accelerate", "train"),
             ("train dflash", "this command", "accelerate", "train"),
             ("train medusa", "this command", "accelerate", "train"),
+            ("train kangaroo", "this command", "accelerate", "train"),
             ("train mamba", "this command", "accelerate", "train"),
             ("train tiny-llava", "this command", "accelerate", "train"),
             ("train tiny-hybrid", "this command", "accelerate", "train"),

@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`, `dflash` and `medusa`: train drafters of any target, best on its own answers."""
+"""`mmspec train eagle3`, `dflash`, `medusa` and `kangaroo`: train drafters of any target, best on its own answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import DFlashOptions, Eagle3Options, MedusaOptions
+from mmspec.distil.options import DFlashOptions, Eagle3Options, KangarooOptions, MedusaOptions
 
 
 @click.command("eagle3")
@@ -52,6 +52,19 @@ def medusa(**options: Any) -> None:
     from mmspec.distil.medusa import train_medusa
 
     train_medusa(MedusaOptions(**options))
+
+
+@click.command("kangaroo")
+@derived(KangarooOptions)
+def kangaroo(**options: Any) -> None:
+    """Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.
+
+    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
+    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters kangaroo OPTIONS`.
+    """
+    from mmspec.distil.kangaroo import train_kangaroo
+
+    train_kangaroo(KangarooOptions(**options))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.options import HeadLoss
+from mmspec.distil.pass_cache import causal_pass
 from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.training.loss import LossOutput
 
@@ -56,7 +54,7 @@ class MedusaObjective(HeadLoss):
         with torch.no_grad():
             goal = head(batch.hidden[:, 1:-1][followed]).float().softmax(-1)
         index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
-        states, wanted = _states(network, batch), followed
+        states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
         for number, chain in enumerate(network.heads):
             length = followed.shape[1] - number
             wanted = wanted[:, :length] & followed[:, number:]
@@ -72,11 +70,3 @@ class MedusaObjective(HeadLoss):
             right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
             metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
         return LossOutput(total, metrics)
-
-
-def _states(network: MedusaNetwork, batch: Features) -> Tensor:
-    """What heads read of each token but the target's embeddings, (batch, length, hidden)."""
-    rotary, _ = rotary_of(network.config.layer)
-    rotary.reserve(batch.hidden.shape[1], batch.hidden)
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    return network.state(network(batch.hidden, rotary(slice(0, batch.hidden.shape[1])), attend))

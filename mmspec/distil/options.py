@@ -26,6 +26,7 @@ from mmspec.checks import (
 )
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.kangaroo.config import KangarooConfig
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.training.plan import Schedule
@@ -239,3 +240,17 @@ class MedusaOptions(HeadLoss, RunOptions):
     )
     grounded: bool = again(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
     prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
+
+
+@dataclass(frozen=True)
+class KangarooLoss(Checked):
+    """Settings of Kangaroo's objective."""
+
+    loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooOptions(KangarooLoss, RunOptions):
+    """Options of ``mmspec train kangaroo``."""
+
+    exit_layer: int = again(KangarooConfig, "exit_layer", "The target's first layers that draft.")

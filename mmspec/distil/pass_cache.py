@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.shape import RotaryShape
 
 
 class PassCache:
@@ -71,6 +77,15 @@ class PassCache:
             future = torch.ones(slots, slots, dtype=torch.bool, device=q.device).triu(1).repeat(links[0], 1)
             scores[-1] = scores[-1].masked_fill(future, -torch.inf)
         return scores
+
+
+def causal_pass(network: Any, shape: RotaryShape, x: Tensor) -> Tensor:
+    """Outputs of a network with layers of this shape over whole sequences, (batch, length, hidden)."""
+    rotary, _ = rotary_of(shape)
+    rotary.reserve(x.shape[1], x)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    outputs: Tensor = network(x, rotary(slice(0, x.shape[1])), attend)
+    return outputs
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ target's states. Images and videos are in the prefix.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
@@ -26,6 +27,48 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DEPTH, _NODES = 16, 512  # maximum tree size with static shapes
+
+
+class FirstLayers:
+    """A target's first layers, which run over draft trees with the target's cache.
+
+    Args:
+        target: of transformers.
+        layers: number of its first layers.
+
+    Raises:
+        UserError: another target, one that has no more layers, or whose layers are not those of one decoder.
+    """
+
+    def __init__(self, target: Target, layers: int) -> None:
+        if not isinstance(target, TransformersTarget):
+            raise UserError("an early exit requires a target that is a model of transformers: this one is not")
+        self.target, self._layers = target, layers
+        self._decoder: Decoder | None = Decoder(target.model, layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_decoder": None}  # a view of the target's modules
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether passes have static shapes."""
+        return self.target.runner.static_shapes
+
+    @property
+    def version(self) -> tuple[Hashable, ...]:
+        """Changes when a buffer of the target has been reallocated."""
+        return self.target.version
+
+    def reserve(self, nodes: int) -> None:
+        """Reserve KV slots of the target for the nodes of a tree."""
+        self.target.runner.cache.reserve_nodes(nodes)
+
+    def passes(self, read: Feature = "last") -> LevelPasses:
+        """Passes over the levels of a new tree, which return this feature."""
+        if self._decoder is None:
+            self._decoder = Decoder(self.target.model, self._layers)
+        runner = self.target.runner.through(self._decoder)
+        return LevelPasses(runner, self.target.decoder.layers is not None, read)
 
 
 class EarlyExit(CapturedDrafter):
@@ -41,25 +84,17 @@ class EarlyExit(CapturedDrafter):
     """
 
     learns: ClassVar[bool] = False
-    _target: TransformersTarget | None = None
 
     def __init__(self, layers: int | str, top_k: int = 8) -> None:
         if not str(layers).isdecimal():
             raise UserError(f"early-exit takes a number of layers, as in early-exit:4: got {layers!r}")
         self.layers, self.top_k = int(layers), top_k
-        self._first: Decoder | None = None
         super().__init__()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_first": None}  # a view of the target's modules
-
     def attach(self, target: Target) -> None:
-        if target is self._target:
-            return
-        if not isinstance(target, TransformersTarget):
-            raise UserError("early-exit requires a target that is a model of transformers: this one is not")
-        self._target, self._first = target, Decoder(target.model, self.layers)
-        self.reset()
+        if target is not self._target:
+            self._first, self._target = FirstLayers(target, self.layers), target
+            self.reset()
 
     @property
     def parts(self) -> tuple[()]:
@@ -73,7 +108,7 @@ class EarlyExit(CapturedDrafter):
         self.top_k = 1
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.join(len(history), self._attached.runner.static_shapes)
+        self.join(len(history), self._first.static_shapes)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Nothing to do: the target's commit has the accepted tokens."""
@@ -82,16 +117,13 @@ class EarlyExit(CapturedDrafter):
         """Nothing to do, see ``observe``."""
 
     def reserve(self, width: int) -> None:
-        self._attached.runner.cache.reserve_nodes(1 + _DEPTH * self.top_k)
+        self._first.reserve(1 + _DEPTH * self.top_k)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        target = self._attached
-        if self._first is None:
-            self._first = Decoder(target.model, self.layers)
-        passes = LevelPasses(target.runner.through(self._first), target.decoder.layers is not None)
+        passes, head = self._first.passes(), self._first.target.head
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            return ops.top_log_probs(target.head(passes(beam, origin)), self.top_k)
+            return ops.top_log_probs(head(passes(beam, origin)), self.top_k)
 
         tokens, log_probs = extend(token[:, None], torch.zeros_like(token[:, None]))
         tree = grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, self.top_k)
@@ -99,13 +131,8 @@ class EarlyExit(CapturedDrafter):
         return tree
 
     @property
-    def _attached(self) -> TransformersTarget:
-        assert self._target is not None, "attach comes first"
-        return self._target
-
-    @property
-    def _version(self) -> tuple[Any, ...]:
-        return self._attached.version
+    def _version(self) -> tuple[Hashable, ...]:
+        return self._first.version
 
 
 SPEC = DrafterSpec(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.core.target import Feature
 from mmspec.drafters.growth import Reach
 from mmspec.targets.runner import Runner
 
@@ -17,16 +18,17 @@ class LevelPasses:
         runner: of the model; its uncommitted nodes are dropped.
         recurrent: the model has recurrent layers, whose states cannot be extended by uncommitted nodes: each pass runs
             all nodes.
+        read: the feature that passes return.
     """
 
-    def __init__(self, runner: Runner, recurrent: bool) -> None:
-        self._runner, self._recurrent = runner, recurrent
+    def __init__(self, runner: Runner, recurrent: bool, read: Feature = "last") -> None:
+        self._runner, self._recurrent, self._read = runner, recurrent, read
         self._reach, self._levels = Reach(), 0
         self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # of all levels: tokens, depths and ancestors
         runner.forget_nodes()
 
     def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
-        """Last hidden states of a level, (batch, width, hidden).
+        """Hidden states of a level, (batch, width, hidden).
 
         Args:
             tokens: (batch, width) int64.
@@ -36,7 +38,7 @@ class LevelPasses:
         nodes = tokens, depth, self._reach(origin)
         if self._recurrent:
             nodes = self._nodes = nodes if self._nodes is None else _joined(self._nodes, nodes)
-        states = self._runner.forward_nodes(*nodes)[:, -tokens.shape[1] :]
+        states = self._runner.forward_nodes(*nodes, self._read)[:, -tokens.shape[1] :]
         if not self._recurrent:
             self._runner.keep_nodes(depth)
         self._levels += 1

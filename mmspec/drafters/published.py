@@ -8,6 +8,7 @@ Checkpoints are read strictly, without running their code. Layouts are recognise
 - ``eagle3``: EAGLE-3, EAGLE-4 and P-EAGLE heads (arXiv 2503.01840, 2602.01469);
 - ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147);
 - ``medusa``, ``hydra``: Medusa and Hydra heads (arXiv 2401.10774, 2402.05109);
+- ``kangaroo``: Kangaroo adapters (arXiv 2404.18911);
 - those in ``REFUSED``, which are not supported.
 
 MSD and EAGLE checkpoints have the same tensors and do not record how visual positions were fed in training. Folders
@@ -66,8 +67,8 @@ def recognise(folder: Path) -> str | None:
     """Recognise a published layout by ``config.json`` and tensor names.
 
     Returns:
-        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, ``"dflash"``, ``"medusa"``, ``"hydra"``, a key of
-        ``REFUSED`` or None.
+        ``"msd"``, ``"eagle"``, ``"vispec"``, ``"eagle3"``, ``"dflash"``, ``"medusa"``, ``"hydra"``, ``"kangaroo"``, a
+        key of ``REFUSED`` or None.
 
     Raises:
         UserError: the weights cannot be read.
@@ -159,6 +160,9 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
         return "eagle3"
     if any(name.startswith(("imadpt.", "img_fc.")) for name in names):
         return "vispec"
+    attends, others = any(f"{part}.weight" in names for part in QKV), ("fc.", "layers.0.mlp.")
+    if attends and not any(name.startswith(others) for name in names):
+        return "kangaroo"
     own = names - {EMBEDDING, *HARMLESS}
     if "fc.weight" not in names and not (own and names <= _EAGLE_TENSORS):
         return None
@@ -210,18 +214,22 @@ def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a published decoder layer's weights, but for the norm of its inputs.
+    """Shapes of a published decoder layer's weights, but for the norm of its inputs; without an MLP if its size is 0.
 
     Args:
         at: name of the layer.
         read: width of what its attention reads.
     """
     width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    return {
+    attention: dict[str, tuple[int, ...]] = {
         f"{at}.self_attn.q_proj.weight": (inner, read),
         f"{at}.self_attn.k_proj.weight": (keys, read),
         f"{at}.self_attn.v_proj.weight": (keys, read),
         f"{at}.self_attn.o_proj.weight": (width, inner),
+    }
+    if not network.mlp:
+        return attention
+    return attention | {
         f"{at}.mlp.gate_proj.weight": (network.mlp, width),
         f"{at}.mlp.up_proj.weight": (network.mlp, width),
         f"{at}.mlp.down_proj.weight": (width, network.mlp),

@@ -104,15 +104,16 @@ class Runner(ABC):
             width: nodes to pad the tree to, at least.
         """
 
-    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> Tensor:
-        """Last hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
+    def forward_nodes(self, tokens: Tensor, depth: Tensor | None, reach: Tensor, name: Feature = "last") -> Tensor:
+        """Hidden states of new nodes, which attend to the prefix and to uncommitted nodes.
 
         Args:
             tokens: (batch, nodes) int64.
             depth: (batch, nodes) int64, distance of each node to the end of the prefix; None means 0.
             reach: (batch, nodes, earlier + nodes) bool, the uncommitted nodes that each node attends to.
+            name: the feature that is returned.
         """
-        return self._forward(tokens, depth, reach, ())["last"]
+        return self._forward(tokens, depth, reach, (name,))[name]
 
     @abstractmethod
     def _forward(

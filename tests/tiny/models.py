@@ -28,6 +28,8 @@ from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.gemma4.drafter import sharing_allowed
+from mmspec.drafters.kangaroo.config import KangarooConfig
+from mmspec.drafters.kangaroo.network import KangarooNetwork
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
@@ -136,6 +138,12 @@ def dflash_network(model: PreTrainedModel, seed: int = 0, **changes: Any) -> DFl
     decoder = model.config.get_text_config()
     shape = {"block_size": 5, "mask_token_id": 99, "target_layer_ids": [0, 1], "layers": 2, "sliding": [1], "window": 3}
     return _random(DFlashNetwork, DFlashConfig.like(decoder, **shape | changes), seed)
+
+
+def kangaroo_network(model: PreTrainedModel, seed: int = 0, exit_layer: int = 1) -> KangarooNetwork:
+    """A random network of Kangaroo for a model."""
+    config = KangarooConfig.like(model.config.get_text_config(), mlp=0, exit_layer=exit_layer)
+    return _random(KangarooNetwork, config, seed)
 
 
 def medusa_network(model: PreTrainedModel, seed: int = 0, prefix: bool = False, **changes: Any) -> MedusaNetwork:

@@ -1,4 +1,4 @@
-"""`mmspec train msd`, `flash`, `eagle3`, `dflash` and `medusa` on a tiny target."""
+"""`mmspec train msd`, `flash`, `eagle3`, `dflash`, `medusa` and `kangaroo` on a tiny target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
 import mmspec
-from mmspec.cli.drafters import dflash, eagle3, medusa
+from mmspec.cli.drafters import dflash, eagle3, kangaroo, medusa
 from mmspec.distil.features import Features
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.eagle3.drafter import Eagle3
@@ -369,6 +369,21 @@ def test_heads_of_medusa_and_hydra_learn_to_predict_their_target(
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.mean_acceptance_length > 1.3
+
+
+def test_kangaroo_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
+    options = ["--exit-layer", "1", "--rate", "1e-2", "--draft-vocabulary", "40", "--top-k", "4"]
+    train(tmp_path, "--steps", "60", *options, "--total-tokens", "12", command=kangaroo)
+    first, last = (row for row in rows(tmp_path) if row["event"] == "held-out")
+    assert last["loss"] < 0.95 * first["loss"]
+    assert last["mean_acceptance_length"] > first["mean_acceptance_length"] + 0.3
+    drafter = make_drafter(str(tmp_path / DRAFTER))
+    assert (drafter.name, len(drafter.draft_ids), drafter.network.config.exit_layer) == ("kangaroo", 40, 1)
+    pipe, plain = mmspec.load(model, drafter), mmspec.load(model, None)
+    answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
+    assert answers[0].token_ids == answers[1].token_ids
+    with pytest.raises(UserError, match=r"^an early exit must be after a layer before the last"):
+        train(tmp_path / "late", "--steps", "1", "--exit-layer", "9", command=kangaroo)
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:

@@ -59,7 +59,13 @@ class Layout(Generic[C]):
 
 
 EAGLE = Layout("eagle", EagleConfig)
-_OTHER = {"eagle3": "an EAGLE-3 head", "dflash": "a DFlash drafter", "medusa": "Medusa heads", "hydra": "Hydra heads"}
+_OTHER = {
+    "dflash": "a DFlash drafter",
+    "eagle3": "an EAGLE-3 head",
+    "hydra": "Hydra heads",
+    "kangaroo": "a Kangaroo adapter",
+    "medusa": "Medusa heads",
+}
 
 
 def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor], dict[str, Any]]:

@@ -44,8 +44,8 @@ class LayerParts:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and gated MLP. Parameters are (out, in); ``qkv`` stacks queries, keys and values, ``gate_up`` gate and
-    up.
+    """Attention and, unless its size is 0, gated MLP. Parameters are (out, in); ``qkv`` stacks queries, keys and
+    values, ``gate_up`` gate and up.
 
     Args:
         shape: of the layer.
@@ -71,10 +71,12 @@ class DecoderLayer(nn.Module):
         inner, hidden = shape.heads * shape.head_dim, shape.hidden_size
         self.qkv = nn.Linear(width, inner + 2 * shape.kv_heads * shape.head_dim, bias=qkv_bias)
         self.out = nn.Linear(inner, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * shape.mlp, bias=False)
-        self.down = nn.Linear(shape.mlp, hidden, bias=False)
+        if shape.mlp:
+            self.gate_up = nn.Linear(hidden, 2 * shape.mlp, bias=False)
+            self.down = nn.Linear(shape.mlp, hidden, bias=False)
         self.input_norm = Norm(width, shape.norm_eps) if input_norm else nn.Identity()
-        self.post_norm = Norm(hidden, shape.norm_eps)
+        if shape.mlp:
+            self.post_norm = Norm(hidden, shape.norm_eps)
 
     def attention(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """Output of the attention: (batch, nodes, width) -> (batch, nodes, hidden).
@@ -114,7 +116,7 @@ class LlamaLayer(DecoderLayer):
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """(batch, nodes, hidden) -> (batch, nodes, hidden); arguments as for ``attention``."""
         x = x + self.attention(self.input_norm(x), rotation, attend)
-        return x + self.mlp(x)
+        return x + self.mlp(x) if self.shape.mlp else x
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

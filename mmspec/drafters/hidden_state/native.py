@@ -49,7 +49,7 @@ class NativeLayers:
     def takes(shape: LayerShape) -> bool:
         """Whether the kernels take layers of a shape."""
         widths = shape.hidden_size, shape.mlp, shape.heads * shape.head_dim
-        return shape.head_dim in cpu.HEAD_DIMS and not any(width % GROUP for width in widths)
+        return shape.head_dim in cpu.HEAD_DIMS and all(width and width % GROUP == 0 for width in widths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NativeLayers, self._arguments  # pointers belong to this process

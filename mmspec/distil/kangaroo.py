@@ -1,0 +1,73 @@
+"""`mmspec train kangaroo`: objective, and what sets up network and drafter to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmspec.core.target import Target, output_of
+from mmspec.distil.data import Conversation
+from mmspec.distil.features import Features
+from mmspec.distil.options import KangarooLoss, KangarooOptions
+from mmspec.distil.pass_cache import causal_pass
+from mmspec.distil.run import draft_vocabulary, train_drafter
+from mmspec.distil.tasks import DrafterSetup
+from mmspec.distil.token_loss import token_loss
+from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.kangaroo.config import KangarooConfig
+from mmspec.drafters.kangaroo.drafter import Kangaroo
+from mmspec.drafters.kangaroo.network import KangarooNetwork
+from mmspec.drafters.shape import TREE
+from mmspec.pipeline import Pipeline
+from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class KangarooObjective(KangarooLoss):
+    """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
+
+    The target's first layers run over drafted tokens, too: one pass trains all levels of a tree. The metrics
+    ``token_1`` and ``right_1`` are loss and accuracy.
+    """
+
+    def __call__(
+        self,
+        network: KangarooNetwork,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the loss on the answers of ``batch``; arguments as for ``MedusaObjective``, whose ``layers`` are the
+        states at the network's exit layer."""
+        wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
+        if not bool(wanted.any()):
+            return LossOutput(batch.hidden.new_zeros((), dtype=torch.float32), {})
+        assert batch.layers is not None, "the extractor reads the network's exit layer"
+        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        with torch.no_grad():
+            goal = head(batch.hidden[:, :-1][wanted]).float().softmax(-1)
+        scores = head(causal_pass(network, network.config, batch.layers)[:, :-1][wanted])
+        loss = token_loss(self.loss, goal, scores.float().log_softmax(-1))
+        right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
+        return LossOutput(loss, {"token_1": float(loss.detach()), "right_1": float(right)})
+
+
+def train_kangaroo(options: KangarooOptions) -> None:
+    """Trains with these options, or resumes the run in `options.out`."""
+    train_drafter(options, _setup)
+
+
+def _setup(options: KangarooOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
+    torch.manual_seed(options.seed)
+    target = pipe.target
+    FirstLayers(target, options.exit_layer)  # raises if the target has too few
+    config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
+    network = KangarooNetwork(config).to(target.device, torch.float32)
+    ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
+    layers = (output_of(options.exit_layer - 1),)
+    objective = KangarooObjective(options.loss)
+    return DrafterSetup(network, objective, Kangaroo, ids, options.part(TREE), layers=layers)

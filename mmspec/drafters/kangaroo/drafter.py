@@ -1,0 +1,125 @@
+"""Kangaroo drafter (arXiv 2404.18911) for any target of transformers: text, vision-language and hybrid models.
+
+The target's first layers run over the tree with the target's keys and values, as in ``early_exit``. The network has
+keys and values of its own, at positions that count tokens; entry j of a row takes the target's early state at token j.
+The budget ends a tree where a further level gains too little, in place of the paper's confidence threshold for chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from mmspec.core.budget import Budget
+from mmspec.core.target import Prompt, Target, TargetOutput, output_of
+from mmspec.core.tree import TokenTree
+from mmspec.drafters import checkpoint
+from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.kangaroo.config import KangarooConfig
+from mmspec.drafters.kangaroo.network import KangarooNetwork
+from mmspec.drafters.kangaroo.published import read_published
+
+
+class Kangaroo(PositionedDrafter):
+    """Kangaroo drafter.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
+        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+    """
+
+    name: ClassVar[str] = "kangaroo"
+
+    def __init__(
+        self,
+        network: KangarooNetwork,
+        draft_ids: Tensor | None = None,
+        *,
+        top_k: int = 10,
+        depth: int = 6,
+        total_tokens: int = 59,
+        verifier: dict[str, Any] | None = None,
+    ) -> None:
+        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
+        super().__init__(network, 1, draft_ids, **tree, verifier=verifier)
+        self.features = (output_of(network.config.exit_layer - 1),)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, exit_layer: int | None = None) -> Self:
+        """Load a checkpoint of ``save`` or a published one.
+
+        Args:
+            folder: of the checkpoint.
+            exit_layer: replaces that of its configuration, see ``KangarooConfig``; published ones have none: 2.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        keywords: dict[str, Any] = {}
+        draft_ids = found = None
+        if checkpoint.drafter_name(folder) is None:
+            config, tensors, found = read_published(folder)
+        else:
+            config, tensors, keywords = checkpoint.read_network(folder, KangarooConfig)
+            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
+        if exit_layer is not None:
+            config = replace(config, exit_layer=exit_layer)
+        drafter = cls(checkpoint.load_network(KangarooNetwork, config, tensors, folder), draft_ids, **keywords)
+        drafter.published = found
+        return drafter
+
+    # ------------------------------------------------------------------ the target
+
+    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+        self._first = FirstLayers(target, self.network.config.exit_layer)
+        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+
+    def states(self, output: TargetOutput) -> Tensor:
+        return output.features[self.features[0]]
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return states
+
+    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
+        return self.states(output)
+
+    # ------------------------------------------------------------------ rows and steps
+
+    def join(self, rows: int, static_shapes: bool) -> None:
+        super().join(rows, static_shapes and self._first.static_shapes)
+
+    def reserve(self, width: int) -> None:
+        super().reserve(width)
+        self._first.reserve(self.depth * self.top_k)
+
+    @property
+    def _version(self) -> tuple[Hashable, ...]:
+        return *super()._version, *self._first.version
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        passes, reach = self._first.passes(self.features[0]), Reach()
+        rotations = iter(zip(*(x.split(1, dim=1) for x in self.rotation(len(token), self.depth)), strict=True))
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            allowed = allowed_slots(self.cache, reach(origin))
+            states = self.run(passes(beam, origin), next(rotations), allowed, self.cache)
+            self.cache.offset += beam.shape[1]
+            tokens, log_probs = self.children(states, states)
+            return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+
+        tokens, log_probs = extend(token[:, None], torch.zeros_like(token[:, None]))
+        limits = {"depth": self.depth, "nodes": self.total_tokens}
+        tree = grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, self.top_k, **limits)
+        passes.end()
+        self.cache.offset = 0
+        return tree

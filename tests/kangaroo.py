@@ -1,0 +1,82 @@
+"""Published Kangaroo adapters, and plain loops over their tensors."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+ATTENTION = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+NAMES = [*ATTENTION, "layers.0.input_layernorm.weight", "norm.weight"]
+
+
+def configuration(**changes):
+    sizes = SIZES | {"intermediate_size": 80, "num_hidden_layers": 1, "vocab_size": 101, "rope_theta": 5e5}
+    return {**sizes, "model_type": "llama", "architectures": ["LlamaForCausalLM"], **changes}
+
+
+def adapter(tensors=None):
+    """Transformers' Llama of one layer, whose MLP gives nothing; random weights by default."""
+    torch.manual_seed(3)
+    model = LlamaModel(LlamaConfig(**SIZES, intermediate_size=8, num_hidden_layers=1, vocab_size=8)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in NAMES:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 if tensors is None else tensors[name])
+        model.layers[0].mlp.down_proj.weight.zero_()
+    return model
+
+
+def published(folder, model, **changes):
+    """A folder of an adapter as it is published."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in NAMES}
+    (folder / "config.json").write_text(json.dumps(configuration(**changes)))
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return tensors
+
+
+@torch.no_grad()
+def logits(model, layers, plain, row, said):
+    """Of the adapter after the prompt and every token of what was said, (1 + said, vocab).
+
+    Args:
+        layers: of the target that run.
+        plain: the adapter.
+    """
+    extended = dict(row, input_ids=torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1))
+    if "mm_token_type_ids" in row:
+        extended["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
+    states = []
+    hook = model.get_decoder().layers[layers - 1].register_forward_hook(lambda _, args, out: states.append(out))
+    model(**extended, use_cache=False)
+    hook.remove()
+    early = states[0][0] if isinstance(states[0], tuple) else states[0]
+    last = plain(inputs_embeds=early, use_cache=False).last_hidden_state
+    return model.get_output_embeddings()(last)[0, row["input_ids"].shape[1] - 1 :]
+
+
+def plain_chain(model, layers, plain, row, answer, most, confidence):
+    """Accepted tokens of every step, bonus token included, drafted one by one as the authors do, until one is less
+    probable than ``confidence``.
+
+    Args:
+        answer: tokens of the target, greedy.
+        most: draft tokens per step.
+    """
+    place, emitted = 1, []
+    while place < len(answer):
+        drafts: list[int] = []
+        while len(drafts) < min(most, len(answer) - place):
+            probs = logits(model, layers, plain, row, answer[:place] + drafts)[-1].softmax(-1)
+            drafts.append(int(probs.argmax()))
+            if float(probs.max()) < confidence:
+                break
+        right = 0
+        while right < len(drafts) and drafts[right] == answer[place + right]:
+            right += 1
+        emitted.append(min(right + 1, len(answer) - place))
+        place += right + 1
+    return emitted
