@@ -77,6 +77,13 @@ _log = logging.getLogger("mmspec.serve")
     help="local: this process; ray: replicas on Ray Serve.",
 )
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="With --engine ray.")
+@click.option(
+    "--replica-gpus",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="GPUs of each replica on Ray, over which --device-map auto spreads the model.",
+)
 def serve(
     host: str,
     port: int,
@@ -84,6 +91,7 @@ def serve(
     no_auth: bool,
     engine: str,
     replicas: int,
+    replica_gpus: int,
     **options: Any,
 ) -> None:
     """Serve a model through OpenAI's API.
@@ -92,8 +100,10 @@ def serve(
     required.
     """
     check_api_key(api_key, no_auth, public=not is_loopback(host))
-    if replicas > 1 and engine != "ray":
-        raise UserError(f"--replicas goes with --engine ray: got --engine {engine}")
+    if max(replicas, replica_gpus) > 1 and engine != "ray":
+        raise UserError(f"--replicas and --replica-gpus go with --engine ray: got --engine {engine}")
+    if replica_gpus > 1:
+        options["device_map"] = options["device_map"] or "auto"
     adapt = adapt_of(options)
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
@@ -104,7 +114,7 @@ def serve(
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
-        _on_ray(settings, replicas, host, port)
+        _on_ray(settings, replicas, replica_gpus, host, port)
     elif rank():
         _follow(settings)
     else:
@@ -138,7 +148,7 @@ def _follow(settings: Settings) -> None:
     pipe.follow()
 
 
-def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:
+def _on_ray(settings: Settings, replicas: int, gpus: int, host: str, port: int) -> None:
     from mmspec.serving.on_ray import deployed
     from mmspec.serving.server import listen, wait_for_sigterm
 
@@ -146,7 +156,7 @@ def _on_ray(settings: Settings, replicas: int, host: str, port: int) -> None:
         port = free.getsockname()[1]
     with steps_shown():
         _log.info("starting %d replicas of %s on Ray", replicas, settings.model)
-    with deployed(settings, replicas, host, port):
+    with deployed(settings, replicas, gpus, host, port):
         _announce(host, port, f"model {settings.model}, {replicas} replicas on Ray")
         wait_for_sigterm()
 

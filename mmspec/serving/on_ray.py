@@ -52,13 +52,17 @@ class Replica:
 
 
 @contextmanager
-def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterator[None]:
+def deployed(settings: Settings, replicas: int, gpus: int, host: str, port: int) -> Iterator[None]:
     """Deploy replicas on the cluster of ``RAY_ADDRESS``, by default on a Ray started on this machine.
 
     At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.
 
+    Args:
+        gpus: of each replica, on one machine; with several, ``settings.device_map`` spreads the model over them. A
+            cluster without GPUs needs none for 1.
+
     Raises:
-        UserError: Ray is not installed, or a replica does not start.
+        UserError: Ray is not installed, the cluster has fewer GPUs, or a replica does not start.
     """
     try:
         import ray
@@ -72,11 +76,13 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
     ray.init(log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": _PROXY}, **started)
     try:
         serve.start(http_options={"host": host.strip("[]"), "port": port}, logging_config={"log_level": "ERROR"})
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        found = int(ray.cluster_resources().get("GPU", 0))
+        if found < gpus * replicas and (found or gpus > 1):
+            raise UserError(f"expected {gpus * replicas} GPUs in Ray's cluster, {gpus} for each replica: found {found}")
         deployment = serve.deployment(
             name=_NAME,
             num_replicas=replicas,
-            ray_actor_options={"num_cpus": cpus if own else 1, "num_gpus": gpus},
+            ray_actor_options={"num_cpus": cpus if own else 1, "num_gpus": gpus if found else 0},
             max_ongoing_requests=settings.limits.max_running + settings.limits.max_waiting + SPARE_CONNECTIONS,
             graceful_shutdown_timeout_s=settings.limits.shutdown_timeout,
             graceful_shutdown_wait_loop_s=0.1,
@@ -86,8 +92,8 @@ def deployed(settings: Settings, replicas: int, host: str, port: int) -> Iterato
         try:
             serve.run(deployment.bind(settings), name=_NAME, route_prefix="/")
         except RuntimeError as error:
-            found = serve.status().applications[_NAME].deployments[_NAME].message
-            if mistake := re.search(r"errors\.UserError: (.+)", found):  # one that a replica met
+            message = serve.status().applications[_NAME].deployments[_NAME].message
+            if mistake := re.search(r"errors\.UserError: (.+)", message):  # one that a replica met
                 raise UserError(mistake[1]) from error
             raise
         yield

@@ -130,8 +130,8 @@ ENDS = ["delete", "shutdown", "ray.shutdown"]
 
 
 @contextmanager
-def running(found: Ray, replicas: int = 2, host: str = "127.0.0.1") -> Iterator[None]:
-    with on_ray.deployed(SETTINGS, replicas, host, 8000):
+def running(found: Ray, replicas: int = 2, host: str = "127.0.0.1", gpus: int = 1) -> Iterator[None]:
+    with on_ray.deployed(SETTINGS, replicas, gpus, host, 8000):
         assert found.log == ["init", "start", "deployment", "run"]
         yield
 
@@ -154,6 +154,23 @@ def test_a_cluster_has_its_own_processors(ray: Any, monkeypatch: pytest.MonkeyPa
         pass
     assert not {"num_cpus", "include_dashboard"} & set(found.given["init"])
     assert found.given["deployment"]["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 1}
+
+
+def test_replicas_of_several_gpus_are_on_one_machine_each(ray: Any) -> None:
+    """Ray places an actor, with all that it asks for, on one machine."""
+    found = ray(GPU=8.0)
+    with running(found, gpus=4):
+        pass
+    assert found.given["deployment"]["ray_actor_options"]["num_gpus"] == 4
+
+
+@pytest.mark.parametrize(("gpus", "present", "needed"), [(4, 6.0, 8), (1, 1.0, 2), (2, 0.0, 4)])
+def test_more_gpus_than_there_are_is_a_mistake(ray: Any, gpus: int, present: float, needed: int) -> None:
+    found = ray(GPU=present)
+    message = f"expected {needed} GPUs in Ray's cluster, {gpus} for each replica: found {present:.0f}"
+    with pytest.raises(UserError, match=message), running(found, gpus=gpus):
+        raise AssertionError
+    assert found.log == ["init", "start", *ENDS]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]"])
@@ -195,7 +212,7 @@ def test_another_failure_is_none_of_the_user(ray: Any) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match="ray"), on_ray.deployed(SETTINGS, 1, "127.0.0.1", 8000):
+    with pytest.raises(UserError, match="ray"), on_ray.deployed(SETTINGS, 1, 1, "127.0.0.1", 8000):
         raise AssertionError
 
 

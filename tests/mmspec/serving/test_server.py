@@ -175,7 +175,8 @@ def metrics(url: str) -> str:
         (["--api-key", "a b"], "--api-key (or MMSPEC_API_KEY) must be printable"),
         (["--api-key", "a", "--no-auth"], "exclude each other"),
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
-        (["--replicas", "2"], "--replicas goes with --engine ray: got --engine local"),
+        (["--replicas", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
+        (["--replica-gpus", "2"], "--replicas and --replica-gpus go with --engine ray: got --engine local"),
         (["--max-running", "0"], "must be a whole number >= 1: got 0"),
         (["--frames", "513"], "must be a whole number in [1, 512]: got 513"),
         (["--model", "nobody/nothing", "--port", "0"], "cannot load model 'nobody/nothing'"),
@@ -187,6 +188,17 @@ def test_mistakes_are_one_line(options: list[str], message: str, capfd: pytest.C
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], "auto"), (["--device-map", '{"": "cpu"}'], {"": "cpu"})])
+def test_several_gpus_of_a_replica_share_the_model(
+    options: list[str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr("mmspec.serving.command._on_ray", lambda *given: seen.append(given))
+    assert main(["serve", "--engine", "ray", "--replica-gpus", "4", *options]) == 0
+    [(settings, replicas, gpus, *_)] = seen
+    assert (settings.device_map, replicas, gpus) == (expected, 1, 4)
 
 
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
