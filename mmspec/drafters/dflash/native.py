@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.ops import cpu
+from mmspec.ops import cpu_growth
 from mmspec.quantisation.blocks import BlockLinear
 
 
@@ -23,7 +23,7 @@ class NativeMarkov:
     def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
         self._arguments = out, table, draft_ids
         self._table, self._draft_ids = table.float().contiguous(), draft_ids
-        self._weights = cpu.markov_weights(out.native, self._table, draft_ids)
+        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
@@ -42,5 +42,5 @@ class NativeMarkov:
         return self  # copies of a drafter share weights
 
     def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``mmspec.ops.cpu.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
-        return cpu.draft_slots(self._weights, scores.float(), last, width, nodes)
+        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)

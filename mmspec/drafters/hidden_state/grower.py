@@ -17,7 +17,7 @@ from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.passes import allowed_slots
-from mmspec.ops import cpu, cpu_library
+from mmspec.ops import cpu_growth, cpu_library
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
 
@@ -82,7 +82,7 @@ class NativeCell:
         self._layers = layers
         self._table = table.float().contiguous()
         self._norm = copy.deepcopy(norm).float()
-        self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
+        self._weights = cpu_growth.cell_weights([layer.native for layer in layers], self._table, self._norm)
 
     @classmethod
     def of(cls, network: Any, into: TokenLinear, head: Any) -> NativeCell | None:
@@ -126,7 +126,7 @@ class NativeCell:
             draft_ids: (n,) int64, the target's tokens of the draft vocabulary; None is the identity.
         """
         tokens, log_probs = first
-        tree, budget.levels = cpu.draft_cells(
+        tree, budget.levels = cpu_growth.draft_cells(
             *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
             *(top_k, depth, budget.least_gain, min(nodes, budget.nodes)),
         )
