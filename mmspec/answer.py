@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,6 +145,46 @@ class Answer:
     def cancel(self) -> None:
         """Remove the request from the engine. No effect after its end."""
         self.pipe.engine.remove([self.sequence])
+
+
+def answer_all(
+    pipe: Pipeline, calls: Iterable[Call | UserError], attempt: Callable[[Callable[[], Any]], Any]
+) -> list[Generation | UserError]:
+    """Whole answers of several requests, at most twice ``max_num_seqs`` of them encoded at a time.
+
+    Args:
+        calls: requests, and mistakes, which are returned in their places.
+        attempt: calls a function; what it does with a ``UserError`` is up to it (``raising``, ``returning``).
+    """
+    answers: list[Answer | UserError] = []
+    wakeup = Wakeup()
+
+    def known() -> list[Answer]:
+        return [answer for answer in answers if isinstance(answer, Answer)]
+
+    def ready() -> bool:
+        return sum(not answer.done for answer in known()) < 2 * pipe.engine.max_num_seqs
+
+    def start() -> None:
+        with pipe.engine.together():
+            for answer in known():
+                if not answer.started:
+                    answer.start(wakeup)
+
+    def result(answer: Answer) -> Generation:
+        wakeup.wait(lambda: answer.sequence.done)
+        return answer.whole()
+
+    try:
+        for call in calls:
+            if not ready():  # the inputs of waiting requests take memory
+                start()
+                wakeup.wait(ready)
+            answers.append(attempt(partial(Answer, pipe, call)) if isinstance(call, Call) else call)
+        start()
+        return [attempt(partial(result, entry)) if isinstance(entry, Answer) else entry for entry in answers]
+    finally:
+        pipe.engine.remove(answer.sequence for answer in known() if answer.started)
 
 
 def stream_answer(pipe: Pipeline, call: Call) -> Iterator[Piece]:

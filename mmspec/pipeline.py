@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
 from inspect import signature
 from os import PathLike, fspath
 from typing import Any, Literal, overload
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from mmspec import plugins
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.answer import Answer, Generation, Piece, astream_answer, stream_answer
+from mmspec.answer import Answer, Generation, Piece, answer_all, astream_answer, stream_answer
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, nearest, shown, whole
 from mmspec.core.drafter import Drafter, fork
@@ -21,8 +20,8 @@ from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.request import SEQ_COUNT, Call, parse
-from mmspec.engine.request_state import RequestState, Wakeup
+from mmspec.engine.request import SEQ_COUNT, parse
+from mmspec.engine.request_state import RequestState
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
@@ -317,36 +316,7 @@ class Pipeline:
         """
         attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
         calls = parse(requests, keywords, self.io.options, attempt)
-        answers: list[Answer | UserError] = []
-        wakeup = Wakeup()
-
-        def started() -> list[Answer]:
-            return [answer for answer in answers if isinstance(answer, Answer) and answer.started]
-
-        def ready() -> bool:
-            unfinished = [answer for answer in answers if isinstance(answer, Answer) and not answer.done]
-            return len(unfinished) < 2 * self.engine.max_num_seqs
-
-        def start() -> None:
-            with self.engine.together():
-                for answer in answers:
-                    if isinstance(answer, Answer) and not answer.started:
-                        answer.start(wakeup)
-
-        def result(answer: Answer) -> Generation:
-            wakeup.wait(lambda: answer.sequence.done)
-            return answer.whole()
-
-        try:
-            for call in calls:
-                if not ready():  # the inputs of waiting requests take memory
-                    start()
-                    wakeup.wait(ready)
-                answers.append(attempt(partial(Answer, self, call)) if isinstance(call, Call) else call)
-            start()
-            return [attempt(partial(result, entry)) if isinstance(entry, Answer) else entry for entry in answers]
-        finally:
-            self.engine.remove(answer.sequence for answer in started())
+        return answer_all(self, calls, attempt)
 
     def stream(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
