@@ -30,7 +30,10 @@ class Catalog:
     def default_model(self, kind: Kind) -> str:
         """The model for requests that name none."""
         suited = self.models_for(kind)
-        first = [self.default] if (kind == "text") == self.opens_on_text else []
+        own = (kind == "text") == self.opens_on_text
+        if kind == "video" and self.default in plugins.CAPTIONERS:
+            own = False  # of the embedded models, the one of drawn scenes knows what happens in clips
+        first = [self.default] if own else []
         return next((name for name in (*first, *DEFAULT_MODELS[kind], *suited) if name in suited), self.default)
 
     @property

@@ -65,7 +65,7 @@ class Example:
 
 def texts(model: str) -> list[Example]:
     """The prompts for a model, as many for each."""
-    prompts = TEXTS if plugins.limits(model) is None else TRAINED_TEXTS
+    prompts = TEXTS if plugins.sees_photographs(model) else TRAINED_TEXTS
     return [Example(label, prompt) for label, prompt in prompts.items()]
 
 

