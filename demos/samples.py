@@ -1,4 +1,4 @@
-"""Examples on the page: held-out images and clips that are rendered at start, photographs of gradio, text prompts."""
+"""Examples on the page: held-out images and clips that are rendered at start, photographs, text prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from mmspec.vision.video import load_video
 _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
 _CLIPS = {7_000_100: "Another clip"}
 
-_PHOTOGRAPHS = {"lion.jpg": "A lion", "bus.png": "A bus", "tower.jpg": "A tower"}
-"""Of gradio, by their files' names; smol-llava did not see them in training."""
+_PHOTOGRAPHS = {
+    samples() / "goldfish.jpg": "A goldfish",
+    Path(gradio.__file__).parent / "media_assets" / "images" / "tower.jpg": "A tower",
+    Path(gradio.__file__).parent / "media_assets" / "images" / "lion.jpg": "A lion",
+}
+"""Of this package and of gradio; smol-llava did not see them in training."""
 
-_THUMBNAIL = 640
+_LARGEST = 640
 
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -90,14 +94,12 @@ def media(kind: Kind, folder: Path) -> list[Example]:
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
     """The examples for models that know photographs, as many as ``drawn``, of which they have the last ones."""
     found = []
-    for name, label in _PHOTOGRAPHS.items():
-        source = Path(gradio.__file__).parent / "media_assets" / "images" / name
+    for source, label in _PHOTOGRAPHS.items():
         if source.is_file():
-            path = folder / f"{source.stem}.jpg"
-            with Image.open(source) as opened:
-                image = opened.convert("RGB")
-            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            image.save(path)
+            path = folder / source.name
+            with Image.open(source) as image:
+                image.thumbnail((_LARGEST, _LARGEST))
+                image.save(path)
             found.append(Example(label, str(path), str(path)))
     return [*found, *drawn[len(found) :]]
 

@@ -202,7 +202,7 @@ def test_examples_suit_the_model(ask):
 
 def test_photographs_are_examples_for_models_that_know_them(ask):
     tab = ask.tabs["image"]
-    for model, label in (("llava", "A lion"), ("smol-llava", "A lion"), ("tiny-llava", "A sign")):
+    for model, label in (("llava", "A goldfish"), ("smol-llava", "A goldfish"), ("tiny-llava", "A sign")):
         examples = tab.controls.examples(model)
         assert (len(examples), examples[0].label, examples[3].label) == (4, label, "Two rings")
         for example in examples:
