@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mmspec
 from mmspec import plugins
-from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.pipeline import Pipeline
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.efficientnet import lite0
@@ -100,9 +100,9 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
 @needs_packages
 @needs_kernels
 @pytest.mark.long
-def test_its_drafters_draft_from_the_first_request_on() -> None:
-    request = {"prompt": "Describe the image.", "images": [picture(SCENES[0])], "nodes": 14}
-    pipes = [mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", "recycle", Recycle())]
-    flash, table, empty = (pipe.generate(**request).stats.mean_acceptance_length for pipe in pipes)
-    assert flash > table + 1
-    assert table > empty + 0.1
+@pytest.mark.parametrize("image", [samples() / "goldfish.jpg", picture(SCENES[0])], ids=["photograph", "drawn"])
+def test_its_drafter_drafts_from_the_first_request_on(image: Any) -> None:
+    request = {"prompt": "Describe the image.", "images": [image], "nodes": 14}
+    pipes = [mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", "recycle")]
+    flash, empty = (pipe.generate(**request).stats.mean_acceptance_length for pipe in pipes)
+    assert flash > empty + 1

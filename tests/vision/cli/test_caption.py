@@ -134,7 +134,7 @@ def test_invalid_options_raise(run: Run, model: str, image: str, args: list[str]
 
 def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
     limits = plugins.limits("tiny-llava")
-    options = ("--max-new-tokens", "2", "--nodes", "0", "--json")
+    options = ("--model", "tiny-llava", "--max-new-tokens", "2", "--nodes", "0", "--json")
     assert run(image, *options)[2] == f"note: {limits}\n"
     assert run(str(samples() / "scene.png"), *options)[2] == ""
 
