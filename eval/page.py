@@ -65,21 +65,19 @@ def _first_view(browser: Any, model: str) -> dict[str, float]:
     """Seconds of one visit to a server of its own."""
     begin = clock()
     command = [sys.executable, "-m", "mmspec", "demo", "--model", model, "--port", "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert server.stdout is not None
-        said = server.stdout.readline()
-        address = re.search(r"http://\S+", said)
-        if address is None:
-            raise UserError(f"mmspec demo --model {model} did not start: expected its address, received {said!r}")
-        start = clock() - begin
-        page = browser.new_page()
-        page.set_default_timeout(1000 * _PATIENCE)
-        begin = clock()
-        page.goto(address[0])
-        page.locator(".mm-play:visible").wait_for()
-        opening = clock() - begin
-        return {"start": start, "paint": page.evaluate(_PAINT) / 1000, "opening": opening}
-    finally:
-        server.terminate()
-        server.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout and server.stderr
+            address = re.search(r"http://\S+", server.stdout.readline())
+            if address is None:
+                raise UserError(server.stderr.read().strip().removeprefix("error: "))
+            start = clock() - begin
+            page = browser.new_page()
+            page.set_default_timeout(1000 * _PATIENCE)
+            begin = clock()
+            page.goto(address[0])
+            page.locator(".mm-play:visible").wait_for()
+            opening = clock() - begin
+            return {"start": start, "paint": page.evaluate(_PAINT) / 1000, "opening": opening}
+        finally:
+            server.terminate()
