@@ -67,7 +67,8 @@ def _first_view(browser: Any, model: str) -> dict[str, float]:
     command = [sys.executable, "-m", "mmspec", "demo", "--model", model, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout and server.stderr
+            assert server.stdout is not None
+            assert server.stderr is not None
             address = re.search(r"http://\S+", server.stdout.readline())
             if address is None:
                 raise UserError(server.stderr.read().strip().removeprefix("error: "))
