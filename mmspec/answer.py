@@ -14,7 +14,7 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import TreeRecord
-from mmspec.errors import UserError
+from mmspec.errors import Attempt, UserError
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.targets.processor import Detokenizer, is_token_ids
 
@@ -147,9 +147,7 @@ class Answer:
         self.pipe.engine.remove([self.sequence])
 
 
-def answer_all(
-    pipe: Pipeline, calls: Iterable[Call | UserError], attempt: Callable[[Callable[[], Any]], Any]
-) -> list[Generation | UserError]:
+def answer_all(pipe: Pipeline, calls: Iterable[Call | UserError], attempt: Attempt) -> list[Generation | UserError]:
     """Whole answers of several requests, at most twice ``max_num_seqs`` of them encoded at a time.
 
     Args:

@@ -9,6 +9,8 @@ from typing import Any
 Attempt = Callable[[Callable[[], Any]], Any]
 """Calls a function, and decides about its mistakes: ``raising`` or ``returning``."""
 
+_LONGEST = 400  # characters: transformers lists all model types it knows
+
 
 class UserError(ValueError):
     """A mistake of the caller's, in one line: the rule, what was expected, what was received.
@@ -22,8 +24,9 @@ class SlowWarning(UserWarning):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message, shortened, or its type if the message is empty."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
 
 
 @contextmanager

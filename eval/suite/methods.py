@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
@@ -106,18 +105,9 @@ def parse_shape(method: str) -> tuple[str, int | None]:
 def _load_assistant(name: str, target: TransformersTarget) -> object:
     from transformers import AutoModelForCausalLM
 
-    model = load_pretrained(AutoModelForCausalLM, name, "the assistant", dtype=target.model.dtype)
+    with (
+        explained(f"cannot load the assistant {name!r}", OSError, ValueError),
+        cache_if_offline("model", name) as hub_options,
+    ):
+        model = from_pretrained(AutoModelForCausalLM, name, dtype=target.model.dtype, **hub_options)
     return model.to(target.device).eval()
-
-
-def load_pretrained(auto_class: Any, name: str, what: str, **options: Any) -> Any:
-    """Load by a transformers auto class, from the cache if the hub is unreachable.
-
-    Args:
-        what: names it in the error message.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    with explained(f"cannot load {what} {name!r}", OSError, ValueError), cache_if_offline("model", name) as hub_options:
-        return from_pretrained(auto_class, name, **options, **hub_options)

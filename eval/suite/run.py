@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import AutoConfig
 
 from mmspec import plugins
 from mmspec.eval.suite.evaluator import Evaluator
-from mmspec.eval.suite.methods import load_pretrained
 from mmspec.eval.suite.records import RunRecords, suite_jobs
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.settings import SuiteSettings
@@ -21,8 +19,8 @@ from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.files import write_text
 from mmspec.jobs import run_jobs
+from mmspec.loading import load_config
 from mmspec.progress import show_progress
-from mmspec.targets import gguf
 
 
 def is_visual(model: str) -> bool:
@@ -31,8 +29,7 @@ def is_visual(model: str) -> bool:
     Raises:
         UserError: the model cannot be loaded.
     """
-    config = load_pretrained(AutoConfig, gguf.resolved(plugins.model_path(model)), "model")
-    return plugins.target_class(config).processor_class.reads_media
+    return plugins.target_class(load_config(model)).processor_class.reads_media
 
 
 def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers: int = 1) -> dict[str, Any]:

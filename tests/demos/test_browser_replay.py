@@ -79,7 +79,8 @@ def test_four_lanes(visit):
     assert page.locator(".mm-table:visible tbody tr").count() == 4
     assert page.locator(".mm-asked").count() == 1  # a new conversation
     page.get_by_label("Lane of the draft tree").select_option(label="FLASH, chain")
-    assert len({round(node.bounding_box()["y"] / 4) for node in page.locator(".mm-tree g:not(.bonus)").all()}) == 1
+    heights = [node.bounding_box()["y"] for node in page.locator(".mm-tree g:not(.bonus)").all()]
+    assert max(heights) - min(heights) < 8
     save_screenshot(page, "lanes")
     page.get_by_label("n-gram", exact=True).locator("visible=true").check()
     page.locator(".mm-go:visible").click()

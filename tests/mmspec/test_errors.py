@@ -10,6 +10,7 @@ from mmspec.errors import UserError, explained, first_line
 def test_first_line() -> None:
     assert first_line(ValueError("\none\ntwo")) == "one"
     assert first_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("a" * 900)) == "a" * 400 + " ..."
 
 
 def test_named_exceptions_become_one_line() -> None:
