@@ -248,7 +248,7 @@ def test_shared_slots(monkeypatch):
 @pytest.mark.long
 def test_sigterm_while_both_run(tmp_path):
     command = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())"]
-    options = ["demo", "--api", "--port", "0", "--device", "cpu"]
+    options = ["demo", "--api", "--model", "tiny-llava", "--port", "0", "--device", "cpu"]
     environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "MMSPEC_API_KEY": "secret"}
     with subprocess.Popen([*command, *options], cwd=ROOT, env=environment, stdout=PIPE, text=True) as server:
         try:

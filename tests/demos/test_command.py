@@ -146,7 +146,7 @@ def test_a_key_without_the_api(served):
 def test_sigterm_during_a_race(tmp_path):
     """The process ends within seconds, and leaves no temporary files, processes and tracebacks."""
     script = "import sys; from mmspec.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", script, "demo", "--port", "0"]
+    command = [sys.executable, "-c", script, "demo", "--model", "tiny-llava", "--port", "0"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True) as server:
         url = server.stdout.readline().split()[2]
