@@ -44,7 +44,7 @@ def main(models: tuple[str, ...], rounds: int) -> dict[str, Any]:
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         raise UserError("expected Chromium on the path, found none: install the system's package")
-    records = []
+    records: list[dict[str, Any]] = []
     with sync_playwright() as driver:
         for number in range(rounds * len(models)):
             model = models[number % len(models)]
