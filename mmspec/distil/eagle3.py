@@ -33,10 +33,10 @@ def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversat
     draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if options.start is not None:
         start = Eagle3.from_checkpoint(options.start)
-        start.attach(target)  # refuses drafters of other targets
-        draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if start.network.config.window or start.network.config.candidates:
             raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
+        start.attach(target)  # refuses drafters of other targets
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
         if rotary_of(start.network.config)[1] is not None:
             raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
     config = _network_config(options, pipe, draft_ids, start)
