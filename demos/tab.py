@@ -24,7 +24,7 @@ from mmspec.demos.recording import recording
 from mmspec.demos.service import Service
 from mmspec.errors import UserError
 
-_OPENING_TOKENS = 48
+_OPENING_TOKENS = 64
 _LOST = "the connection to the server was lost before the answer was complete: ask again"
 # Requests wait for their turn in ``Turns.run``, which knows their place and rejects too many of them.
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
