@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, EfficientNetConfig, EfficientNetModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from mmspec.errors import UserError
 from mmspec.plugins import PackagedTower
 
 MEAN, STD = 0.498, 0.502
@@ -90,6 +91,8 @@ class EfficientNetLite(EfficientNetModel):
     config_class = EfficientNetLiteConfig
 
     def __init__(self, config: EfficientNetLiteConfig) -> None:
+        if cast(int, config.image_size) % (2 * STRIDE):
+            raise UserError(f"image_size must be a multiple of {2 * STRIDE}: got {config.image_size}")
         super().__init__(config)
         for block in self.encoder.blocks:
             block.squeeze_excite = nn.Identity()

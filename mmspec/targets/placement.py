@@ -27,7 +27,8 @@ def split_options(device_map: Any, tp_plan: Any, device: str) -> dict[str, Any]:
         device_map, tp_plan, device: as for ``mmspec.load``.
 
     Raises:
-        UserError: both are given, or a device, or accelerate or the ranks that they need are not there.
+        UserError: both are given, or one of them with a device; accelerate is not installed for ``device_map``; or
+            ``tp_plan`` is given outside a job of several ranks.
     """
     if device_map is None and tp_plan is None:
         return {}

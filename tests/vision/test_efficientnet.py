@@ -82,8 +82,13 @@ def test_pixels_are_taken_in_any_precision() -> None:
         assert tower(torch.zeros(1, 3, 192, 192)).last_hidden_state.dtype == torch.bfloat16
 
 
+def test_sides_without_blocks_are_refused() -> None:
+    with pytest.raises(UserError, match="image_size must be a multiple of 64: got 224"):
+        EfficientNetLite(EfficientNetLiteConfig(image_size=224))
+
+
 def test_a_saved_tower_is_loaded_by_its_model_type(tmp_path: object) -> None:
-    config = EfficientNetLiteConfig(image_size=96)
+    config = EfficientNetLiteConfig(image_size=128)
     EfficientNetLite(config).save_pretrained(str(tmp_path))
     assert isinstance(AutoConfig.from_pretrained(str(tmp_path)), EfficientNetLiteConfig)
     assert isinstance(AutoModel.from_pretrained(str(tmp_path)), EfficientNetLite)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,14 @@ def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
     assert all(answer.text for answer in together)
     if weights_kind(pipe.model) == "Int4Blocks":
         assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+
+
+@needs_packages
+@pytest.mark.long
+def test_its_configuration_is_read_in_a_new_process() -> None:
+    """Which has not imported the tower's classes."""
+    script = "from mmspec.eval.suite.run import is_visual; print(is_visual('smol-llava'))"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
 @needs_packages
