@@ -27,7 +27,7 @@ from mmspec.vision.pictures.nouns import Noun
 from mmspec.vision.scenes.conversations import several_images
 from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
-from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, enlarged
+from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, drawn, enlarged
 from mmspec.vision.training.smol import SHARES, stages, statistics_pictures
 from mmspec.vision.training.smol_export import IMAGE, chat_format, make_processor
 from mmspec.vision.training.smol_network import SmolLlava
@@ -214,6 +214,7 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     covariance = centred.T @ centred[:, POOLED] / len(centred)
     own = covariance[POOLED]
     covariance[POOLED] = 0.7 * own + 0.3 * own.diagonal().mean() * torch.eye(1280)
+    assert (network.mean[-3:].tolist(), network.std[-3:].tolist()) == ([0.0] * 3, [1.0] * 3)
     classifier = tower["classifier.weight"].double()
     weights = classifier - classifier.mean(0)
     torch.testing.assert_close(network.directions.double(), weights @ covariance.T, atol=1e-4, rtol=1e-2)
@@ -232,6 +233,14 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     torch.testing.assert_close(moved[0, 0, POOLED], pooled, atol=1e-4, rtol=1e-3)
     scores = 8 * (pooled @ tower["classifier.weight"].T + tower["classifier.bias"]).softmax(-1)
     torch.testing.assert_close(moved[0, 0, -3:], scores, atol=1e-4, rtol=1e-3)
+
+
+def test_the_mask_of_a_thing_is_in_the_order_of_the_towers_positions(library: list[Picture]) -> None:
+    """A thing in the middle of the lowest of three bands lies in the eighth block of 2 x 2 positions."""
+    placed = Placed(library[0], 0.5, 5 / 6, 0.2, 0, (2, 9.0))
+    parts = drawn([Composed((placed,), "plain white")], None)
+    assert parts["masks"].nonzero()[:, 1].tolist() == [28, 29, 30, 31]
+    assert (parts["imagined"].tolist(), parts["strengths"].tolist()) == ([2], [9.0])
 
 
 def train_all(runs: Iterator[tuple[str, Trainer]]) -> list[str]:
