@@ -16,6 +16,7 @@ COLUMNS = (
     "method",
     "tokens per step",
     "longer by",
+    "a draft",
     "whole request",
     "vs llama.cpp",
     "decoding",
@@ -71,6 +72,7 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
         row["method"] + ("" if row.get("lossless", True) else " (not lossless)"),
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
         _longer(row["acceptance_difference"], brief),
+        f"{cost:.2f} passes" if (cost := row.get("draft_cost")) else "",
         _ratio(row["end_to_end"], brief),
         _ratio(row["end_to_end_llama"], brief),
         _ratio(row["decoding"], brief),
@@ -124,8 +126,8 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
         "decoding against our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the "
         "same GGUF file (its arithmetic differs: its answers are not compared). `longer by` is the difference in "
-        "tokens per verify step to the first method that drafts, on the same conversations. `equal` counts answers "
-        "with the same tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the "
+        "tokens per verify step to the first method that drafts, on the same conversations, `a draft` the time to "
+        "draft a tree in passes over one node. `equal` counts answers with the same tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the "
         "peak of the process on a CPU, of torch's tensors on a GPU."
     )
 

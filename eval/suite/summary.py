@@ -31,7 +31,8 @@ def summarise(
         Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate``, over our
         plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap
         interval, ``low`` and ``high``. ``acceptance_difference`` compares tokens per verify step with those of the
-        first method that drafts (``against``), on the conversations that both answered.
+        first method that drafts (``against``), on the conversations that both answered. ``draft_cost`` is
+        in one-node passes.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -82,6 +83,13 @@ def _ratio(records: Sequence[Record], method: str, other: str, seconds: str, tok
     return median_interval(ratios) if ratios else None
 
 
+def _draft_cost(records: Sequence[Record], method: str) -> float | None:
+    """Seconds to draft a tree over those of a one-node pass, median over the conversations; None without drafts."""
+    both = [(_spent(record, method).get("tree"), _spent(record, PLAIN).get("pass")) for record in records]
+    costs = [tree / one for tree, one in both if tree and one]
+    return median(costs) if costs else None
+
+
 def _measured(records: Sequence[Record], method: str) -> list[Record]:
     return [record for record in records if method in record["turns"][0]["methods"]]
 
@@ -119,6 +127,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
         "decoding": _ratio(records, method, BASELINE, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
+        "draft_cost": _draft_cost(records, method),
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
         "time_to_first_token": median(s["first"] for s in spent),
         "shares": shares,

@@ -187,6 +187,18 @@ def test_figures_by_category_are_those_of_its_conversations():
     assert rows_of(mixed)["none"]["categories"] == rows_of(record(0, {}))["none"]["categories"] == {}
 
 
+def test_the_cost_of_a_draft_is_in_one_node_passes():
+    def timed(tree, one):
+        found = method(1.0)
+        found["seconds"] = [{**found["seconds"][0], "tree": tree, "pass": one}]
+        return found
+
+    made = [record(k, {"none": timed(0.0, 0.5), "msd": timed(tree, 9.0)}) for k, tree in enumerate((0.1, 0.2, 0.4))]
+    rows = rows_of(*made)
+    assert rows["msd"]["draft_cost"] == pytest.approx(0.2 / 0.5)
+    assert rows["none"]["draft_cost"] is rows["generate"]["draft_cost"] is None
+
+
 def test_acceptance_is_compared_with_the_first_method_that_drafts():
     """Paired by conversation: the second one's was not decoded by the last method, which is left out there."""
     plain = method(1.0, stats=(steps(0, drafted=0),))
