@@ -127,7 +127,8 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         "decoding against our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the "
         "same GGUF file (its arithmetic differs: its answers are not compared). `longer by` is the difference in "
         "tokens per verify step to the first method that drafts, on the same conversations, `a draft` the time to "
-        "draft a tree in passes over one node. `equal` counts answers with the same tokens as `generate` at temperature 0, and as `none` with the same seed above. Memory is the "
+        "draft a tree in passes over one node. `equal` counts answers with the same tokens as `generate` at "
+        "temperature 0, and as `none` with the same seed above. Memory is the "
         "peak of the process on a CPU, of torch's tensors on a GPU."
     )
 
