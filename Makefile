@@ -17,6 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SAMPLES := vision/embedded/samples
+PHOTOGRAPHS := vision/embedded/photographs
 
 # Without an NVIDIA driver, gigabytes of CUDA libraries would be of no use. Off Linux the usual build has none.
 CPU_TORCH := torch==2.13.0+cpu
@@ -41,7 +42,7 @@ caption: $(VENV)/.installed
 real: $(VENV)/.real
 	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
 	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
-	$(BIN)/mmspec caption $(SAMPLES)/goldfish.jpg
+	$(BIN)/mmspec caption $(PHOTOGRAPHS)/goldfish.jpg
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
 test long slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmspec import plugins
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
-from mmspec.vision.embedded import samples
+from mmspec.vision.embedded import photograph, samples
 from mmspec.vision.scenes.__main__ import SCALE, write_clip
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.drawing import draw
@@ -24,7 +24,7 @@ _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two 
 _CLIPS = {7_000_100: "Another clip"}
 
 _PHOTOGRAPHS = {
-    samples() / "goldfish.jpg": "A goldfish",
+    photograph(): "A goldfish",
     Path(gradio.__file__).parent / "media_assets" / "images" / "tower.jpg": "A tower",
     Path(gradio.__file__).parent / "media_assets" / "images" / "lion.jpg": "A lion",
 }
@@ -104,22 +104,22 @@ def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
     return [*found, *drawn[len(found) :]]
 
 
-def example_of(request: ChatRequest, folder: Path) -> str | None:
-    """Name of the file of the examples in ``folder`` that a request's only upload equals; None for others."""
-    return _example(request.uploads[0], folder) if len(request.uploads) == 1 else None
+def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:
+    """Name of the file of the example that a request's only upload equals; None for others."""
+    return _example(request.uploads[0], examples) if len(request.uploads) == 1 else None
 
 
-def is_sample(request: ChatRequest, folder: Path) -> bool:
-    """Whether a request's uploads are examples in ``folder``, or its text is an example."""
+def is_sample(request: ChatRequest, examples: Sequence[Example]) -> bool:
+    """Whether a request's uploads, or its text, are among the examples for its model."""
     if not request.uploads:
-        return request.prompt.strip() in TRAINED_TEXTS.values()
-    return all(_example(upload, folder) for upload in request.uploads)
+        return request.prompt.strip() in [example.value for example in examples]
+    return all(_example(upload, examples) for upload in request.uploads)
 
 
-def _example(upload: Upload, folder: Path) -> str | None:
+def _example(upload: Upload, examples: Sequence[Example]) -> str | None:
     try:
-        matches = (path for path in sorted(folder.iterdir()) if filecmp.cmp(upload.path, path, shallow=False))
-        return next((path.name for path in matches), None)
+        paths = (Path(example.value) for example in examples)
+        return next((path.name for path in paths if filecmp.cmp(upload.path, path, shallow=False)), None)
     except OSError:  # the upload was removed, which the request itself will report
         return None
 

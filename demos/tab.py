@@ -159,8 +159,9 @@ class Tab:
 
     def _limits(self, chat: ChatRequest) -> str:
         """Note on what an embedded model was trained on; empty for samples and other models."""
-        limits = plugins.limits(self.service.with_defaults(chat).model)
-        return "" if limits is None or samples.is_sample(chat, self.folder) else limits
+        model = self.service.with_defaults(chat).model
+        limits = plugins.limits(model)
+        return "" if limits is None or samples.is_sample(chat, self.controls.examples(model)) else limits
 
     def _one_image(self, chat: ChatRequest) -> str:
         """Note on several images for a loaded model that was trained with one in a prompt; else empty."""
@@ -220,8 +221,9 @@ class Tab:
             return conversation, views.result_html(earlier, note=note), gr.skip(), *_buttons(conversation)
         complete = race.finished or (len(race.lanes) == 1 and answer.finished)
         stopped = stopped and not complete
-        example = samples.example_of(chat, self.folder)
-        recorded = {**recording(race.lanes, self.service.with_defaults(chat), example), "plays": plays and not stopped}
+        asked = self.service.with_defaults(chat)
+        example = samples.example_of(chat, self.controls.examples(asked.model))
+        recorded = {**recording(race.lanes, asked, example), "plays": plays and not stopped}
         html = views.result_html(earlier, chat.prompt, race, limits=limits, stopped=stopped, recorded=recorded)
         claim = views.claim_html(race) if race.finished else gr.skip()
         conversation = conversation.with_turn(Turn.of(chat.prompt, answer.tokens, stopped))

@@ -96,9 +96,11 @@ def test_conversations_have_different_seeds(ask, service):
 def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
     own = store_upload(service, tmp_path / "lake.png")
+    fish = store_upload(service, tmp_path / "samples" / "goldfish.jpg")
     for kind, prompt, model, media in (
         ("image", "Describe the image.", "tiny-llava", [own]),
         ("image", "Describe the image.", "", [own]),
+        ("image", "Describe the image.", "tiny-llava", [fish]),
         ("text", "Who was Ada Lovelace?", "tiny-hybrid", []),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)

@@ -15,7 +15,7 @@ from mmspec import plugins
 from mmspec.pipeline import Pipeline
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.efficientnet import lite0
-from mmspec.vision.embedded import samples, smol_llava
+from mmspec.vision.embedded import photograph, samples, smol_llava
 from mmspec.vision.scenes.reading import read_objects
 from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.training.accuracy import FIRST_SCENE, picture
@@ -60,9 +60,9 @@ def test_what_travels_has_no_matrix_of_the_language_model() -> None:
 @needs_kernels
 def test_answers_equal_generate(pipe: Pipeline) -> None:
     assert weights_kind(pipe.model) == "Int4Blocks"
-    photograph = {"prompt": "Describe the image.", "images": [samples() / "goldfish.jpg"]}
+    described = {"prompt": "Describe the image.", "images": [photograph()]}
     requests = [{"prompt": "List the objects.", "images": [picture(scene)]} for scene in SCENES[:3]]
-    for request in (photograph, *requests):
+    for request in (described, *requests):
         answer = pipe.generate(**request, max_new_tokens=160)
         prompt = pipe.encode([request])
         assert int((prompt.input_ids == pipe.model.config.image_token_index).sum()) == 36
@@ -74,7 +74,7 @@ def test_answers_equal_generate(pipe: Pipeline) -> None:
 @needs_packages
 @needs_kernels
 def test_a_photograph_and_drawn_scenes_are_described(pipe: Pipeline) -> None:
-    assert "fish" in pipe.generate("Describe the image.", images=samples() / "goldfish.jpg").text
+    assert "fish" in pipe.generate("Describe the image.", images=photograph()).text
     named = shown = 0
     for scene in SCENES:
         answer = pipe.generate("List the objects.", images=picture(scene), max_new_tokens=160)
@@ -110,7 +110,7 @@ def test_its_configuration_is_read_in_a_new_process() -> None:
 @needs_packages
 @needs_kernels
 @pytest.mark.long
-@pytest.mark.parametrize("image", [samples() / "goldfish.jpg", picture(SCENES[0])], ids=["photograph", "drawn"])
+@pytest.mark.parametrize("image", [photograph(), picture(SCENES[0])], ids=["photograph", "drawn"])
 def test_its_drafter_drafts_from_the_first_request_on(image: Any) -> None:
     request = {"prompt": "Describe the image.", "images": [image], "nodes": 14}
     pipes = [mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", "recycle")]

@@ -28,3 +28,8 @@ smol_llava = EmbeddedModel(
 def samples() -> Path:
     """Folder with a held-out image, `scene.png`, and a held-out video, `clip.mp4`."""
     return _HERE / "samples"
+
+
+def photograph() -> Path:
+    """Photograph of a goldfish, in the public domain."""
+    return _HERE / "photographs" / "goldfish.jpg"

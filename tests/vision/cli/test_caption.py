@@ -12,7 +12,7 @@ from PIL import Image
 
 import mmspec
 from mmspec import plugins
-from mmspec.vision.embedded import samples
+from mmspec.vision.embedded import photograph, samples
 from tests.commandline import Run, assert_user_error, runner
 from tests.model_folders import save_llava, save_text_model
 
@@ -136,6 +136,7 @@ def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
     limits = plugins.limits("tiny-llava")
     options = ("--model", "tiny-llava", "--max-new-tokens", "2", "--nodes", "0", "--json")
     assert run(image, *options)[2] == f"note: {limits}\n"
+    assert run(str(photograph()), *options)[2] == f"note: {limits}\n"
     assert run(str(samples() / "scene.png"), *options)[2] == ""
 
 
