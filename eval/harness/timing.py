@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter as clock
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ class Method:
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine, which then decodes.
         budget: an adaptive budget with what it has learnt.
+        lossy: as of ``SamplingParams``.
         seconds: by prompt, medians over the rounds, with the keys of ``TimedBatch.seconds``.
         lengths: by prompt, mean acceptance length.
         answers: by prompt, new tokens.
@@ -94,6 +95,7 @@ class Method:
     generate_options: dict[str, Any] | None = None
     peer: Peer | None = None
     budget: MeasuredBudget | None = None
+    lossy: float = 0.0
     seconds: list[dict[str, float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -107,7 +109,9 @@ class Method:
     def fork(self, target: TransformersTarget) -> Method:
         """An unmeasured copy that keeps what drafter and budget have learnt, and learns separately from here on."""
         drafter, budget = lend(self.drafter, target), copy.deepcopy(self.budget)
-        return Method(self.name, drafter, self.nodes, self.target, self.generate_options, self.peer, budget)
+        own = replace(self, drafter=drafter, budget=budget)
+        own.clear()
+        return own
 
     def clear(self) -> None:
         """Drop the measurements; drafter and budget keep what they have learnt."""
@@ -257,7 +261,7 @@ def _decode(
     own = Pipeline(target, pipe.io, profiled)
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
-    results = own.generate_batch(requests, **vars(options), nodes=method.nodes)
+    results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)
     total = clock() - start
     if learn:
         method.budget = own.budget

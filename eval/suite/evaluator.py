@@ -128,6 +128,8 @@ class Evaluator:
         for method in self.methods:
             if method.peer is not None and (size > 1 or temperature > 0):
                 self.refused[method.name, temperature, size] = "other engines decode greedily, one request at a time"
+            if method.lossy and temperature > 0:
+                self.refused[method.name, temperature, size] = "lossy acceptance is greedy"
             if method.generate_options:  # transformers' speculation does not support every model and batch
                 try:
                     run_interleaved(self.pipe, requests, [method], 1, DecodingOptions(8, temperature))

@@ -11,6 +11,7 @@
     SPEC[@SHAPE]        our speculative decoding; SPEC is a drafter as for ``mmspec.load``, or new:NAME, which ignores
                         the checkpoint in the target's folder; SHAPE is ``tree`` (default, adaptive size), a number of
                         nodes, ``chain`` (adaptive length) or ``chainN``
+    SPEC[@SHAPE]~NATS   the same with lossy acceptance, see ``SamplingParams``; rows of tables say so
 
 Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. ``auto`` is all methods
 that need nothing but the target's folder.
@@ -84,12 +85,13 @@ def _parse_method(
         raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
     if engine in peers:
         return Method(label, peer=peers[engine](speculation))
-    selected, nodes = parse_shape(method)
+    lossy = re.fullmatch(r"(.+)~(\d+(?:\.\d+)?)", method)
+    selected, nodes = parse_shape(lossy[1] if lossy else method)
     drafter = make_drafter(selected, home)
     if drafter is None:
         raise UserError(f"plain decoding drafts no nodes: expected {PLAIN!r} or a drafter, got {method!r}")
     drafter.attach(target)  # refuses a drafter of another target before anything is measured
-    return Method(label, drafter, nodes)
+    return Method(label, drafter, nodes, lossy=float(lossy[2]) if lossy else 0.0)
 
 
 def parse_shape(method: str) -> tuple[str, int | None]:

@@ -68,7 +68,7 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
     """Cells of a row under ``COLUMNS``; if ``brief``, without intervals, secondary scores and names of scores."""
     scores = [f"{value:.3g}" if brief else f"{name} {value:.3g}" for name, value in row.get("score", {}).items()]
     return [
-        row["method"],
+        row["method"] + ("" if row.get("lossless", True) else " (not lossless)"),
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
         _longer(row["acceptance_difference"], brief),
         _ratio(row["end_to_end"], brief),

@@ -124,6 +124,7 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
         "shares": shares,
         "memory": max((result["memory"] for result in results if result["memory"] is not None), default=None),
         "acceptance": {**acceptance.to_dict(), "histogram": acceptance.histogram} if sum(acceptance.steps) else None,
+        "lossless": all(figures.get("lossless", True) for result in results for figures in result["stats"]),
         "equal": sum(compared),
         "compared": len(compared),
         "differences": [

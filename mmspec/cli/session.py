@@ -137,7 +137,7 @@ def stats_line(generation: Generation, drafter: str | None) -> str:
             speed,
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
             f"{stats.num_spec_steps} steps",
-            f"drafter {drafter or 'none'}",
+            f"drafter {drafter or 'none'}" + ("" if stats.lossless else ", lossy"),
             f"first token after {stats.time_to_first_token:.3f} s",
         )
     )

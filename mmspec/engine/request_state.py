@@ -42,7 +42,7 @@ class RequestState(Sampled):
     ) -> None:
         super().__init__(history, sampler, index, generator)
         self.stopper = stopper
-        self.stats = Stats(num_prompt_tokens=len(history))
+        self.stats = Stats(num_prompt_tokens=len(history), lossless=not sampler.lossy)
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()

@@ -17,6 +17,8 @@ class Stats:
     A step is one verify pass after the prefill; the bonus token counts as emitted, not as a draft. As in vLLM,
     ``num_spec_tokens`` is the maximum number of drafts that a step could accept, here the depth of the deepest tree:
     ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
+
+    ``lossless`` is False if drafts that the target would not have chosen may have been accepted.
     """
 
     num_prompt_tokens: int = 0
@@ -34,6 +36,7 @@ class Stats:
     commit_seconds: float = 0.0
     wall_seconds: float = 0.0
     time_to_first_token: float = 0.0
+    lossless: bool = True
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
         """Record one step.
@@ -83,6 +86,7 @@ class Stats:
             counts = zip_longest(whole.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
             whole.acceptance_histogram = [a + b for a, b in counts]
             whole.accept_lengths += part.accept_lengths
+            whole.lossless = whole.lossless and part.lossless
         return whole
 
     def to_dict(self) -> dict[str, float | int | list[int]]:

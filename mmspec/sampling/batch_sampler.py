@@ -18,6 +18,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.histories import Histories
+from mmspec.sampling.lossy import lossy_choices
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
 
@@ -71,7 +72,7 @@ class _Group:
         try:
             # Masks at reached nodes suffice, unless processors come after them.
             drawn = numbers is not None and tree.draft_probs is not None
-            later = _at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
+            later = self._at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
             if not later and any(row.constraint for row in rows):
                 logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
             scores = self._process(rows, tree, logits)
@@ -104,9 +105,15 @@ class _Group:
         """
         if numbers is not None and tree.draft_probs is not None:
             return ops.choose_drawn(tree, self._warped(scores).softmax(-1), *numbers.unbind(1))
-        if not _at_reached_nodes(tree, scores.device):
+        if self._sampler.lossy:
+            return lossy_choices(tree, self._warped(scores), self._sampler.lossy)
+        if not self._at_reached_nodes(tree, scores.device):
             return self._tokens(scores, numbers)
         return self._along_paths(tree, scores, numbers, constrained)
+
+    def _at_reached_nodes(self, tree: TokenTree, device: torch.device) -> bool:
+        """Whether tokens are chosen at reached nodes only: after a host sync per level."""
+        return tree.nodes > 1 and not self._sampler.lossy and not kernels.static_shapes(device)
 
     def _along_paths(
         self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled]
@@ -192,8 +199,9 @@ class _Group:
                 except Exception as error:
                     row.failures[node] = error
                     break
-                # Rejection sampling at a node needs its children.
-                at = [node, *(children[node].values() if tree.draft_probs is not None else ())]
+                # Rejection sampling at a node needs its children, and so does lossy acceptance.
+                several = tree.draft_probs is not None or self._sampler.lossy
+                at = [node, *(children[node].values() if several else ())]
                 scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
                 drawn = None if numbers is None else numbers[at_row, None][..., at]
                 token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
@@ -240,11 +248,6 @@ def _empty(scores: Tensor) -> bool:
 def _empty_error(processors: Sequence[Any]) -> UserError:
     names = ", ".join(type(processor).__name__ for processor in processors)
     return UserError(f"logits processors must return scores without NaN, and one above -inf: got others from {names}")
-
-
-def _at_reached_nodes(tree: TokenTree, device: torch.device) -> bool:
-    """Whether tokens are chosen at reached nodes only: after a host sync per level."""
-    return tree.nodes > 1 and not kernels.static_shapes(device)
 
 
 def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[int, ...]]], scores: Tensor) -> Tensor:

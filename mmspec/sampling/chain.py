@@ -41,6 +41,7 @@ def sampler(
         generator=None if params.seed is None else torch.Generator().manual_seed(params.seed),
         key=None if custom else signature(chain),
         constraint=constraint,
+        lossy=params.lossy,
     )
 
 

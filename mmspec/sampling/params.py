@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from mmspec.checks import (
@@ -35,6 +36,7 @@ _STOP = Rule(
     lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
     several=True,
 )
+_NATS = number("0 or more", lambda x: 0 <= x < inf)
 _PENALTY = within(-2, 2)._replace(limits="in [-2, 2]")
 _TOKEN, _BIAS = whole(0), within(-100, 100)  # ranges of OpenAI's API
 _SEED = optional(whole(-(1 << 63), (1 << 64) - 1))._replace(limits="")  # what torch's generators take
@@ -106,6 +108,9 @@ class SamplingParams(Checked):
         ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
         grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
             ``^TEXT`` counts at the beginning of the output only.
+        lossy: above 0, greedy outputs may differ from the model's (see ``mmspec.sampling.lossy``): a drafted token is
+            accepted if the model's negative log probability of it, in nats, is at most this. ``Stats.lossless`` of the
+            answer is then False.
 
     Raises:
         UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
@@ -131,6 +136,7 @@ class SamplingParams(Checked):
     logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
     grammar_trigger: str | None = option(None, TEXT, "Constrain only what follows this text.")
     ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
+    lossy: float = option(0.0, _NATS, "Above 0, accept drafts up to this -log p: other answers than the model's.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

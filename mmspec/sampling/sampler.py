@@ -53,6 +53,7 @@ class Sampler:
         generator: random generator; None is torch's global one.
         key: samplers with equal keys have equal processors and are batched; None disables this.
         constraint: masks the raw logits, before all processors.
+        lossy: negative log probability up to which drafts are accepted, see ``SamplingParams``; 0 is lossless.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
@@ -61,7 +62,7 @@ class Sampler:
         before_warpers: the other ones.
 
     Raises:
-        UserError: a processor depends on more than a row's own tokens.
+        UserError: a processor depends on more than a row's own tokens, or ``lossy`` does not go with sampling.
     """
 
     def __init__(
@@ -72,7 +73,11 @@ class Sampler:
         generator: torch.Generator | None = None,
         key: Hashable = None,
         constraint: Constraint | None = None,
+        lossy: float = 0.0,
     ) -> None:
+        if lossy and do_sample:
+            raise UserError(f"lossy goes with greedy decoding, temperature 0: got lossy {lossy:g} and sampling")
+        self.lossy = lossy
         self.processors = list(processors)
         self.constraint = constraint
         self.forms = [tree_form(processor) for processor in processors]
@@ -93,7 +98,7 @@ class Sampler:
                 _warn_once(f"{type(processor).__module__}.{type(processor).__qualname__}")
         self.do_sample = do_sample
         self.generator = generator
-        self.key = (object() if processors and key is None else key, do_sample)
+        self.key = (object() if processors and key is None else key, do_sample, lossy)
 
     def generators(self, rows: int) -> list[torch.Generator | None]:
         """One generator per row, so that the order of rows does not affect their tokens."""

@@ -78,7 +78,7 @@ def ask(service, monkeypatch):
 def store_upload(service, path):
     """Copy a file to the upload folder."""
     stored = service.uploads.folder / "sha" / Path(path).name
-    stored.parent.mkdir()
+    stored.parent.mkdir(exist_ok=True)
     stored.write_bytes(Path(path).read_bytes())
     return Upload(str(stored), stored.name)
 

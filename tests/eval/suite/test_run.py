@@ -91,6 +91,16 @@ def test_every_method_gives_the_same_tokens(whole):
     assert all(record["about"]["dtype"] == "float32" for record in records(out))
 
 
+def test_lossy_rows_say_so_and_are_greedy(folder, tmp_path):
+    summary = run_suite(settings(folder, methods="msd@6~30", tasks=("scenes-captions",)), tmp_path)
+    rows = {(row["method"], row["temperature"]): row for row in summary["rows"] if row["task"] == "scenes-captions"}
+    assert [row["lossless"] for row in rows.values()] == [name != "msd@6~30" for name, _ in rows]
+    assert rows["msd@6~30", 0.0]["equal"] < rows["msd@6~30", 0.0]["compared"]
+    (refused,) = summary["refused"]
+    assert (refused["temperature"], refused["reason"]) == (1.0, "lossy acceptance is greedy")
+    assert "| msd@6~30 (not lossless) |" in (tmp_path / "report.md").read_text()
+
+
 def test_all_methods_get_the_history_of_plain_decoding(whole, folder):
     turns = next(record for record in records(whole[0]) if record["task"] == "scenes-turns")["turns"]
     assert [turn["rows"] for turn in turns] == [[0, 1]] * 3
@@ -230,6 +240,8 @@ def test_method_specs(folder):
     assert list(found) == ["generate", "none", "msd", "msd@7", "recycle@chain", "c", "lookup", "ngram@chain"]
     assert [method.nodes for method in found.values()] == [0, 0, None, 7, None, 4, 0, None]
     assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
+    lossy = parse_methods("recycle@6~1.5,msd~2", target)[2:]
+    assert [(one.name, one.nodes, one.lossy) for one in lossy] == [("recycle@6~1.5", 6, 1.5), ("msd~2", None, 2.0)]
     assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     small = save_text_model(Path(folder).parent / "small")
     alone = [spec.name for spec in drafter_specs() if spec.alone]

@@ -70,7 +70,7 @@ def changed(pipe: Pipeline, params: SamplingParams, name: str) -> SamplingParams
 
 
 @pytest.mark.parametrize("base", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name != "lossy"])
 def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: SamplingParams) -> None:
     if name in ("min_new_tokens", "ignore_eos"):
         base = replace(base, logit_bias={2: 100.0})  # ends at once
