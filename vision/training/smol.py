@@ -7,9 +7,11 @@ language model learn from conversations about drawn scenes and about pictures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -22,14 +24,16 @@ from mmspec.training.plan import TrainingPlan
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
 from mmspec.vision.pictures.conversations import Pictures
 from mmspec.vision.pictures.library import Picture
+from mmspec.vision.pictures.nouns import classes
 from mmspec.vision.scenes.scene import seeded
 from mmspec.vision.training.batches import perception_scenes, render
 from mmspec.vision.training.picture_batches import enlarged, to_pixels
 from mmspec.vision.training.smol_export import IMAGE
 from mmspec.vision.training.smol_network import SmolLlava
 from mmspec.vision.training.smol_tasks import ConversationsTask, WordsTask
+from mmspec.vision.training.words import phrase
 
-SHARES = {"words": 0.2, "conversations": 0.8}
+SHARES = {"words": 0.1, "conversations": 0.9}
 """Stages, and their shares of a run's minutes."""
 
 _STATISTICS = 768
@@ -49,6 +53,12 @@ def statistics_pictures(library: Sequence[Picture], count: int = _STATISTICS) ->
     images = [pictures.one(seeded("train", index)).scenes[0].draw() for index in range(count)]
     images += [enlarged(render(scene, rng, signs)) for scene, signs, rng in perception_scenes(range(count // 3))]
     return to_pixels(images)
+
+
+def class_labels(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Returns the tokens of the classes' phrases, (classes, 4)."""
+    token = partial(tokenizer.encode, add_special_tokens=False)
+    return torch.from_numpy(np.stack([phrase(noun, token) for noun in classes()]))
 
 
 def stages(
@@ -83,7 +93,7 @@ def stages(
     model, tokenizer = language or language_model()
     torch.manual_seed(0)
     sample = statistics_pictures(library, max(round(_STATISTICS * min(size, 1.0)), 12))
-    network = SmolLlava(model, tokenizer.get_vocab()[IMAGE], sample, tower)
+    network = SmolLlava(model, tokenizer.get_vocab()[IMAGE], class_labels(tokenizer), sample, tower)
     if start:
         network.restore(start)
     if compile:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from mmspec import files
-from mmspec.targets.completed import PARTS, WEIGHTS
+from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
 from mmspec.training.export import replacing
 from mmspec.vision.efficientnet import MEAN, STD, STRIDE
 from mmspec.vision.pictures.compose import SIDE
@@ -79,5 +79,6 @@ def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, fol
         config.save_pretrained(part)
         gains = "model.language_model."
         weights = {name: x if name.startswith(gains) else x.bfloat16() for name, x in network.folded().items()}
+        weights[LABELS] = network.labels.int()
         save_file({name: x.contiguous() for name, x in weights.items()}, part / WEIGHTS, {"format": "pt"})
         files.write_text(part / PARTS, json.dumps({"language_model": "smollm2", "vision_tower": "efficientnet-lite0"}))

@@ -15,12 +15,15 @@ from mmspec.errors import UserError
 from mmspec.targets.completed import WEIGHTS
 from mmspec.training.loss import LossOutput, next_token_loss
 from mmspec.vision import efficientnet
-from mmspec.vision.efficientnet import LAST, POOLED, EfficientNetLite, EfficientNetLiteConfig
+from mmspec.vision.efficientnet import BLOCK, LAST, POOLED, EfficientNetLite, EfficientNetLiteConfig
 from mmspec.vision.pictures.compose import SIDE
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS, PictureBatch
 
 _SHRINKAGE = 0.3
 """Share of a multiple of the identity in the covariance of pooled features."""
+
+_SMALL, _OTHERS = 0.15, 0.3
+"""Of the connector's first weights: those of the labels, and the share that is left of the others."""
 
 _OWN = 0.6
 """What remains of a thing's deviation from the mean where the features of a class take its place."""
@@ -32,8 +35,8 @@ class SmolLlava(nn.Module):
     Only what is trained is in its `state_dict()`. Tuning the norms adapts a language model to images about as well as
     low-rank updates of its matrices do (Zhao et al., 2312.11420), and leaves the matrices as they were quantised.
 
-    The connector sees features of mean 0 and variance 1 in every channel, but for the classes' scores, which stay as
-    they are; `folded` puts that into its weights.
+    The connector sees features of mean 0 and variance 1 in every channel, but for the labels, which are divided by half
+    the length of the language model's embeddings; `folded` puts that into its weights.
 
     Features of ImageNet's thousand classes, of which there are no pictures, are imagined: where classes share the
     covariance S of features, the classifier's weights w of a class lie along S^-1 (mean of the class - mean of all)
@@ -43,15 +46,22 @@ class SmolLlava(nn.Module):
         language: a causal language model.
         image_token: id of the placeholder of visual tokens.
         weights: of the tower and its classifier; those of the package by default.
+        labels: token ids of a phrase for each class, (classes, 4), whose embeddings are the tower's labels.
         pictures: pixels from which the features' means and covariances are taken, (images, 3, 192, 192).
     """
 
     def __init__(
-        self, language: Any, image_token: int, pictures: Tensor, weights: Mapping[str, Tensor] | None = None
+        self,
+        language: Any,
+        image_token: int,
+        labels: Tensor,
+        pictures: Tensor,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         weights = weights or efficientnet.lite0()
-        vision = EfficientNetLiteConfig(image_size=SIDE, classes=len(weights["classifier.bias"]))
+        width = language.config.hidden_size
+        vision = EfficientNetLiteConfig(image_size=SIDE, classes=len(labels), label_size=width)
         config: Any = FastVlmConfig(
             vision_config=vision,
             text_config=language.config,
@@ -62,7 +72,8 @@ class SmolLlava(nn.Module):
         with torch.device("meta"):
             model: Any = FastVlmForConditionalGeneration(config)
         model.model.vision_tower = EfficientNetLite(vision)
-        model.model.vision_tower.load_state_dict(weights)
+        embeddings = language.get_input_embeddings().weight.detach()
+        model.model.vision_tower.load_state_dict({**weights, "labels": embeddings[labels].float()})
         model.model.vision_tower.requires_grad_(False).eval()
         model.model.multi_modal_projector = type(model.model.multi_modal_projector)(config)
         model.model.language_model, model.lm_head = language.model, language.lm_head
@@ -71,15 +82,28 @@ class SmolLlava(nn.Module):
             if name.endswith("norm.weight"):
                 gain.data = gain.data.float()  # in bfloat16, small steps would be lost
                 gain.requires_grad_()
-        self.model, self.config, self.image_token = model, config, image_token
+        self.model, self.config, self.image_token, self.labels = model, config, image_token, labels
         self._measure(pictures)
+        self._pass_labels()
+
+    @torch.no_grad()
+    def _pass_labels(self) -> None:
+        """Lets the connector's visual tokens start as the labels: GELU is near x / 2 for small x."""
+        width = self.tower.labels.shape[-1]
+        rotation = nn.init.orthogonal_(torch.empty(width, width))
+        first, second = self.connector.linear_1, self.connector.linear_2
+        first.weight *= _OTHERS
+        first.weight[:, -width:] = _SMALL * rotation
+        second.weight.copy_(2 * self.std[-1] / _SMALL * rotation.T)
+        nn.init.zeros_(first.bias)
+        nn.init.zeros_(second.bias)
 
     @torch.no_grad()
     def _measure(self, pictures: Tensor) -> None:
         features = torch.cat([self.features(pixels) for pixels in pictures.split(32)])
         self.mean, self.std = features.mean((0, 1)), features.std((0, 1)).clamp(min=1e-3)
-        classifier = self.tower.classifier.weight
-        self.mean[-len(classifier) :], self.std[-len(classifier) :] = 0.0, 1.0
+        classifier, said = self.tower.classifier.weight, slice(-self.tower.labels.shape[-1], None)
+        self.mean[said], self.std[said] = 0.0, self.tower.labels.square().mean().sqrt() / 2
         means = features[..., : POOLED.stop].mean(1) - self.mean[: POOLED.stop]  # of the last block and pooled
         covariance = means.T @ means[:, POOLED] / len(means)
         own = covariance[POOLED]
@@ -128,8 +152,8 @@ class SmolLlava(nn.Module):
         spread = masks / masks.mean(1, keepdim=True).clamp(min=1e-3)
         moved[..., LAST] += spread[..., None] * step[:, None, LAST]
         moved[..., POOLED] = (moved[..., POOLED] + step[:, None, POOLED]).clamp(0, 6)
-        scores = self.tower.scores(moved[..., POOLED])
-        moved[..., -scores.shape[-1] :] = scores
+        said = self.tower.said(moved[:, 0, POOLED])
+        moved[..., -said.shape[-1] :] = said.repeat(1, VISUAL_TOKENS // BLOCK, 1)
         return moved
 
     def forward(self, batch: PictureBatch) -> LossOutput:
@@ -174,6 +198,7 @@ class SmolLlava(nn.Module):
         """
         file = folder / WEIGHTS
         state = {f"model.{name}": x.float() for name, x in load_file(file).items()} if file.is_file() else {}
+        state = {name: x for name, x in state.items() if name in self.trained()}
         if missing := sorted(self.trained() - set(state)):
             raise UserError(f"--start must be a model that this command trained: {file} lacks {missing[0]}")
         first = "model.model.multi_modal_projector.linear_1."

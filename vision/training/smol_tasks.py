@@ -59,7 +59,7 @@ class WordsTask:
         self, network: SmolLlava, tokenizer: PreTrainedTokenizerFast, library: Sequence[Picture], size: float = 1.0
     ) -> None:
         self.network, self.tokenizer = network, tokenizer
-        self.optimisers = Optimisers([(network.connector, 1.0)])
+        self.optimisers = Optimisers([(network.connector, 0.2)])
         self.sampler = SceneSampler(max(2, round(16 * size)))
         self._pictures = {"train": Pictures(library), "heldout": Pictures(library, held_out=True)}
         self._ids: dict[str, list[int]] = {}
@@ -107,7 +107,7 @@ class WordsTask:
         goals = {
             "scenes": (raw[:half], words[:half], weights[:half]),
             "pictures": (raw[half:], words[half:], weights[half:]),
-            "imagined": (again, names, torch.ones(names.shape)),
+            "imagined": (again, names, torch.ones(names.shape[:2])),
         }
         embeddings = network.model.get_input_embeddings().weight
         losses, metrics = [], {}
@@ -158,7 +158,7 @@ class ConversationsTask:
         seed: int = 0,
     ) -> None:
         self.network, self.tokenizer, self.kinds = network, tokenizer, conversation_kinds(library)
-        self.optimisers = Optimisers([(network.connector, 0.5), (network.model.model.language_model, 1.0)])
+        self.optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
         self.encode = partial(encode, tokenizer=tokenizer, chat=chat_format())
         self.sampler = ConversationSampler(self.encode, size, self.kinds, 0.0, seed)
         self.save = partial(export_connector, network, tokenizer)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 
 from mmspec import plugins
 from mmspec.errors import UserError
-from mmspec.targets.completed import PARTS, WEIGHTS, resolved
+from mmspec.targets.completed import LABELS, PARTS, WEIGHTS, resolved
 
 LANGUAGE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
@@ -144,6 +144,10 @@ def test_a_vision_tower_comes_from_its_package_too(
     complete = resolved(incomplete)
     model = LlavaForConditionalGeneration.from_pretrained(complete)
     assert all(torch.equal(model.model.vision_tower.state_dict()[name], x) for name, x in tower.items())
+    ids = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]], dtype=torch.int32)
+    save_file({**load_file(incomplete / WEIGHTS), LABELS: ids}, incomplete / WEIGHTS)
+    labels = load_file(Path(resolved(incomplete)) / WEIGHTS)[LABELS]
+    assert torch.equal(labels, language.get_input_embeddings().weight[ids])
     torch.save({name: x + 1 for name, x in tower.items()}, file)
     assert resolved(incomplete) != complete
     file.unlink()
