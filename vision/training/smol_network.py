@@ -91,7 +91,8 @@ class SmolLlava(nn.Module):
         """Lets the connector's visual tokens start as the labels: GELU is near x / 2 for small x."""
         width = self.tower.labels.shape[-1]
         rotation = nn.init.orthogonal_(torch.empty(width, width))
-        first, second = self.connector.linear_1, self.connector.linear_2
+        connector: Any = self.connector
+        first, second = connector.linear_1, connector.linear_2
         first.weight *= _OTHERS
         first.weight[:, -width:] = _SMALL * rotation
         second.weight.copy_(2 * self.std[-1] / _SMALL * rotation.T)
