@@ -149,9 +149,9 @@ def _method_results(
 
     Returns:
         By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``stats`` of rows, peak ``memory``,
-        and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` where it is not. The
-        reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of other engines are
-        not compared: None.
+        and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` of lossless methods
+        where it is not. The reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of
+        other engines are not compared: None.
     """
     greedy = options.temperature == 0
     reference = batches[BASELINE if greedy else PLAIN][0].answers
@@ -166,7 +166,7 @@ def _method_results(
             for row, expected in enumerate(reference):
                 other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)
                 equal[row] = other is None
-                if other is not None:
+                if other is not None and not method.lossy:
                     keywords = {"temperature": options.temperature}
                     difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
