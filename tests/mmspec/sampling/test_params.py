@@ -37,6 +37,7 @@ CHANGES: dict[str, Any] = {
     "logit_bias": {2: -100.0, 101: 4.0},
     "grammar_trigger": " ",
     "ignore_eos": True,
+    "lossy": 1.5,
     "stop": "of the answer",  # replaced by a part of it
     "seed": 9,
     "json_schema": {"enum": [1, 2, 3]},

@@ -58,6 +58,7 @@ def test_an_answer_is_that_of_the_pipeline(server: Served, pipe: Pipeline) -> No
         "num_accepted_draft_tokens",
         "num_draft_tokens",
         "num_spec_tokens",
+        "lossless",
     }
     assert figures["num_spec_steps"] + figures["num_accepted_draft_tokens"] == 15  # the first is the prefill's
 
