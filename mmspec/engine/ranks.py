@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 _INTERVAL = 1.0  # seconds between signs of life
+_PATIENCE = 10.0  # seconds to wait for the last sign; busy machines take more than an interval
 _SECONDS = 60.0  # without one, after which a rank is lost; MMSPEC_RANK_SECONDS
 _FOR_EVER = timedelta(days=365)  # ranks wait for orders while there are no requests
 
@@ -81,7 +82,7 @@ class Ranks:
         crash a thread that communicates."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
-            self._watching.join(2 * _INTERVAL)
+            self._watching.join(_PATIENCE)
 
     def _watch(self, lost: Callable[[RankError], object]) -> None:
         ended = False
