@@ -32,7 +32,7 @@ class PositionedDrafter(HiddenStateDrafter):
 
     counts_tokens = True
 
-    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
+    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None = None, **settings: Any) -> None:
         rotary, self._axis = rotary_of(self.shape_of(network))
         super().__init__(network, rotary, layers, draft_ids, **settings)
 

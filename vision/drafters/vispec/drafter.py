@@ -8,7 +8,6 @@ image. An image is a run of visual tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
@@ -81,7 +79,7 @@ class ViSpec(MSD):
 
     name = "vispec"
     layout = LAYOUT
-    network_class: ClassVar[type[EagleNetwork]] = ViSpecNetwork
+    network_class = ViSpecNetwork
 
     def reset(self, static: bool = False) -> None:
         super().reset(static)
