@@ -18,13 +18,13 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -38,18 +38,19 @@ from mmspec.errors import UserError
 
 EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
-QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
-EAGLE_PARTS = {
-    "fc.weight": ["fc.weight"],
-    "fc.bias": ["fc.bias"],
-    "qkv.weight": [f"{name}.weight" for name in QKV],
-    "qkv.bias": [f"{name}.bias" for name in QKV],
-    "out.weight": ["layers.0.self_attn.o_proj.weight"],
-    "gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"],
-    "down.weight": ["layers.0.mlp.down_proj.weight"],
-    "input_norm.weight": [INPUT_NORM],
-    "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
+LAYER = {
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "out": ["self_attn.o_proj"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+    "input_norm": ["input_layernorm"],
+    "post_norm": ["post_attention_layernorm"],
 }
+"""Modules of a decoder layer, and the published ones that each of them stacks."""
+
+QKV = [f"layers.0.{name}" for name in LAYER["qkv"]]
+EAGLE_PARTS = {f"{ours}.weight": [f"layers.0.{name}.weight" for name in some] for ours, some in LAYER.items()}
+EAGLE_PARTS |= {"qkv.bias": [f"{name}.bias" for name in QKV], "fc.weight": ["fc.weight"], "fc.bias": ["fc.bias"]}
 """Parameters of an EAGLE network, and the published ones that each of them stacks; MSD checkpoints have the same."""
 
 # Rotary frequencies saved by old releases of transformers; redundant with the configuration.
@@ -213,28 +214,39 @@ def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
 
 
-def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a published decoder layer's weights, but for the norm of its inputs; without an MLP if its size is 0.
+def parameters(kind: Callable[[Any], nn.Module], config: Any) -> dict[str, Tensor]:
+    """Parameters of a network of class ``kind``, on the meta device."""
+    with torch.device("meta"):
+        return kind(config).state_dict()
+
+
+def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
+    """Our parameters, each from the published tensors that it stacks."""
+    return {
+        name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
+        for name, some in parts.items()
+    }
+
+
+def unstack(state: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]], layer: LayerShape) -> dict[str, Tensor]:
+    """Published tensors from our parameters, the inverse of ``stack``.
 
     Args:
-        at: name of the layer.
-        read: width of what its attention reads.
+        layer: shape of layers with three parts: queries, keys and values; two parts are of the same size.
     """
-    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    attention: dict[str, tuple[int, ...]] = {
-        f"{at}.self_attn.q_proj.weight": (inner, read),
-        f"{at}.self_attn.k_proj.weight": (keys, read),
-        f"{at}.self_attn.v_proj.weight": (keys, read),
-        f"{at}.self_attn.o_proj.weight": (width, inner),
-    }
-    if not network.mlp:
-        return attention
-    return attention | {
-        f"{at}.mlp.gate_proj.weight": (network.mlp, width),
-        f"{at}.mlp.up_proj.weight": (network.mlp, width),
-        f"{at}.mlp.down_proj.weight": (width, network.mlp),
-        f"{at}.post_attention_layernorm.weight": (width,),
-    }
+    inner, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    found: dict[str, Tensor] = {}
+    for ours, some in parts.items():
+        rows = [inner, keys, keys] if len(some) == 3 else [len(state[ours]) // len(some)] * len(some)
+        found |= zip(some, (part.clone() for part in state[ours].split(rows)), strict=True)
+    return found
+
+
+def shapes_of(
+    state: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]], layer: LayerShape
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the published tensors; arguments as for ``unstack``."""
+    return {name: tuple(tensor.shape) for name, tensor in unstack(state, parts, layer).items()}
 
 
 def check_tensors(
@@ -270,14 +282,6 @@ def check_tensors(
         if floating == (name in integers):
             kind = "an integer or boolean" if name in integers else "a floating point"
             raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
-
-
-def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Our parameters, each from the published tensors that it stacks."""
-    return {
-        name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
-        for name, some in parts.items()
-    }
 
 
 def rows_of(tensors: Mapping[str, Tensor], name: str) -> int | None:

@@ -16,11 +16,22 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
+from mmspec.drafters.eagle.published import Layout
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
 from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.drafters.vispec.published import LAYOUT
+
+_PARTS = {
+    "adaptor.queries": ["imadpt.q"],
+    "adaptor.key.weight": ["imadpt.k_proj.weight"],
+    "adaptor.key.bias": ["imadpt.k_proj.bias"],
+    "adaptor.value.weight": ["imadpt.v_proj.weight"],
+    "adaptor.value.bias": ["imadpt.v_proj.bias"],
+    "adaptor.out.weight": ["imadpt.o_proj.weight"],
+    "img_fc.weight": ["img_fc.weight"],
+    "img_fc.bias": ["img_fc.bias"],
+}
 
 
 class Adaptor(nn.Module):
@@ -72,6 +83,9 @@ class ViSpecNetwork(MSDNetwork):
         number[at] = torch.arange(1, len(token) + 1, device=embeds.device)
         vectors = torch.cat([torch.zeros_like(vector[:1]), vector])[number.cummax(dim=1).values]
         return embeds.index_put(at, token), vectors
+
+
+LAYOUT = Layout("vispec", MSDConfig, ViSpecNetwork, parts=_PARTS)
 
 
 class ViSpec(MSD):
