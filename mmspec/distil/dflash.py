@@ -19,7 +19,7 @@ from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.hidden_state.rope import rotary_of
-from mmspec.drafters.published import shapes_of, stack
+from mmspec.drafters.parts import shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

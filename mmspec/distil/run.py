@@ -24,7 +24,8 @@ from mmspec.distil.options import RunOptions
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline, load
+from mmspec.loading import load
+from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress
 from mmspec.training.console import train_with_progress
 from mmspec.training.plan import TrainingPlan

@@ -16,7 +16,7 @@ from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.exported import check_exported, layer_fields, speculators_fields, vocabularies, write_exported
-from mmspec.drafters.published import unstack
+from mmspec.drafters.parts import unstack
 from mmspec.errors import UserError
 
 

@@ -24,19 +24,8 @@ from torch import Tensor
 from mmspec.checks import FLAG, choice, whole
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.published import (
-    LAYER,
-    PublishedConfig,
-    check_tensors,
-    draft_tokens,
-    named_verifier,
-    parameters,
-    read_layout,
-    rope_parameters,
-    rows_of,
-    shapes_of,
-    stack,
-)
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
 from mmspec.errors import UserError
 
 _UNSUPPORTED = (

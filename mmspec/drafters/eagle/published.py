@@ -18,20 +18,17 @@ from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
 from mmspec.drafters.published import (
     EAGLE_PARTS,
     EMBEDDING,
     INPUT_NORM,
     QKV,
     PublishedConfig,
-    check_tensors,
     layout_of,
-    parameters,
     read_tensors,
     refuse,
     rope_parameters,
-    shapes_of,
-    stack,
 )
 from mmspec.errors import UserError
 

@@ -14,7 +14,7 @@ from mmspec.drafters.eagle3.config import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.published import SWITCHES, published_parts
 from mmspec.drafters.exported import check_exported, layer_fields, speculators_fields, vocabularies, write_exported
-from mmspec.drafters.published import unstack
+from mmspec.drafters.parts import unstack
 from mmspec.errors import UserError
 
 

@@ -28,19 +28,8 @@ from torch import Tensor
 from mmspec.checks import whole
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.published import (
-    LAYER,
-    PublishedConfig,
-    check_tensors,
-    draft_tokens,
-    named_verifier,
-    parameters,
-    read_layout,
-    rope_parameters,
-    rows_of,
-    shapes_of,
-    stack,
-)
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
 from mmspec.errors import UserError
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")

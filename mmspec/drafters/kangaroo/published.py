@@ -13,15 +13,8 @@ from torch import Tensor
 
 from mmspec.drafters.kangaroo.config import KangarooConfig
 from mmspec.drafters.kangaroo.network import KangarooNetwork
-from mmspec.drafters.published import (
-    EAGLE_PARTS,
-    PublishedConfig,
-    check_tensors,
-    parameters,
-    read_layout,
-    shapes_of,
-    stack,
-)
+from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
+from mmspec.drafters.published import EAGLE_PARTS, PublishedConfig, read_layout
 from mmspec.errors import UserError
 
 _PARTS = {f"layers.0.{name}": EAGLE_PARTS[name] for name in ("qkv.weight", "out.weight", "input_norm.weight")}

@@ -29,7 +29,8 @@ from mmspec.checks import FLAG, Checked, choice, option, settable, whole, within
 from mmspec.drafters.checkpoint import take_draft_ids
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.published import EAGLE_PARTS, check_tensors, parameters, read_layout, rows_of, shapes_of, stack
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import EAGLE_PARTS, read_layout
 from mmspec.drafters.shape import RotaryShape
 
 Published = tuple[MedusaConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
