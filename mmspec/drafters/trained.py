@@ -69,7 +69,7 @@ class TrainedDrafter(TreeDrafter):
 
     config_class: ClassVar[type[Checked]]
     network_class: ClassVar[type[nn.Module]]
-    reads_published: ClassVar[bool] = True
+    reads_published: ClassVar[bool] = False
     published: dict[str, Any] | None = None
 
     def __init__(

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from mmspec import ops
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
@@ -91,15 +91,9 @@ class DFlash(PositionedDrafter):
         self._markov = NativeMarkov.of(network, self.draft_ids)
         return head
 
-    def states(self, output: TargetOutput) -> Tensor:
-        return torch.cat([output.features[name] for name in self.features], dim=-1)
-
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         context: Tensor = self.network.project(states)
         return context
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.inputs(first, self.states(output))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""

@@ -56,7 +56,8 @@ class Eagle(HiddenStateDrafter):
     """
 
     name: ClassVar[str] = "eagle"
-    layout: ClassVar[Layout] = EAGLE  # of published checkpoints
+    reads_published = True
+    layout: ClassVar[Layout] = EAGLE
     config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
@@ -91,10 +92,6 @@ class Eagle(HiddenStateDrafter):
     def slots(self) -> int:
         slots: int = self.network.config.slots
         return slots
-
-    def states(self, output: TargetOutput) -> Tensor:
-        read = [output.features[name] for name in self.features]
-        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         inputs: Tensor = self.network.combine(self.target.embed(tokens), self.network.states(states))

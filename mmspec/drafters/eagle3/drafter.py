@@ -87,9 +87,6 @@ class Eagle3(PositionedDrafter):
             head = self.target_head(target)
         return partial(network.scores, head)
 
-    def states(self, output: TargetOutput) -> Tensor:
-        return torch.cat([output.features[name] for name in self.features], dim=-1)
-
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         # The id of a placeholder may lie outside of the table.
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))

@@ -116,9 +116,10 @@ class HiddenStateDrafter(TrainedDrafter):
             probe: (1, hidden), an embedding of the target, for device and dtype.
         """
 
-    @abstractmethod
     def states(self, output: TargetOutput) -> Tensor:
-        """The target's hidden states that an entry takes, (batch, nodes, any)."""
+        """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
+        read = [output.features[name] for name in self.features]
+        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     @abstractmethod
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:

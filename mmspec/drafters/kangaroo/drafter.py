@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput, output_of
+from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import Reach, grow_tree
@@ -54,15 +54,6 @@ class Kangaroo(PositionedDrafter):
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self._first = FirstLayers(target, self.network.config.exit_layer)
         return self.target_head(target)
-
-    def states(self, output: TargetOutput) -> Tensor:
-        return output.features[self.features[0]]
-
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return states
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.states(output)
 
     # ------------------------------------------------------------------ rows and steps
 

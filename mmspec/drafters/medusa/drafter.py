@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
@@ -80,15 +80,6 @@ class Medusa(PositionedDrafter):
         own = self.network.config.head
         self.keep_to(own or (self.published or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
-
-    def states(self, output: TargetOutput) -> Tensor:
-        return output.features["last"]
-
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return states
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.states(output)
 
     # ------------------------------------------------------------------ steps
 

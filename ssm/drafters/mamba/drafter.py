@@ -44,7 +44,6 @@ class Mamba(TrainedDrafter):
 
     config_class = MambaConfig
     network_class = MambaNetwork
-    reads_published = False
     usual_tree = TreeShape(top_k=8, depth=6, total_tokens=40)
 
     def __init__(self, network: MambaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
