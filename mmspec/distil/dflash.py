@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mmspec.distil.data import Conversation
 from mmspec.distil.dflash_objective import DFlashObjective
 from mmspec.distil.options import DFlashOptions
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
@@ -30,15 +28,9 @@ _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no targ
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
-def train_dflash(options: DFlashOptions) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: DFlashOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     target, start = pipe.target, None
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if options.start is not None:
         start = DFlash.from_checkpoint(options.start)
         start.attach(target)  # refuses drafters of other targets
