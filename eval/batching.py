@@ -16,9 +16,9 @@ import click
 import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.drafters import parse_drafters
+from mmspec.eval.harness.interleaved import interleaved_medians
 from mmspec.eval.harness.output import benchmark, make_table, wide_console
 from mmspec.eval.harness.prompts import mixed_requests
-from mmspec.eval.harness.timing import interleaved_medians
 
 
 @benchmark

@@ -38,10 +38,10 @@ from mmspec.eval.decoding.passes import (
     verify_pass,
 )
 from mmspec.eval.decoding.prefixes import PREFIX_COLUMNS, measure_prefixes
+from mmspec.eval.harness.interleaved import interleaved
 from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.timing import interleaved
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from mmspec.engine.stats import Stats
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
-    from mmspec.pipeline import Pipeline, load
+    from mmspec.loading import load
+    from mmspec.pipeline import Pipeline
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
@@ -41,7 +42,8 @@ _HOMES = {
     "errors": ("UserError",),
     "hook": ("decode", "generate"),
     "answer": ("Generation", "Piece"),
-    "pipeline": ("Pipeline", "load"),
+    "pipeline": ("Pipeline",),
+    "loading": ("load",),
     "sampling.processors": ("TreeProcessor",),
     "sampling.params": ("SamplingParams",),
     "engine.stats": ("Stats",),

@@ -133,7 +133,7 @@ def again(kind: type[Checked], name: str, text: str | None = None, **changes: An
     """A field with the rule of another class's field, and the default and help if no others are given.
 
     Args:
-        changes: as for ``option``; ``default=None`` allows None, which stands for the other class's default.
+        changes: as for ``option``; the default None allows None.
     """
     known = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
     about = {"default": known.default, **known.metadata, **changes}
@@ -143,6 +143,11 @@ def again(kind: type[Checked], name: str, text: str | None = None, **changes: An
         usual = "" if known.default in (None, MISSING) else str(known.default)
         about.setdefault("default_text", {"True": "on", "False": "off"}.get(usual, usual))
     return option(**about)
+
+
+def unset(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+    """``again`` with the default None, which stands for the other class's default."""
+    return again(kind, name, text, default=None, **changes)
 
 
 def is_required(one: Field[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Loading of targets and processors by name."""
+"""Loading of models, and of their targets and processors, by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
+from os import PathLike, fspath
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
 from mmspec import plugins
+from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import nearest, shown
+from mmspec.drafters.registry import make_drafter
+from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu_library
+from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import MODELS, SOURCE
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
@@ -29,6 +35,86 @@ from mmspec.targets.transformers_target import TransformersTarget
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
+
+
+def load(
+    model: Any = "tiny-llava",
+    drafter: Any = "auto",
+    device: str = "auto",
+    dtype: Any = "auto",
+    processor: Any = None,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    prefix_cache: int = 0,
+    generation_config: str = MODELS,
+    adapt: Any = False,
+    device_map: Any = None,
+    tp_plan: Any = None,
+    **options: Any,
+) -> Pipeline:
+    """Load a model and a drafter for it.
+
+    Args:
+        model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
+            (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
+        drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
+            ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
+            or None for plain decoding.
+        device: a torch device name; ``"auto"`` is a GPU if there is one.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or the torch dtype; ``"int8"`` and ``"int4"`` quantise
+            the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
+            of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
+            below a billion parameters; otherwise it is the checkpoint's dtype.
+        processor: the tokenizer or processor of a model that is given as an object.
+        max_num_seqs: requests that decode at the same time; each needs memory for its keys and values.
+        prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
+            turn of a conversation, then computes only its new tokens. 0 keeps none.
+        generation_config: source of the sampling parameters that a request leaves unset. ``"auto"`` is the model's
+            generation config, whose further entries (``suppress_tokens``, ``no_repeat_ngram_size``, ...) are applied
+            too, so that tokens are those of ``model.generate``; ``"mmspec"`` is ``SamplingParams``' own defaults.
+        adapt: let drafters learn from answers while the engine is idle; answers stay the same. True keeps what they
+            learn in memory, a folder keeps it there too, and an ``AdaptOptions`` limits its size.
+        device_map: ``"auto"``, or a dict of modules and devices: accelerate dispatches the layers of a model that is
+            larger than a device to several, or to memory and disk, from which they are read in every pass.
+        tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
+            (tensor parallelism of transformers); see ``Pipeline.follow``.
+        **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
+            ``trust_remote_code=True``.
+
+    Raises:
+        UserError: the model, drafter, device or dtype is unknown or not available, or the model's generation config
+            asks for what speculative decoding cannot do, such as beam search; or none of the drafters can adapt.
+    """
+    SOURCE.check("generation_config", generation_config)
+    settings: dict[str, Any] = {
+        "max_num_seqs": max_num_seqs,
+        "prefix_cache": prefix_cache,
+        "generation_config": generation_config,
+        "adapt": AdaptOptions.of(adapt),
+    }
+    known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
+    if isinstance(model, PreTrainedModel):
+        if processor is None:
+            raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
+        placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, **options}
+        for name in options:
+            if hint := nearest(name, known):
+                raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
+        if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value not in ("auto", None)]:
+            raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
+        home = model.config.name_or_path or ""
+        adapter = plugins.target_class(model.config)
+        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), **settings)
+    if not isinstance(model, str | PathLike):
+        raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
+    if processor is not None:
+        raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
+    model = fspath(model)
+    folder = plugins.model_path(model)
+    # Drafter first: a misspelt name must not wait for the loading of a large model.
+    speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
+    with known_options("mmspec.load", options, known):
+        target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
+    return Pipeline(target, processor, speculator, model, **settings)
 
 
 def load_target(

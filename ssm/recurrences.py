@@ -190,46 +190,7 @@ class GatedDelta:
 
     name: ClassVar[str] = "Gated DeltaNet"
     functions: ClassVar[Functions] = {**CONVOLUTION, "torch_chunk_gated_delta_rule": ("scan", _DELTA_PARAMETERS)}
-
-    def __init__(self, layers: int) -> None:
-        pass
-
-    def read(
-        self,
-        place: int,
-        state: Tensor,
-        ancestors: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
-        beta = beta.float()
-        query = _normalised(query) * query.shape[-1] ** -0.5
-        y = tree_delta(query, _normalised(key), value, g, beta, state, ancestors)
-        return y.to(value.dtype), torch.cat([g, beta], dim=-1)
-
-    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
-        (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
-        g, beta = gates.chunk(2, dim=-1)
-        values = g.shape[3] * value_dim
-        keys = (channels.shape[3] - values) // 2
-        _, k, v = channels.split([keys, keys, values], dim=-1)
-        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
-        commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
-
-
-class KimiDelta:
-    """Kimi Delta Attention. State: (heads, key_dim, value_dim).
-
-    Gates: log decays, and rates, ((key_dim + 1) heads,).
-    """
-
-    name: ClassVar[str] = "Kimi Delta Attention"
-    functions: ClassVar[Functions] = {**CONVOLUTION, "chunk_kimi_delta_attention": ("scan", _DELTA_PARAMETERS)}
+    scan: ClassVar[Callable[..., Tensor]] = staticmethod(tree_delta)
 
     def __init__(self, layers: int) -> None:
         pass
@@ -249,8 +210,28 @@ class KimiDelta:
         assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
         g, beta = g.float(), beta.float()
         query = _normalised(query) * query.shape[-1] ** -0.5
-        y = tree_kda(query, _normalised(key), value, g, beta, state, ancestors)
+        y = self.scan(query, _normalised(key), value, g, beta, state, ancestors)
         return y.to(value.dtype), torch.cat([g.flatten(2), beta], dim=-1)
+
+    def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
+        (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]
+        g, beta = gates.chunk(2, dim=-1)
+        values = g.shape[3] * value_dim
+        keys = (channels.shape[3] - values) // 2
+        _, k, v = channels.split([keys, keys, values], dim=-1)
+        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
+        commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
+
+
+class KimiDelta(GatedDelta):
+    """Kimi Delta Attention. State: (heads, key_dim, value_dim).
+
+    Gates: log decays, and rates, ((key_dim + 1) heads,).
+    """
+
+    name: ClassVar[str] = "Kimi Delta Attention"
+    functions: ClassVar[Functions] = {**CONVOLUTION, "chunk_kimi_delta_attention": ("scan", _DELTA_PARAMETERS)}
+    scan = staticmethod(tree_kda)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         (batch, depth), (key_dim, value_dim) = path.shape, state.shape[2:]

@@ -27,8 +27,8 @@ from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
+from mmspec.eval.harness.interleaved import interleaved_medians
 from mmspec.eval.harness.output import Column, make_table, milliseconds
-from mmspec.eval.harness.timing import interleaved_medians
 from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter as clock
 
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 
@@ -66,7 +63,7 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
     return sizes
 
 
-class ProfiledDrafter(Drafter):
+class ProfiledDrafter(Wrapper):
     """A drafter wrapper that counts and times ``propose``.
 
     Args:
@@ -82,28 +79,8 @@ class ProfiledDrafter(Drafter):
         self.seconds = 0.0
 
     @property
-    def members(self) -> list[Drafter]:
-        return self.drafter.members
-
-    @property
     def learns(self) -> bool:
         return self.drafter.learns
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        return self.drafter.features
-
-    def attach(self, target: Target) -> None:
-        self.drafter.attach(target)
-
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.drafter.begin(prompt, output, history)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.drafter.select(rows)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        self.drafter.observe(tree, verdict, output)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         start = clock()

@@ -1,4 +1,4 @@
-"""Interleaved timing: of decoding methods on the same prompts, and of plain calls.
+"""Interleaved timing of decoding methods on the same prompts.
 
 All speed figures are measured here: every round runs all methods in one process, in rotating order.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from time import perf_counter as clock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from mmspec.core.drafter import Drafter, fork, lend
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
+from mmspec.eval.harness.interleaved import rotated
 from mmspec.eval.harness.memory import peak_memory, reset_peak_memory
 from mmspec.eval.harness.peers import Peer
 from mmspec.pipeline import Pipeline
@@ -28,8 +28,6 @@ TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 
 PHASES = ("prefill", "draft", "verify", "commit")
 """Timed phases of a request; the rest is preprocessing, stopping rules and detokenisation."""
-
-T = TypeVar("T")
 
 UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0}
 """Sampling keywords that keep all tokens, whatever a model's generation config says."""
@@ -197,54 +195,9 @@ def run_interleaved(
     """
     batches: dict[str, list[TimedBatch]] = {method.name: [] for method in methods}
     for turn in range(rounds):
-        for method in _rotated(methods, turn):
+        for method in rotated(methods, turn):
             batches[method.name].append(_decode(pipe, method, requests, options, turn == rounds - 1))
     return batches
-
-
-def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
-    """What each call returned in every round, interleaved.
-
-    Args:
-        calls: return their seconds.
-        warm_up: additional first rounds that are not measured.
-    """
-    seconds: dict[T, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + warm_up):
-        for name, call in _rotated(list(calls.items()), turn):
-            spent = call()
-            if turn >= warm_up:
-                seconds[name].append(spent)
-    return seconds
-
-
-def interleaved_medians(
-    calls: Mapping[T, Callable[[], Any]],
-    rounds: int,
-    warm_up: int = 1,
-    synchronize: Callable[[], None] = lambda: None,
-) -> dict[T, float]:
-    """Median seconds of each call, interleaved.
-
-    Args:
-        warm_up: as for ``interleaved``.
-        synchronize: waits for a device; called before each time is taken.
-    """
-
-    def timed(call: Callable[[], Any]) -> float:
-        start = clock()
-        call()
-        synchronize()
-        return clock() - start
-
-    times = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def _rotated(items: Sequence[T], turn: int) -> list[T]:
-    """The items from another one on in each turn, so that none always runs after the same one."""
-    shift = turn % max(len(items), 1)
-    return [*items[shift:], *items[:shift]]
 
 
 def _decode(

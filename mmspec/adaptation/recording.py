@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.target import Feature, Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.trained import TrainedDrafter
@@ -83,7 +82,7 @@ class Ended:
 
 
 @dataclass(eq=False)
-class RecordedDrafter(Drafter):
+class RecordedDrafter(Wrapper):
     """A trained drafter whose sequences are recorded, and which is replaced while it has none.
 
     A copy drafts with what has been learned, and is recorded no more.
@@ -103,31 +102,6 @@ class RecordedDrafter(Drafter):
         from copy import deepcopy
 
         return deepcopy(self.drafter, memo)
-
-    @property
-    def members(self) -> list[Drafter]:
-        return self.drafter.members
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        return self.drafter.features
-
-    @property
-    def tree_size(self) -> int | None:
-        return self.drafter.tree_size
-
-    def attach(self, target: Target) -> None:
-        self.drafter.attach(target)
-        self._target = target
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self.drafter.continuations(row, path)
-
-    def draft_chains(self, length: int) -> None:
-        self.drafter.draft_chains(length)
-
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        return self.drafter.propose(token, budget)
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         if self.fresh is not None and not self._rows:

@@ -3,68 +3,68 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import DFlashOptions, Eagle3Options, KangarooOptions, MedusaOptions
+from mmspec.distil.options import DFlashOptions, Eagle3Options, KangarooOptions, MedusaOptions, RunOptions
+
+_RUNS = """Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
+OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m {module} {name} OPTIONS`."""
 
 
-@click.command("eagle3")
-@derived(Eagle3Options)
-def eagle3(**options: Any) -> None:
+def training_command(name: str, kind: type[RunOptions], setup: str, text: str) -> click.Command:
+    """The command of ``mmspec train`` for a drafter.
+
+    Args:
+        name: of the command.
+        kind: class of its options.
+        setup: location, ``"module:function"``, of what makes network and drafter, see ``train_drafter``.
+        text: what it trains, for its help.
+    """
+    module, _, function = setup.partition(":")
+
+    def train(**options: Any) -> None:
+        from mmspec.distil.run import train_drafter
+
+        train_drafter(kind(**options), getattr(import_module(module), function))
+
+    launched = f"{module.partition('.distil')[0]}.cli.drafters"
+    text += "\n\n" + _RUNS.format(module=launched, name=name)
+    return click.command(name, help=text)(derived(kind)(train))
+
+
+eagle3 = training_command(
+    "eagle3",
+    Eagle3Options,
+    "mmspec.distil.eagle3:setup",
     """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
 
-    With --parallel, a P-EAGLE head, which drafts all levels in one pass.
-
-    Image positions are placeholder tokens to it. Run the same command again to resume an interrupted run. The drafter
-    is written to OUT/drafter, metrics to OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m
-    mmspec.cli.drafters eagle3 OPTIONS`.
-    """
-    from mmspec.distil.eagle3 import train_eagle3
-
-    train_eagle3(Eagle3Options(**options))
-
-
-@click.command("dflash")
-@derived(DFlashOptions)
-def dflash(**options: Any) -> None:
+    With --parallel, a P-EAGLE head, which drafts all levels in one pass. Image positions are placeholder tokens to
+    it.""",
+)
+dflash = training_command(
+    "dflash",
+    DFlashOptions,
+    "mmspec.distil.dflash:setup",
     """Train a DFlash drafter, which drafts a block of tokens in one pass.
 
-    It reads several layers of the target, at image positions too. Run the same command again to resume an interrupted
-    run. The drafter is written to OUT/drafter, metrics to OUT/log.jsonl and OUT/curve.svg. On several devices:
-    `accelerate launch -m mmspec.cli.drafters dflash OPTIONS`.
-    """
-    from mmspec.distil.dflash import train_dflash
-
-    train_dflash(DFlashOptions(**options))
-
-
-@click.command("medusa")
-@derived(MedusaOptions)
-def medusa(**options: Any) -> None:
-    """Train Medusa or Hydra heads, one per token ahead, on the target's last state.
-
-    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
-    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters medusa OPTIONS`.
-    """
-    from mmspec.distil.medusa import train_medusa
-
-    train_medusa(MedusaOptions(**options))
-
-
-@click.command("kangaroo")
-@derived(KangarooOptions)
-def kangaroo(**options: Any) -> None:
-    """Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.
-
-    Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
-    OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec.cli.drafters kangaroo OPTIONS`.
-    """
-    from mmspec.distil.kangaroo import train_kangaroo
-
-    train_kangaroo(KangarooOptions(**options))
+    It reads several layers of the target, at image positions too.""",
+)
+medusa = training_command(
+    "medusa",
+    MedusaOptions,
+    "mmspec.distil.medusa:setup",
+    "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
+)
+kangaroo = training_command(
+    "kangaroo",
+    KangarooOptions,
+    "mmspec.distil.kangaroo:setup",
+    "Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.",
+)
 
 
 if __name__ == "__main__":

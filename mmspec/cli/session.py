@@ -26,7 +26,8 @@ from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
-from mmspec.pipeline import Pipeline, load
+from mmspec.loading import load
+from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 

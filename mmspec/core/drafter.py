@@ -122,6 +122,50 @@ class Drafter(ABC):
         return [self._target, *_modules(self)]
 
 
+class Wrapper(Drafter):
+    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead.
+
+    Attributes:
+        drafter: the other one.
+    """
+
+    drafter: Drafter
+
+    def attach(self, target: Target) -> None:
+        self.drafter.attach(target)
+        self._target = target
+
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        self.drafter.begin(prompt, output, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        return self.drafter.propose(token, budget)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.drafter.observe(tree, verdict, output)
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        return self.drafter.continuations(row, path)
+
+    def draft_chains(self, length: int) -> None:
+        self.drafter.draft_chains(length)
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        return self.drafter.features
+
+    @property
+    def tree_size(self) -> int | None:
+        return self.drafter.tree_size
+
+    @property
+    def members(self) -> list[Drafter]:
+        return self.drafter.members
+
+
 class PlainDrafter(Drafter):
     """A user's object with a drafter's methods that is not derived from ``Drafter``.
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mmspec.distil.data import Conversation
 from mmspec.distil.dflash_objective import DFlashObjective
 from mmspec.distil.options import DFlashOptions
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
@@ -19,6 +17,7 @@ from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.parts import shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -29,15 +28,9 @@ _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no targ
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
-def train_dflash(options: DFlashOptions) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: DFlashOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     target, start = pipe.target, None
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if options.start is not None:
         start = DFlash.from_checkpoint(options.start)
         start.attach(target)  # refuses drafters of other targets
@@ -81,18 +74,17 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
         UserError: the target's layers are of another architecture or shape.
     """
     theirs, own = _last_layers(target, network.config.layers), network.state_dict()
-    taken: dict[str, torch.Tensor] = {}
-    for ours, found in published_parts(network.config).items():
-        if ours.startswith(_OWN) or (ours.endswith(_OPTIONAL) and found[0][0] not in theirs):
-            continue
-        for name, rows in found:
-            received = tuple(theirs[name].shape) if name in theirs else "none"
-            if received != (expected := (rows, *own[ours].shape[1:])):
-                raise UserError(
-                    f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
-                )
-        taken[ours] = torch.cat([theirs[name] for name, _ in found])
-    for ours, weight in taken.items():
+    parts = {
+        ours: some
+        for ours, some in published_parts(network.config).items()
+        if not ours.startswith(_OWN) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
+    }
+    for name, expected in shapes_of(own, parts, network.config).items():
+        if (received := tuple(theirs[name].shape) if name in theirs else "none") != expected:
+            raise UserError(
+                f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
+            )
+    for ours, weight in stack(theirs, parts).items():
         own[ours].copy_(weight)
     network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
     network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)

@@ -42,16 +42,7 @@ class DFlashObjective(BlockLoss):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses on the answers of ``batch``.
-
-        Args:
-            network: to train.
-            target: for its frozen embedding and head.
-            batch: features of conversations, with the layers that the network reads.
-            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator: draws the anchors.
-            progress: unused; part of the interface of objectives.
-        """
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; anchors are drawn."""
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
         total = batch.hidden.new_zeros((), dtype=torch.float32)
         metrics: dict[str, float] = {}

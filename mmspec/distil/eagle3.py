@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mmspec.distil.data import Conversation
 from mmspec.distil.eagle3_objective import Eagle3Objective
 from mmspec.distil.options import Eagle3Options
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.eagle3.config import Eagle3Config
@@ -22,15 +21,9 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
 
-def train_eagle3(options: Eagle3Options) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     target, start = pipe.target, None
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if options.start is not None:
         start = Eagle3.from_checkpoint(options.start)
         if start.network.config.window or start.network.config.candidates:
@@ -53,7 +46,7 @@ def _setup(options: Eagle3Options, pipe: Pipeline, conversations: list[Conversat
 
 
 def _network_config(
-    options: Eagle3Options, pipe: Pipeline, draft_ids: torch.Tensor | None, start: Eagle3 | None
+    options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None, start: Eagle3 | None
 ) -> Eagle3Config:
     given: dict[str, Any] = options.part(Eagle3Config.__dataclass_fields__)
     given |= {"states": len(given["reads"])} if "reads" in given else {}

@@ -46,16 +46,7 @@ class Eagle3Objective(Eagle3Passes):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses on the answers of ``batch``.
-
-        Args:
-            network: to train.
-            target: for its frozen embedding and head.
-            batch: features of conversations, with the layers that the network reads.
-            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator: draws the chains that a pass keeps.
-            progress: unused; part of the interface of objectives.
-        """
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; the chains that a pass keeps are drawn."""
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
         count, total = int(wanted.sum()), batch.hidden.new_zeros((), dtype=torch.float32)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Target, output_of
-from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
 from mmspec.distil.options import KangarooLoss, KangarooOptions
 from mmspec.distil.pass_cache import causal_pass
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.early_exit import FirstLayers
@@ -41,8 +39,8 @@ class KangarooObjective(KangarooLoss):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the loss on the answers of ``batch``; arguments as for ``MedusaObjective``, whose ``layers`` are the
-        states at the network's exit layer."""
+        """Returns the loss, see ``mmspec.distil.tasks.Objective``; the layers of ``batch`` are the states at the
+        network's exit layer."""
         wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
         if not bool(wanted.any()):
             return LossOutput(batch.hidden.new_zeros((), dtype=torch.float32), {})
@@ -56,18 +54,12 @@ class KangarooObjective(KangarooLoss):
         return LossOutput(loss, {"token_1": float(loss.detach()), "right_1": float(right)})
 
 
-def train_kangaroo(options: KangarooOptions) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: KangarooOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     target = pipe.target
     FirstLayers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
     network = KangarooNetwork(config).to(target.device, torch.float32)
-    ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     layers = (output_of(options.exit_layer - 1),)
     objective = KangarooObjective(options.loss)
-    return DrafterSetup(network, objective, Kangaroo, ids, options.part(TREE), layers=layers)
+    return DrafterSetup(network, objective, Kangaroo, draft_ids, options.part(TREE), layers=layers)

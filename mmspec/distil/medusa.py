@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 
-from mmspec.distil.data import Conversation
 from mmspec.distil.medusa_objective import MedusaObjective
 from mmspec.distil.options import MedusaOptions
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import head_weight
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.medusa.config import MedusaConfig
@@ -19,15 +18,9 @@ from mmspec.drafters.shape import TREE, RotaryShape
 from mmspec.pipeline import Pipeline
 
 
-def train_medusa(options: MedusaOptions) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: MedusaOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     target = pipe.target
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     head = head_weight(target, draft_ids)
     config = MedusaConfig(
         hidden_size=head.shape[1],

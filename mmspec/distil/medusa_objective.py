@@ -36,15 +36,7 @@ class MedusaObjective(HeadLoss):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses on the answers of ``batch``.
-
-        Args:
-            network: to train.
-            target: for its frozen output layer.
-            batch: features of conversations.
-            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator, progress: unused; part of the interface of objectives.
-        """
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
         count, total = int(followed.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
         metrics: dict[str, float] = {}

@@ -22,6 +22,7 @@ from mmspec.checks import (
     required,
     settable,
     several,
+    unset,
     whole,
 )
 from mmspec.drafters.dflash.config import DFlashConfig
@@ -95,10 +96,10 @@ class NetworkOptions(RunOptions):
         settable(FOLDER),
         "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     )
-    heads: int | None = again(LayerShape, "heads", "Attention heads; by default the target's.", default=None)
-    kv_heads: int | None = again(LayerShape, "kv_heads", "By default the target's.", default=None)
-    head_dim: int | None = again(LayerShape, "head_dim", "By default the target's.", default=None)
-    mlp: int | None = again(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.", default=None)
+    heads: int | None = unset(LayerShape, "heads", "Attention heads; by default the target's.")
+    kv_heads: int | None = unset(LayerShape, "kv_heads", "By default the target's.")
+    head_dim: int | None = unset(LayerShape, "head_dim", "By default the target's.")
+    mlp: int | None = unset(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,18 +122,14 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
     """Options of ``mmspec train eagle3``."""
 
     depth: int = again(RunOptions, "depth", default=8)
-    layers: int | None = again(Eagle3Config, "layers", "Decoder layers of the head.", default=None)
-    reads: list[int] | None = again(
-        Eagle3Config,
-        "reads",
-        "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L.",
-        default=None,
+    layers: int | None = unset(Eagle3Config, "layers", "Decoder layers of the head.")
+    reads: list[int] | None = unset(
+        Eagle3Config, "reads", "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
     )
-    outputs: bool | None = again(
+    outputs: bool | None = unset(
         Eagle3Config,
         "outputs",
         "Read the outputs of these layers.",
-        default=None,
         default_text="inputs",
         declared=("--outputs/--inputs",),
     )
@@ -143,25 +140,15 @@ class Eagle3Options(Eagle3Passes, HeadOptions):
         default_text="one pass per level",
         declared=("--parallel/--sequential",),
     )
-    norm_before_residual: bool | None = again(
-        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state.", default=None
+    norm_before_residual: bool | None = unset(
+        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state."
     )
-    norm_before_fc: bool | None = again(
-        Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.", default=None
+    norm_before_fc: bool | None = unset(Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.")
+    fc_norm: bool | None = unset(
+        Eagle3Config, "fc_norm", "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
     )
-    fc_norm: bool | None = again(
-        Eagle3Config,
-        "fc_norm",
-        "Norm of each of them (EAGLE-3.1).",
-        default=None,
-        default_text="on, unless they are normed together",
-    )
-    norm_output: bool | None = again(
-        Eagle3Config,
-        "norm_output",
-        "Feed normed states to the next level (EAGLE-3.1).",
-        default=None,
-        default_text="on",
+    norm_output: bool | None = unset(
+        Eagle3Config, "norm_output", "Feed normed states to the next level (EAGLE-3.1).", default_text="on"
     )
 
 
@@ -179,41 +166,34 @@ class DFlashOptions(BlockLoss, NetworkOptions):
     """Options of ``mmspec train dflash``."""
 
     depth: int = again(RunOptions, "depth", default=15)
-    block_size: int | None = again(
-        DFlashConfig, "block_size", "Tokens per block, with the last one.", default=None, default_text="8"
-    )
-    layers: int | None = again(DFlashConfig, "layers", "Decoder layers.", default=None, default_text="2")
-    target_layer_ids: list[int] | None = again(
+    block_size: int | None = unset(DFlashConfig, "block_size", "Tokens per block, with the last one.", default_text="8")
+    layers: int | None = unset(DFlashConfig, "layers", "Decoder layers.", default_text="2")
+    target_layer_ids: list[int] | None = unset(
         DFlashConfig,
         "target_layer_ids",
         "Layers of the target whose outputs are read; by default five, evenly spaced.",
-        default=None,
         declared=("--reads",),
     )
-    mask_token_id: int | None = again(
-        DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.", default=None
+    mask_token_id: int | None = unset(DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.")
+    causal: list[int] | None = unset(
+        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec)."
     )
-    causal: list[int] | None = again(
-        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec).", default=None
-    )
-    from_anchor: bool | None = again(
+    from_anchor: bool | None = unset(
         DFlashConfig,
         "from_anchor",
         "The last token's position predicts, too (DSpark).",
-        default=None,
         declared=("--from-anchor/--from-masks",),
     )
-    markov_rank: int | None = again(
-        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none.", default=None
+    markov_rank: int | None = unset(
+        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none."
     )
-    markov_type: Literal["vanilla", "gated", "rnn"] | None = again(
+    markov_type: Literal["vanilla", "gated", "rnn"] | None = unset(
         DFlashConfig,
         "markov_type",
         "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
-        default=None,
     )
-    confidence: Literal["none", "state", "markov"] | None = again(
-        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark).", default=None
+    confidence: Literal["none", "state", "markov"] | None = unset(
+        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark)."
     )
     from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
 

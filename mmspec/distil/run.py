@@ -24,7 +24,8 @@ from mmspec.distil.options import RunOptions
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline, load
+from mmspec.loading import load
+from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress
 from mmspec.training.console import train_with_progress
 from mmspec.training.plan import TrainingPlan
@@ -44,14 +45,12 @@ _KINDS = {TEXT: "text", MIXED: "data"}
 _TASK = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
 
 
-def train_drafter(
-    options: Options, make_setup: Callable[[Options, Pipeline, list[Conversation]], DrafterSetup]
-) -> None:
+def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Tensor | None], DrafterSetup]) -> None:
     """Trains a drafter, or resumes the run in `options.out`.
 
     Args:
         options: of the command.
-        make_setup: makes network, objective and drafter from the options, the target and the training conversations.
+        make_setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -63,7 +62,8 @@ def train_drafter(
     plan = _plan(options, len(examples))
     pipe = load(options.target, None, str(accelerator.device), options.dtype)
     pipe.model.requires_grad_(False)
-    setup = make_setup(options, pipe, examples)
+    torch.manual_seed(options.seed)
+    setup = make_setup(options, pipe, draft_vocabulary(options.draft_vocabulary, pipe, examples))
     extract = _feature_source(
         options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
     )

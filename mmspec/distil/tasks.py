@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,31 @@ from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
 
 ExtractFeatures = Callable[[Sequence[Conversation]], Features]
-Objective = Callable[[Any, Any, Features, Tensor | None, torch.Generator | None, float], LossOutput]
+
+
+class Objective(Protocol):
+    """Loss of a drafter's network on the answers of conversations."""
+
+    def __call__(
+        self,
+        network: Any,
+        target: Any,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses on the answers of ``batch``.
+
+        Args:
+            network: to train.
+            target: for its frozen embedding and output layer.
+            batch: features of conversations, with the layers that the network reads.
+            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
+            generator: of what is drawn.
+            progress: of the training, from 0 to 1.
+        """
+
 
 MAX_HELD_OUT = 64
 """Held-out conversations that the loss is evaluated on, at most."""

@@ -77,14 +77,15 @@ def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tens
     return kind.read(config, source), verifier, _load_tensors(folder)
 
 
-def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], dict[str, Any]]:
+def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
     """Read a checkpoint of a trained network.
 
     Args:
-        kind: class of the network's configuration.
+        kind: class of the network's configuration; a ``head`` in it is the rows of an output layer of its own.
 
     Returns:
-        Configuration, tensors, and keywords of ``TrainedDrafter``: shape of the tree, and ``verifier``.
+        Configuration, tensors, the draft vocabulary, (n,) int64 (None is the target's whole one), and keywords of
+        ``TrainedDrafter``: shape of the tree, and ``verifier``.
 
     Raises:
         UserError: see ``read``.
@@ -92,21 +93,11 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], dic
     config, verifier, source = _read_config(folder)
     network = kind.read(config.pop("network", None), f"{source}: network")
     tree = TreeShape.read(config, source)
-    return network, _load_tensors(folder), {**asdict(tree), "verifier": verifier}
-
-
-def read_head(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Tensor | None, dict[str, Any]]:
-    """``read_network`` of a network that may have an output layer of its own, the ``head`` rows of its configuration.
-
-    Returns:
-        Configuration, tensors, the target's token of each of the rows, (n,) int64 (None is the identity), keywords.
-    """
-    config, tensors, keywords = read_network(folder, kind)
-    shape: Any = config
-    draft_ids, head = take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder), shape.head
+    tensors, head = _load_tensors(folder), getattr(network, "head", 0)
+    draft_ids = take_draft_ids(tensors, verifier["vocab_size"], folder)
     if draft_ids is not None and head not in (0, len(draft_ids)):
         raise UserError(f"{folder}: head must have a row per draft token, {len(draft_ids)}: got {head}")
-    return config, tensors, draft_ids, keywords
+    return network, tensors, draft_ids, {**asdict(tree), "verifier": verifier}
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, fork, learns
-from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.drafter import Drafter, Wrapper, fork, learns
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
 
@@ -18,7 +18,7 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
     return PerSequence(drafter) if drafter is not None and learns(drafter) else drafter
 
 
-class PerSequence(Drafter):
+class PerSequence(Wrapper):
     """Drafts each sequence with a copy of ``drafter`` that is dropped with the sequence.
 
     Args:
@@ -28,27 +28,15 @@ class PerSequence(Drafter):
     learns = False
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._copies: list[Drafter] = []
-
-    @property
-    def members(self) -> list[Drafter]:
-        return self._drafter.members
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        return self._drafter.features
-
-    def attach(self, target: Target) -> None:
-        self._drafter.attach(target)
-        self._target = target
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         assert self._target is not None
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
-            self._copies.append(fork(self._drafter, self._target))
+            self._copies.append(fork(self.drafter, self._target))
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def select(self, rows: Sequence[int]) -> None:

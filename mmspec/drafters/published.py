@@ -18,7 +18,7 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,24 +32,24 @@ from transformers.models.auto.modeling_auto import (
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.shape import LayerShape
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError
 
 EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
-QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
-EAGLE_PARTS = {
-    "fc.weight": ["fc.weight"],
-    "fc.bias": ["fc.bias"],
-    "qkv.weight": [f"{name}.weight" for name in QKV],
-    "qkv.bias": [f"{name}.bias" for name in QKV],
-    "out.weight": ["layers.0.self_attn.o_proj.weight"],
-    "gate_up.weight": ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"],
-    "down.weight": ["layers.0.mlp.down_proj.weight"],
-    "input_norm.weight": [INPUT_NORM],
-    "post_norm.weight": ["layers.0.post_attention_layernorm.weight"],
+LAYER = {
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "out": ["self_attn.o_proj"],
+    "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+    "down": ["mlp.down_proj"],
+    "input_norm": ["input_layernorm"],
+    "post_norm": ["post_attention_layernorm"],
 }
+"""Modules of a decoder layer, and the published ones that each of them stacks."""
+
+QKV = [f"layers.0.{name}" for name in LAYER["qkv"]]
+EAGLE_PARTS = {f"{ours}.weight": [f"layers.0.{name}.weight" for name in some] for ours, some in LAYER.items()}
+EAGLE_PARTS |= {"qkv.bias": [f"{name}.bias" for name in QKV], "fc.weight": ["fc.weight"], "fc.bias": ["fc.bias"]}
 """Parameters of an EAGLE network, and the published ones that each of them stacks; MSD checkpoints have the same."""
 
 # Rotary frequencies saved by old releases of transformers; redundant with the configuration.
@@ -211,77 +211,6 @@ def rope_parameters(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if kind not in ("default", "mrope") and config.get("max_position_embeddings"):
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     return {**rope, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
-
-
-def layer_shapes(network: LayerShape, at: str, read: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a published decoder layer's weights, but for the norm of its inputs; without an MLP if its size is 0.
-
-    Args:
-        at: name of the layer.
-        read: width of what its attention reads.
-    """
-    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    attention: dict[str, tuple[int, ...]] = {
-        f"{at}.self_attn.q_proj.weight": (inner, read),
-        f"{at}.self_attn.k_proj.weight": (keys, read),
-        f"{at}.self_attn.v_proj.weight": (keys, read),
-        f"{at}.self_attn.o_proj.weight": (width, inner),
-    }
-    if not network.mlp:
-        return attention
-    return attention | {
-        f"{at}.mlp.gate_proj.weight": (network.mlp, width),
-        f"{at}.mlp.up_proj.weight": (network.mlp, width),
-        f"{at}.mlp.down_proj.weight": (width, network.mlp),
-        f"{at}.post_attention_layernorm.weight": (width,),
-    }
-
-
-def check_tensors(
-    tensors: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    what: str,
-    source: str,
-    optional: Collection[str] = (),
-    integers: Collection[str] = (),
-) -> None:
-    """Check that there are exactly the tensors of a published layout.
-
-    Args:
-        shapes: expected shapes by name.
-        what: the layout, in messages.
-        optional: those that may be missing.
-        integers: those that are integers or boolean; the others are floating point.
-
-    Raises:
-        UserError: a tensor is missing, unknown, or of another shape or type.
-    """
-    harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
-    missing = sorted(shapes.keys() - tensors.keys() - set(optional))
-    unknown = sorted(tensors.keys() - shapes.keys() - harmless)
-    if missing or unknown:
-        found = [f"{what} {', '.join(some)}" for what, some in (("missing", missing), ("unknown", unknown)) if some]
-        raise UserError(f"{source}: expected exactly the tensors of {what}, received {'; '.join(found)}")
-    for name in sorted(shapes.keys() & tensors.keys()):
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shapes[name]:
-            raise UserError(f"{source}: {name} must be {shapes[name]} by config.json: got {tuple(tensor.shape)}")
-        floating = tensor.is_floating_point() and tensor.element_size() > 1  # float8 means nothing without its scales
-        if floating == (name in integers):
-            kind = "an integer or boolean" if name in integers else "a floating point"
-            raise UserError(f"{source}: {name} must be {kind} tensor: got {tensor.dtype}")
-
-
-def stack(tensors: Mapping[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Our parameters, each from the published tensors that it stacks."""
-    return {
-        name: torch.cat([tensors[one] for one in some]) if len(some) > 1 else tensors[some[0]]
-        for name, some in parts.items()
-    }
-
-
-def rows_of(tensors: Mapping[str, Tensor], name: str) -> int | None:
-    return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
 
 
 def named_verifier(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmspec.checks import Checked
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import CapturedDrafter
@@ -20,18 +21,17 @@ class TreeDrafter(CapturedDrafter):
 
     Args:
         network: the trained network.
-        top_k: nodes extended per level, and children per node.
-        depth: maximum tree depth.
-        total_tokens: maximum number of drafted nodes.
+        **tree: top_k, depth and total_tokens, in place of those of ``usual_tree``, see ``TreeShape``.
     """
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
+    usual_tree: ClassVar[TreeShape] = TreeShape(top_k=10, depth=6, total_tokens=59)
 
-    def __init__(self, network: Any, *, top_k: int, depth: int, total_tokens: int) -> None:
-        TreeShape(top_k, depth, total_tokens)
+    def __init__(self, network: Any, **tree: int) -> None:
+        shape = replace(self.usual_tree, **tree)
         self.network = network
-        self.top_k, self.depth, self.total_tokens = top_k, depth, total_tokens
+        self.top_k, self.depth, self.total_tokens = shape.top_k, shape.depth, shape.total_tokens
         super().__init__()
 
     @property
@@ -55,16 +55,59 @@ class TreeDrafter(CapturedDrafter):
 class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own.
 
+    Attributes:
+        config_class, network_class: of the network.
+        reads_published: whether ``read_published`` is defined.
+        published: target of a published checkpoint, see ``published.check_target``.
+
     Args:
         network: its ``config`` is a dataclass.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
         verifier: the target that it was trained for, see ``checkpoint.Verifier``.
-        **tree: top_k, depth, total_tokens.
+        **tree: see ``TreeDrafter``.
     """
 
-    def __init__(self, network: Any, draft_ids: Tensor | None, *, verifier: dict[str, Any] | None, **tree: int) -> None:
+    config_class: ClassVar[type[Checked]]
+    network_class: ClassVar[type[nn.Module]]
+    reads_published: ClassVar[bool] = False
+    published: dict[str, Any] | None = None
+
+    def __init__(
+        self, network: Any, draft_ids: Tensor | None = None, *, verifier: dict[str, Any] | None = None, **tree: int
+    ) -> None:
         self.draft_ids, self.verifier = draft_ids, verifier
         super().__init__(network, **tree)
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path, **changes: Any) -> Self:
+        """Load a checkpoint of ``save`` or a published one.
+
+        Args:
+            folder: of the checkpoint.
+            changes: fields of the network's configuration, in place of the checkpoint's.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        keywords: dict[str, Any] = {}
+        published = None
+        if cls.reads_published and checkpoint.drafter_name(folder) is None:
+            config, tensors, draft_ids, published = cls.read_published(folder)
+        else:
+            config, tensors, draft_ids, keywords = checkpoint.read_network(folder, cls.config_class)
+        network = checkpoint.load_network(cls.network_class, replace(config, **changes), tensors, folder)
+        drafter = cls(network, draft_ids, **keywords)
+        drafter.published = published
+        return drafter
+
+    @classmethod
+    def read_published(cls, folder: Path) -> tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]:
+        """Configuration and tensors of a published network, its draft vocabulary, and its target, see ``check_target``.
+
+        Raises:
+            UserError: it is invalid.
+        """
+        raise NotImplementedError
 
     def renewed(self, network: Any) -> Self:
         """A drafter like this one, without rows and attached to no target, with another network of the same shape."""

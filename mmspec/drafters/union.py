@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, as_drafter
+from mmspec.core.merge import merge
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree, merge
+from mmspec.core.tree import TokenTree
 from mmspec.core.trial import Trial
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError

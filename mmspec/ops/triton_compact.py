@@ -26,23 +26,11 @@ def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tens
 
 @triton.jit(do_not_specialize=["start", "depth", "p_row"])
 def _compact_kernel(
-    storage,
-    path,
-    start,
-    lengths,
-    depth,
-    s_plane,
-    s_row,
-    s_head,
-    s_slot,
-    s_dim,
-    p_row,
-    p_depth,
-    HEAD_DIM: tl.constexpr,
-    START: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    storage, path, start, lengths, depth,
+    s_plane, s_row, s_head, s_slot, s_dim,
+    p_row, p_depth,
+    HEAD_DIM: tl.constexpr, START: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     i_head, i_row, i_plane = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i_dim = tl.arange(0, BLOCK_DIM)
     storage += i_plane * s_plane + i_row * s_row + i_head * s_head + i_dim[None, :] * s_dim

@@ -147,19 +147,9 @@ def _reject(p, q, to_p, to_q, scale_p, scale_q, token, vocab, BLOCK_VOCAB: tl.co
 
 @triton.jit(do_not_specialize=["nodes"])
 def _choose_kernel(
-    tokens,
-    parents,
-    valid,
-    scratch,
-    chances,
-    last,
-    choice,
-    nodes,
-    vocab,
-    VALID: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-):
+    tokens, parents, valid, scratch, chances, last, choice, nodes, vocab,
+    VALID: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_VOCAB: tl.constexpr,
+):  # fmt: skip
     i_at, i_row, i_node = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_NODES)
     m_node = i_node < nodes
     m_child = m_node & (tl.load(parents + i_row * nodes + i_node, mask=m_node, other=-1) == i_at)

@@ -9,10 +9,8 @@ features of a rotated pair are neighbours, which changes no dot product of a que
 
 from __future__ import annotations
 
-import copy
 import sys
 from functools import cached_property, lru_cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -27,12 +25,8 @@ from mmspec.targets.attention import NAME, PASS
 from mmspec.targets.merged_weights import head_norm, merged, norm_of, paired
 
 _MAX_ROWS = 1024  # limit of ``Stack``, which keeps every layer's output
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class MergedLayer(nn.Module):
@@ -55,7 +49,7 @@ class MergedLayer(nn.Module):
         attention, mlp = layer.self_attn, layer.mlp
         self.config, self.head_dim = attention.config, attention.head_dim
         self.self_attn, self.act_fn = attention, mlp.act_fn
-        query, key, value = (getattr(attention, name) for name in _PROJECTIONS)
+        query, key, value = (getattr(attention, name) for name in PROJECTIONS)
         self.heads, self.kv_heads = (part.out_features // self.head_dim for part in (query, key))
         self.qkv = merged([paired(query, self.head_dim), paired(key, self.head_dim), value])
         self.gate_up = merged([mlp.gate_proj, mlp.up_proj])
@@ -63,7 +57,7 @@ class MergedLayer(nn.Module):
         self.norms = nn.ModuleDict({name: norm_of(norm) for name, norm in _norms(layer).items()})
         if hasattr(attention, "q_norm"):
             self.norms["head"] = head_norm(attention, self.heads, self.kv_heads, self.head_dim)
-        for name in (*_PROJECTIONS, "o_proj"):
+        for name in (*PROJECTIONS, "o_proj"):
             delattr(attention, name)
 
     def forward(
@@ -99,7 +93,7 @@ class MergedLayer(nn.Module):
         )
         halves = (part.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) for part in (query, key))
         gate, up = self.gate_up.weight.chunk(2)
-        projections = zip(_PROJECTIONS, (*halves, value), strict=True)
+        projections = zip(PROJECTIONS, (*halves, value), strict=True)
         return {
             **{f"self_attn.{name}.weight": weight for name, weight in projections},
             "self_attn.o_proj.weight": self.out.weight,
@@ -244,55 +238,6 @@ class Stack:
         return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
 
 
-def merge_layers(decoder: nn.Module) -> None:
-    """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
-    rotary = getattr(decoder, "rotary_emb", None)
-    layers = getattr(decoder, "layers", None)
-    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
-        return
-    if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
-        for index in range(len(layers)):
-            layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
-        Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
-
-
-def _has_parts(layer: Any) -> bool:
-    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
-    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
-    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
-        return False
-    projections = {*_PROJECTIONS, "o_proj"}
-    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS) or _softcap(layer.self_attn):
-        return False
-    linear = [
-        *(getattr(layer.self_attn, name) for name in projections),
-        layer.mlp.gate_proj,
-        layer.mlp.up_proj,
-        layer.mlp.down_proj,
-    ]
-    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
-    return all(type(part) is nn.Linear for part in linear) and not own
-
-
-@torch.inference_mode()
-def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
-    """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
-    plain = copy.deepcopy(layer).float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
-    takes_type = "layer_type" in signature(rotary.forward).parameters  # one of several sets of frequencies
-    try:
-        kind = {"layer_type": layer.self_attn.layer_type} if takes_type else {}
-        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kind)}
-        expected = plain(x, **options)
-        merged = MergedLayer(plain)(x, **options)
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
-        return False
-    rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
-    return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
-
-
 def _eager(attention: nn.Module) -> Any:
     """The eager attention of a layer's modelling file."""
     return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
@@ -311,11 +256,6 @@ def _norms(layer: Any) -> dict[str, Any]:
         return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
     after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
     return {"attention": layer.input_layernorm, "mlp": layer.pre_feedforward_layernorm, **after}
-
-
-def _softcap(attention: Any) -> float | None:
-    """The limit of attention scores (Gemma 2), which small ones do not reveal."""
-    return getattr(attention, "attn_logit_softcapping", None)
 
 
 @lru_cache(maxsize=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,28 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mmspec.errors import UserError, explained
+from mmspec.errors import explained
 from mmspec.files import atomic
 
 
-def draw(logs: Sequence[Path], out: Path, names: Sequence[str] = (), against: str = "step") -> None:
-    """Plots losses (training: thin line, held-out: points) and mean acceptance lengths, one colour per run.
+def draw(log: Path, out: Path) -> None:
+    """Plots losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
 
     Args:
-        logs: `log.jsonl` of each run.
+        log: its `log.jsonl`.
         out: file to write; its suffix is the format.
-        names: legend names of the runs; by default their folders' names.
-        against: horizontal axis, "step" or "minutes".
 
     Raises:
-        UserError: the numbers of names and logs differ, a file is not a training log, or `out` cannot be written.
+        UserError: the file is not a training log, or `out` cannot be written.
     """
-    names = names or [log.resolve().parent.name for log in logs]
-    if len(names) != len(logs):
-        raise UserError(f"each log needs one name: expected {len(logs)} names, received {len(names)}")
+    rows, name = read(log), log.resolve().parent.name
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, acceptance = figure.subplots(1, 2)
-    for index, (log, name) in enumerate(zip(logs, names, strict=True)):
-        rows, colour = read(log), f"C{index}"
-        _line(losses, rows, "train", against, "loss", color=colour, alpha=0.5, label=name)
-        _line(losses, rows, "held-out", against, "loss", color=colour, marker=".", label=f"{name}, held-out")
-        _line(acceptance, rows, "held-out", against, "mean_acceptance_length", color=colour, marker=".", label=name)
-    losses.set(xlabel=against, ylabel="loss", yscale="log")
-    acceptance.set(xlabel=against, ylabel="mean acceptance length, held-out")
+    _line(losses, rows, "train", "loss", alpha=0.5, label=name)
+    _line(losses, rows, "held-out", "loss", marker=".", label=f"{name}, held-out")
+    _line(acceptance, rows, "held-out", "mean_acceptance_length", marker=".", label=name)
+    losses.set(xlabel="step", ylabel="loss", yscale="log")
+    acceptance.set(xlabel="step", ylabel="mean acceptance length, held-out")
     acceptance.axhline(1.0, color="0.6", linewidth=0.8, label="_plain decoding")
     for axes in (losses, acceptance):
         axes.grid(alpha=0.3)
@@ -56,10 +49,10 @@ def read(log: Path) -> list[dict[str, Any]]:
         raise ValueError("rows without event and step")
 
 
-def _line(axes: Axes, rows: list[dict[str, Any]], event: str, against: str, name: str, **style: Any) -> None:
-    points = [(row[against], row[name]) for row in rows if row["event"] == event and name in row]
+def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style: Any) -> None:
+    points = [(row["step"], row[name]) for row in rows if row["event"] == event and name in row]
     if points:
-        axes.plot(*zip(*points, strict=True), **style)
+        axes.plot(*zip(*points, strict=True), color="C0", **style)
 
 
 def write_figure(figure: Figure, out: Path) -> None:

@@ -111,7 +111,7 @@ class Trainer:
             return
         self._log({"event": "held-out", **self.task.evaluate()})
         self.task.save(self.result)
-        draw([self.folder / LOG], self.folder / CURVE)
+        draw(self.folder / LOG, self.folder / CURVE)
 
     def save(self) -> None:
         """Writes the checkpoint atomically, in the main process."""

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import click
-
-from mmspec.cli.options import derived
+from mmspec.cli.drafters import training_command
 from mmspec.ssm.distil.options import MambaOptions
 
-
-@click.command("mamba")
-@derived(MambaOptions)
-def mamba(**options: Any) -> None:
+mamba = training_command(
+    "mamba",
+    MambaOptions,
+    "mmspec.ssm.distil.mamba:setup",
     """Train a Mamba drafter: a small language model distilled from the target's next-token distribution.
 
-    Its input is tokens only: images and videos in --data are placeholder tokens to the drafter. Run the same command
-    again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to OUT/log.jsonl and
-    OUT/curve.svg. On several devices: `accelerate launch -m mmspec.ssm.cli.drafters mamba OPTIONS`.
-    """
-    from mmspec.ssm.distil.mamba import train_mamba
-
-    train_mamba(MambaOptions(**options))
+    Its input is tokens only: images and videos in --data are placeholder tokens to the drafter.""",
+)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from mmspec.distil.data import Conversation
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
@@ -16,14 +15,8 @@ from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 
 
-def train_mamba(options: MambaOptions) -> None:
-    """Trains with these options, or resumes the run in `options.out`."""
-    train_drafter(options, _setup)
-
-
-def _setup(options: MambaOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What `train_drafter` trains with these options."""
     chosen = options.part(MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     return DrafterSetup(network, forward_kl, Mamba, draft_ids, options.part(TREE))

@@ -22,12 +22,7 @@ def forward_kl(
 ) -> LossOutput:
     """Mean KL(target || drafter) of the next token, over answer tokens that are followed by another answer token.
 
-    Args:
-        network: to train.
-        target: for its frozen head; its hidden states are in ``batch``.
-        batch: features of conversations.
-        draft_ids: (n,) int64, a reduced draft vocabulary, to which both distributions are restricted.
-        generator, progress: unused; part of the interface of objectives.
+    Arguments are those of ``mmspec.distil.tasks.Objective``; nothing is drawn.
 
     Returns:
         The loss in nats, and the metrics ``kl`` (the same), ``agreement`` (share of positions where the drafter's

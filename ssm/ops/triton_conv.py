@@ -51,34 +51,16 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
 
 @triton.jit
 def _tree_conv_kernel(
-    x,
-    state,
-    weight,
-    bias,
-    window,
-    y,
-    nodes,
-    channels,
-    x_row,
-    x_node,
-    x_channel,
-    s_row,
-    s_channel,
-    s_entry,
-    w_channel,
-    w_tap,
-    i_row_stride,
-    i_node_stride,
-    i_tap_stride,
-    y_row,
-    y_node,
-    y_channel,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
+    x, state, weight, bias, window, y,
+    nodes, channels,
+    x_row, x_node, x_channel,
+    s_row, s_channel, s_entry,
+    w_channel, w_tap,
+    i_row_stride, i_node_stride, i_tap_stride,
+    y_row, y_node, y_channel,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK_NODES: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
-):
+):  # fmt: skip
     i_row = tl.program_id(2).to(tl.int64)
     i_node = tl.program_id(1) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
     i_channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
@@ -105,24 +87,12 @@ def _tree_conv_kernel(
 
 @triton.jit
 def _commit_conv_kernel(
-    x,
-    state,
-    path,
-    channels,
-    entries,
-    depth,
-    x_row,
-    x_node,
-    x_channel,
-    s_row,
-    s_channel,
-    s_entry,
-    p_row,
-    p_depth,
-    BLOCK_CHANNELS: tl.constexpr,
-    BLOCK_ENTRIES: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-):
+    x, state, path, channels, entries, depth,
+    x_row, x_node, x_channel,
+    s_row, s_channel, s_entry,
+    p_row, p_depth,
+    BLOCK_CHANNELS: tl.constexpr, BLOCK_ENTRIES: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+):  # fmt: skip
     i_row = tl.program_id(1).to(tl.int64)
     i_channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     i_entry, i_depth = tl.arange(0, BLOCK_ENTRIES), tl.arange(0, BLOCK_DEPTH)

@@ -56,28 +56,15 @@ def _load(pointer, i, stride, m_i):
 
 @triton.jit
 def _tree_lru_kernel(
-    x,
-    a,
-    state,
-    parents,
-    y,
-    nodes,
-    channels,
-    x_row,
-    x_node,
-    x_channel,
-    a_row,
-    a_node,
-    a_channel,
-    s_row,
-    s_channel,
-    p_row,
-    p_node,
-    y_row,
-    y_node,
-    y_channel,
+    x, a, state, parents, y,
+    nodes, channels,
+    x_row, x_node, x_channel,
+    a_row, a_node, a_channel,
+    s_row, s_channel,
+    p_row, p_node,
+    y_row, y_node, y_channel,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i_row, i_channel, m_channel = _program(channels, BLOCK)
     x += i_row * x_row
     a += i_row * a_row
@@ -96,24 +83,14 @@ def _tree_lru_kernel(
 
 @triton.jit
 def _commit_lru_kernel(
-    x,
-    a,
-    state,
-    path,
-    depth,
-    channels,
-    x_row,
-    x_node,
-    x_channel,
-    a_row,
-    a_node,
-    a_channel,
-    s_row,
-    s_channel,
-    p_row,
-    p_depth,
+    x, a, state, path,
+    depth, channels,
+    x_row, x_node, x_channel,
+    a_row, a_node, a_channel,
+    s_row, s_channel,
+    p_row, p_depth,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i_row, i_channel, m_channel = _program(channels, BLOCK)
     x += i_row * x_row
     a += i_row * a_row

@@ -95,21 +95,9 @@ def _load(pointer, i, m_i, i_stride, j, m_j, j_stride):
 
 @triton.jit
 def _read(
-    c,
-    i_to,
-    m_to,
-    c_node,
-    c_state,
-    other,
-    j,
-    m_j,
-    o_j,
-    o_state,
-    size,
-    BLOCK_J: tl.constexpr,
-    BLOCK_PART: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    c, i_to, m_to, c_node, c_state, other, j, m_j, o_j, o_state, size,
+    BLOCK_J: tl.constexpr, BLOCK_PART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Matmul of the nodes' C with the state or with the nodes' B: (nodes, j) float32."""
     b_sum = tl.zeros((i_to.shape[0], BLOCK_J), dtype=tl.float32)
     for i_at in range(0, size, BLOCK_PART):
@@ -149,51 +137,18 @@ def _decay(a_head, dt, ancestors, b_reach, i_to, m_to, other, nodes, dt_node, m_
 
 @triton.jit
 def _tree_scan_kernel(
-    x,
-    dt,
-    a,
-    b,
-    c,
-    d,
-    state,
-    ancestors,
-    y,
-    nodes,
-    head_dim,
-    size,
-    per_group,
-    x_row,
-    x_node,
-    x_head,
-    x_dim,
-    dt_row,
-    dt_node,
-    dt_head,
-    b_row,
-    b_node,
-    b_group,
-    b_state,
-    c_row,
-    c_node,
-    c_group,
-    c_state,
-    s_row,
-    s_head,
-    s_dim,
-    s_state,
-    m_row,
-    m_i,
-    m_j,
-    y_row,
-    y_node,
-    y_head,
-    y_dim,
-    HAS_D: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK_NODES: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    x, dt, a, b, c, d, state, ancestors, y,
+    nodes, head_dim, size, per_group,
+    x_row, x_node, x_head, x_dim,
+    dt_row, dt_node, dt_head,
+    b_row, b_node, b_group, b_state,
+    c_row, c_node, c_group, c_state,
+    s_row, s_head, s_dim, s_state,
+    m_row, m_i, m_j,
+    y_row, y_node, y_head, y_dim,
+    HAS_D: tl.constexpr, TILES: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_PART: tl.constexpr,
-):
+):  # fmt: skip
     i_row, i_head, i_dim, m_dim = _program(head_dim, BLOCK_DIM)
     i_group = i_head // per_group
     x += i_row * x_row + i_head * x_head
@@ -253,38 +208,15 @@ def _tree_scan_kernel(
 
 @triton.jit
 def _commit_scan_kernel(
-    x,
-    dt,
-    a,
-    b,
-    state,
-    path,
-    depth,
-    head_dim,
-    size,
-    per_group,
-    x_row,
-    x_node,
-    x_head,
-    x_dim,
-    dt_row,
-    dt_node,
-    dt_head,
-    b_row,
-    b_node,
-    b_group,
-    b_state,
-    s_row,
-    s_head,
-    s_dim,
-    s_state,
-    p_row,
-    p_depth,
-    TILES: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_STATE: tl.constexpr,
-):
+    x, dt, a, b, state, path,
+    depth, head_dim, size, per_group,
+    x_row, x_node, x_head, x_dim,
+    dt_row, dt_node, dt_head,
+    b_row, b_node, b_group, b_state,
+    s_row, s_head, s_dim, s_state,
+    p_row, p_depth,
+    TILES: tl.constexpr, BLOCK_DEPTH: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_STATE: tl.constexpr,
+):  # fmt: skip
     i_row, i_head, i_dim, m_dim = _program(head_dim, BLOCK_DIM)
     i_state = tl.arange(0, BLOCK_STATE)
     m_state = i_state < size

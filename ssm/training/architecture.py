@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -49,53 +50,49 @@ ARCHITECTURES = {
 """The models that `mmspec train tiny-hybrid` trains: the embedded one, and a smaller one with Gated DeltaNet."""
 
 
-def bamba_config(size: Architecture) -> BambaConfig:
-    """Returns the transformers configuration. The ids of special tokens are their indices in `SPECIAL`."""
+def _common(size: Architecture) -> dict[str, Any]:
+    """Fields of both configurations. The ids of special tokens are their indices in `SPECIAL`."""
     pad, begin, end = range(len(SPECIAL))
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "max_position_embeddings": size.context,
+        "tie_word_embeddings": True,
+        "pad_token_id": pad,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+    }
+
+
+def bamba_config(size: Architecture) -> BambaConfig:
+    """Returns the transformers configuration of a Mamba-2 hybrid of these sizes."""
     return BambaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
         attn_layer_indices=list(size.attention),
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
         mamba_n_heads=size.mamba_heads,
         mamba_d_head=2 * size.width // size.mamba_heads,
         mamba_d_state=size.state,
         mamba_n_groups=1,
         mamba_chunk_size=64,
-        max_position_embeddings=size.context,
-        tie_word_embeddings=True,
-        pad_token_id=pad,
-        bos_token_id=begin,
-        eos_token_id=end,
+        **_common(size),
     )
 
 
 def qwen_config(size: Architecture) -> Qwen3_5TextConfig:
     """Returns the configuration of a Qwen3.5 of these sizes."""
-    pad, begin, end = range(len(SPECIAL))
     return Qwen3_5TextConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=size.mlp,
-        num_hidden_layers=size.layers,
         layer_types=[
             "full_attention" if layer in size.attention else "linear_attention" for layer in range(size.layers)
         ],
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
         head_dim=size.width // size.heads,
         linear_num_key_heads=size.mamba_heads // 2,
         linear_num_value_heads=size.mamba_heads,
         linear_key_head_dim=size.state,
         linear_value_head_dim=2 * size.width // size.mamba_heads,
-        max_position_embeddings=size.context,
-        tie_word_embeddings=True,
-        pad_token_id=pad,
-        bos_token_id=begin,
-        eos_token_id=end,
+        **_common(size),
     )
 
 

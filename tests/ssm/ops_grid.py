@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.core.tree import TokenTree
 from mmspec.ssm import ops
-from mmspec.ssm.ops import reference
 from tests.interpreter import mend_interpreter
+from tests.ssm import reference
 from tests.tiny import random_tree
 
 

@@ -6,7 +6,8 @@ import torch
 from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
 from mmspec.ssm import ops
-from mmspec.ssm.ops import reference, scan
+from mmspec.ssm.ops import scan
+from tests.ssm import reference
 from tests.ssm.ops_grid import CASES, CHECKS, RULES, Allocations, Case, check_tree, draw, paths_to
 
 pytestmark = pytest.mark.usefixtures("plain_torch")

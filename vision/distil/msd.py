@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
-from mmspec.distil.run import draft_vocabulary, train_drafter
 from mmspec.distil.start import head_weight, load_shared_weights, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.shape import TREE
@@ -22,30 +20,18 @@ from mmspec.pipeline import Pipeline
 from mmspec.vision.distil.objective import HiddenStateObjective
 from mmspec.vision.distil.options import FlashOptions, MSDOptions
 from mmspec.vision.drafters.msd.config import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from mmspec.vision.drafters.msd.network import MSDNetwork
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""
 
 
-def train_msd(options: MSDOptions, kind: type[MSD] = MSD) -> None:
-    """Trains with these options, or resumes the run in `options.out`.
-
-    Args:
-        kind: drafter class. Options that its command does not have keep the defaults of `HiddenStateObjective` and
-            `MSDConfig`.
-    """
-    train_drafter(options, partial(_setup, kind))
-
-
-def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, conversations: list[Conversation]) -> DrafterSetup:
-    torch.manual_seed(options.seed)
+def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
     start, target = None, pipe.target
     if options.start is not None:
         start = MSD.from_checkpoint(options.start)
         start.attach(target)  # refuses drafters of other targets
-    draft_ids = draft_vocabulary(options.draft_vocabulary, pipe, conversations)
     if draft_ids is None and start is not None:
         draft_ids = start.draft_ids
     tokens = output_rows(target) if draft_ids is None else len(draft_ids)
@@ -64,6 +50,10 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, conversations: 
     fit = partial(fit_projection, network) if options.fit and start is None else None
     tree = options.part(TREE)
     return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
+
+
+msd, flash = partial(_setup, MSD), partial(_setup, Flash)
+"""What `train_drafter` trains, by the class of the drafter."""
 
 
 @torch.no_grad()

@@ -54,16 +54,8 @@ class HiddenStateObjective(SlotLosses):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses on the answers of ``batch``.
-
-        Args:
-            network: to train.
-            target: for its frozen embedding and head.
-            batch: features of conversations.
-            draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
-            generator: of noise, of the first chain, and of the predictions that glancing replaces.
-            progress: of the training, from 0 to 1.
-        """
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``. Noise, the first chain, and the predictions that
+        glancing replaces are drawn."""
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
         entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))

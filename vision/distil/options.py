@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, again, option, whole
+from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, again, option, unset, whole
 from mmspec.distil.options import HeadOptions, Passes, RunOptions
 from mmspec.vision.drafters.msd.config import MSDConfig
 
@@ -46,23 +46,17 @@ class MSDOptions(Losses, HeadOptions):
         FLAG,
         "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
     )
-    decoupled: bool | None = again(MSDConfig, "decoupled", "Off: plain EAGLE.", default=None)
-    visual_states: bool | None = again(
-        MSDConfig,
-        "visual_states",
-        "Visual positions take the target's hidden states too, by their own projection.",
-        default=None,
+    decoupled: bool | None = unset(MSDConfig, "decoupled", "Off: plain EAGLE.")
+    visual_states: bool | None = unset(
+        MSDConfig, "visual_states", "Visual positions take the target's hidden states too, by their own projection."
     )
-    hide_visual: bool | None = again(MSDConfig, "hide_visual", "Visual positions are not read at all.", default=None)
-    reads: list[int] | None = again(
-        MSDConfig, "reads", "Also read the inputs of these layers of the target.", default=None, default_text="none"
+    hide_visual: bool | None = unset(MSDConfig, "hide_visual", "Visual positions are not read at all.")
+    reads: list[int] | None = unset(
+        MSDConfig, "reads", "Also read the inputs of these layers of the target.", default_text="none"
     )
-    norm_output: bool | None = again(MSDConfig, "norm_output", "Norm of predicted hidden states.", default=None)
-    confidence: bool | None = again(
-        MSDConfig,
-        "confidence",
-        "Predict the target's probability of a node's children together.",
-        default=None,
+    norm_output: bool | None = unset(MSDConfig, "norm_output", "Norm of predicted hidden states.")
+    confidence: bool | None = unset(
+        MSDConfig, "confidence", "Predict the target's probability of a node's children together."
     )
 
 
@@ -77,25 +71,17 @@ class FlashOptions(SlotLosses, MSDOptions):
     top_k: int = again(RunOptions, "top_k", default=4)
     depth: int = again(RunOptions, "depth", default=12)
     slots: int = again(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
-    latents: int | None = again(
-        MSDConfig,
-        "latents",
-        "Latents per image; 0 keeps all visual tokens, as in MSD.",
-        default=None,
-        default_text="by --ratio",
+    latents: int | None = unset(
+        MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
     )
     ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
-    span: int | None = again(
+    span: int | None = unset(
         MSDConfig,
         "span",
         "Visual tokens per image; longer runs are split.",
-        default=None,
         default_text="that of the target's configuration, or 256",
         rule=whole(1, 2**20),
     )
-    rank: int | None = again(
-        MSDConfig,
-        "rank",
-        "Rank of an output layer of their own for the slots after the first; 0: the target's head.",
-        default=None,
+    rank: int | None = unset(
+        MSDConfig, "rank", "Rank of an output layer of their own for the slots after the first; 0: the target's head."
     )

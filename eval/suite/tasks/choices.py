@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.suite.sample import Sample
 from mmspec.eval.suite.scoring.choice import choice_accuracy
 from mmspec.eval.suite.tasks.local import DatasetRow
-from mmspec.eval.suite.tasks.remote import lmms_lab
+from mmspec.eval.suite.tasks.remote import HubDataset, lmms_lab
 from mmspec.eval.suite.tasks.task import EvalTask, single_turn
 
 _LETTER_PROMPT = "\nAnswer with the option's letter from the given choices directly."  # the prompt of LLaVA-1.5
@@ -48,32 +48,16 @@ def _mmmu(row: DatasetRow) -> Sample:
     return Sample(row.id, Conversation((question,), images), str(row.get("subfield", "")), (references,), options)
 
 
+def _task(
+    name: str, description: str, max_new_tokens: int, read: Callable[[DatasetRow], Sample], hub: HubDataset
+) -> EvalTask:
+    return EvalTask(name, description, True, choice_accuracy, max_new_tokens, read, hub)
+
+
+_SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hint"
+_MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
 TASKS = (
-    EvalTask(
-        "ai2d",
-        "AI2D; image, question, options, answer (index)",
-        True,
-        choice_accuracy,
-        16,
-        _ai2d,
-        lmms_lab("ai2d", "test"),
-    ),
-    EvalTask(
-        "scienceqa",
-        "ScienceQA; image (or none), question, choices, answer (index), hint",
-        True,
-        choice_accuracy,
-        16,
-        _scienceqa,
-        lmms_lab("ScienceQA", "test", "ScienceQA-IMG"),
-    ),
-    EvalTask(
-        "mmmu",
-        "MMMU; image_1 .. image_7, question, options, answer (letter or text)",
-        True,
-        choice_accuracy,
-        32,
-        _mmmu,
-        lmms_lab("MMMU", "validation"),
-    ),
+    _task("ai2d", "AI2D; image, question, options, answer (index)", 16, _ai2d, lmms_lab("ai2d", "test")),
+    _task("scienceqa", _SCIENCEQA, 16, _scienceqa, lmms_lab("ScienceQA", "test", "ScienceQA-IMG")),
+    _task("mmmu", _MMMU, 32, _mmmu, lmms_lab("MMMU", "validation")),
 )

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from mmspec.drafters.spec import DrafterSpec
-
-
-def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.published import recognise
-
-    return recognise(folder) == "dflash"
-
+from mmspec.drafters.spec import DrafterSpec, published_as
 
 SPEC = DrafterSpec(
     "dflash",
@@ -19,6 +10,6 @@ SPEC = DrafterSpec(
     "a block of tokens in one pass, verified as a tree (arXiv 2602.06036, 2604.12989)",
     "mmspec.drafters.dflash.drafter:DFlash",
     weights="required",
-    recognises=_recognises,
+    recognises=published_as("dflash"),
     train="dflash",
 )

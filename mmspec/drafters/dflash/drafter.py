@@ -23,18 +23,19 @@ from transformers import PreTrainedModel
 from mmspec import ops
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.native import NativeMarkov
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import convert, read_published
+from mmspec.drafters.dflash.published import Published, convert, read_published
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.shape import TreeShape
 from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
 
@@ -45,40 +46,25 @@ class DFlash(PositionedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, the target's token of each row of the output layer; None is the identity.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per drafted position.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level
+            per drafted position.
     """
 
     name: ClassVar[str] = "dflash"
     counts_tokens = False
 
-    def __init__(
-        self,
-        network: DFlashNetwork,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 10,
-        depth: int = 15,
-        total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
+    config_class = DFlashConfig
+    network_class = DFlashNetwork
+    usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
+
+    def __init__(self, network: DFlashNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        super().__init__(network, network.config.layers, draft_ids, **settings)
         self.features = ()  # known when attached
         self._markov: NativeMarkov | None = None
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> Self:
-        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
-        keywords: dict[str, Any] = {}
-        found = None
-        if checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, found = read_published(folder)
-        else:
-            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, DFlashConfig)
-        network = checkpoint.load_network(DFlashNetwork, config, tensors, folder)
-        drafter = cls(network, draft_ids, **keywords)
-        drafter.published = found
-        return drafter
+    def read_published(cls, folder: Path) -> Published:
+        return read_published(folder)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Self:
@@ -97,28 +83,17 @@ class DFlash(PositionedDrafter):
         rows = network.config.embedding or decoder.vocab_size
         if network.config.mask_token_id >= rows:
             raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
-        rows = network.config.head or (self.published or {}).get("vocab_size") or decoder.vocab_size
-        if self.draft_ids is None and rows < decoder.vocab_size:  # the target has more tokens than it was trained for
-            self.draft_ids = torch.arange(rows, device=probe.device)
-        if network.config.head:
-            head: Callable[[Tensor], Tensor] = network.lm_head
-        else:
-            head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+        self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
+        head = network.lm_head if network.config.head else self.target_head(target)
         drafted = head(probe).shape[-1]
         if network.config.markov_outputs not in (0, drafted):
             raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
         self._markov = NativeMarkov.of(network, self.draft_ids)
         return head
 
-    def states(self, output: TargetOutput) -> Tensor:
-        return torch.cat([output.features[name] for name in self.features], dim=-1)
-
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         context: Tensor = self.network.project(states)
         return context
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.inputs(first, self.states(output))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""

@@ -16,6 +16,7 @@ from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.exported import check_exported, layer_fields, speculators_fields, vocabularies, write_exported
+from mmspec.drafters.parts import unstack
 from mmspec.errors import UserError
 
 
@@ -51,11 +52,7 @@ def published_tensors(state: Mapping[str, Tensor], network: DFlashConfig, rename
     Args:
         renamed: as for ``published_parts``.
     """
-    found: dict[str, Tensor] = {}
-    for ours, theirs in published_parts(network, renamed).items():
-        parts = state[ours].split([rows for _, rows in theirs])
-        found |= {name: part.clone() for (name, _), part in zip(theirs, parts, strict=True)}
-    return found
+    return unstack(state, published_parts(network, renamed), network)
 
 
 def _layers(network: DFlashConfig, decoder: Any) -> dict[str, Any]:

@@ -19,22 +19,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmspec.checks import FLAG, choice, whole
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.published import (
-    PublishedConfig,
-    check_tensors,
-    draft_tokens,
-    named_verifier,
-    read_layout,
-    rope_parameters,
-    rows_of,
-    stack,
-)
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
 from mmspec.errors import UserError
 
 _UNSUPPORTED = (
@@ -45,12 +36,24 @@ _UNSUPPORTED = (
     "shift_label",
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_AFFINE = ("weight", "bias")
 _CAUSAL = ("causal_head", "causal", "is_causal")
-_ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+_ENCODER = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+_NAMES = {
+    "markov_embed": "markov_head.markov_w1",
+    "markov_out": "markov_head.markov_w2",
+    "markov_gate": "markov_head.gate_proj",
+    "markov_cell": "markov_head.joint_proj",
+    "confidence": "confidence_head.proj",
+}
+_LAYER = {
+    **LAYER,
+    "q": ["self_attn.q_proj"],
+    "kv": ["self_attn.k_proj", "self_attn.v_proj"],
+    "q_norm": ["self_attn.q_norm"],
+    "k_norm": ["self_attn.k_norm"],
+}
 
 Published = tuple[DFlashConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
-Parts = dict[str, list[tuple[str, int]]]
 
 
 def read_published(folder: Path) -> Published:
@@ -78,59 +81,29 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     vocab = common.vocab_size
     network = _network(common, config, layer, tensors, vocab, source)
     parts = published_parts(network, renamed=any(name.startswith("encoder.") for name in tensors))
-    with torch.device("meta"):
-        expected = DFlashNetwork(network).state_dict()
-    shapes = {name: (rows, *expected[ours].shape[1:]) for ours, found in parts.items() for name, rows in found}
+    shapes = shapes_of(parameters(DFlashNetwork, network), parts, network)
     draft, vocabularies = network.head, {"d2t", "t2d"}
     if draft:
         shapes |= {"d2t": (draft,), "t2d": (vocab or 0,)}
     optional = vocabularies if draft == vocab else {"t2d"}
     check_tensors(tensors, shapes, "a DFlash drafter", source, optional, vocabularies)
-    ours = stack(tensors, {name: [one for one, _ in found] for name, found in parts.items()})
     verifier = {**named_verifier(config), "hidden_size": network.hidden_size, "vocab_size": vocab}
-    return network, ours, draft_tokens(tensors, draft, vocab or 0, source), verifier
+    return network, stack(tensors, parts), draft_tokens(tensors, draft, vocab or 0, source), verifier
 
 
-def published_parts(network: DFlashConfig, renamed: bool = False) -> Parts:
-    """Our parameters, and the published ones that each of them stacks, with their rows.
+def published_parts(network: DFlashConfig, renamed: bool = False) -> dict[str, list[str]]:
+    """Our parameters, and the published ones that each of them stacks.
 
     Args:
         renamed: under the names of transformers.
     """
-    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    parts: Parts = {name: [(_ENCODER[name] if renamed else name, width)] for name in _ENCODER}
-    parts["norm.weight"] = [("norm.weight", width)]
-    if network.head:
-        parts["lm_head.weight"] = [("lm_head.weight", network.head)]
-    if network.embedding:
-        parts["embed_tokens.weight"] = [("embed_tokens.weight", network.embedding)]
-    if network.markov_rank:
-        parts["markov_embed.weight"] = [("markov_head.markov_w1.weight", network.markov_inputs)]
-        parts["markov_out.weight"] = [("markov_head.markov_w2.weight", network.markov_outputs)]
-    if network.markov_type == "gated":
-        parts |= {f"markov_gate.{one}": [(f"markov_head.gate_proj.{one}", network.markov_rank)] for one in _AFFINE}
-    if network.markov_type == "rnn":
-        rows = 3 * network.markov_rank
-        parts |= {f"markov_cell.{one}": [(f"markov_head.joint_proj.{one}", rows)] for one in _AFFINE}
-    if network.confidence != "none":
-        parts |= {f"confidence.{one}": [(f"confidence_head.proj.{one}", 1)] for one in _AFFINE}
-    for number in range(network.layers):
-        at = f"layers.{number}"
-        layer: Parts = {
-            "input_norm": [("input_layernorm", width)],
-            "q": [("self_attn.q_proj", inner)],
-            "kv": [("self_attn.k_proj", keys), ("self_attn.v_proj", keys)],
-            "q_norm": [("self_attn.q_norm", network.head_dim)],
-            "k_norm": [("self_attn.k_norm", network.head_dim)],
-            "out": [("self_attn.o_proj", width)],
-            "post_norm": [("post_attention_layernorm", width)],
-            "gate_up": [("mlp.gate_proj", network.mlp), ("mlp.up_proj", network.mlp)],
-            "down": [("mlp.down_proj", width)],
-        }
-        parts |= {
-            f"{at}.{ours}.weight": [(f"{at}.{name}.weight", rows) for name, rows in found]
-            for ours, found in layer.items()
-        }
+    names = _NAMES | (_ENCODER if renamed else {})
+    parts: dict[str, list[str]] = {}
+    for name in parameters(DFlashNetwork, network):
+        module, _, leaf = name.rpartition(".")
+        layer, _, own = module.rpartition(".")
+        found = [f"{layer}.{one}" for one in _LAYER[own]] if layer else [names.get(module, module)]
+        parts[name] = [f"{one}.{leaf}" for one in found]
     return parts
 
 

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from mmspec.drafters.spec import DrafterSpec
-
-
-def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.published import recognise
-
-    return recognise(folder) == "eagle"
-
+from mmspec.drafters.spec import DrafterSpec, published_as
 
 SPEC = DrafterSpec(
     "eagle",
@@ -19,6 +10,6 @@ SPEC = DrafterSpec(
     "EAGLE-1 and EAGLE-2 heads, which extrapolate the target's hidden states (arXiv 2401.15077)",
     "mmspec.drafters.eagle.drafter:Eagle",
     weights="required",
-    recognises=_recognises,
+    recognises=published_as("eagle"),
     train="msd --no-decoupled",
 )

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters import checkpoint
 from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
@@ -53,56 +52,39 @@ class Eagle(HiddenStateDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full vocabulary.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "eagle"
-    layout: ClassVar[Layout | None] = EAGLE  # of published checkpoints
-    config_class: ClassVar[type[EagleConfig]] = EagleConfig
+    reads_published = True
+    layout: ClassVar[Layout] = EAGLE
+    config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
-    def __init__(
-        self,
-        network: EagleNetwork,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 10,
-        depth: int = 6,
-        total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, network: EagleNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         config = network.config
-        if config.rank and depth > config.slots:
-            raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {depth}")
+        rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
+        super().__init__(network, rotary, 1, draft_ids, **settings)
+        if config.rank and self.depth > config.slots:
+            raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {self.depth}")
         if config.head and draft_ids is not None and len(draft_ids) != config.head:
             raise UserError(f"head must have a row per draft token, {len(draft_ids)}: got {config.head}")
-        rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, rotary, 1, draft_ids, **tree, verifier=verifier)
         self.features = ("last", *config.reads)
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> Self:
-        """Load a checkpoint of ``save`` or a published drafter; raises ``UserError`` if it is invalid."""
-        if cls.layout is not None and checkpoint.drafter_name(folder) is None:
-            shape, tensors, verifier = read_published(folder, cls.layout)
-            drafter = cls(checkpoint.load_network(cls.network_class, shape, tensors, folder))
-            drafter.published = verifier
-            return drafter
-        config, tensors, keywords = checkpoint.read_network(folder, cls.config_class)
-        draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
-        return cls(checkpoint.load_network(cls.network_class, config, tensors, folder), draft_ids, **keywords)
+    def read_published(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor], None, dict[str, Any]]:
+        config, tensors, target = read_published(folder, cls.layout)
+        return config, tensors, None, target
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
         if max(self.network.config.reads, default=0) >= layers > 0:
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
-        if self.published is not None and self.published["vocab_size"] < target.head(probe).shape[-1]:
-            self.draft_ids = torch.arange(self.published["vocab_size"], device=probe.device)
+        self.keep_to((self.published or {}).get("vocab_size"), target)
+        head = self.target_head(target)
         self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
         if self.slots > 1:
             self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
-        head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
         self.native = NativeCell.of(self.network, self.into, head) if self.slots > 1 else None
         return head
 
@@ -110,10 +92,6 @@ class Eagle(HiddenStateDrafter):
     def slots(self) -> int:
         slots: int = self.network.config.slots
         return slots
-
-    def states(self, output: TargetOutput) -> Tensor:
-        read = [output.features[name] for name in self.features]
-        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         inputs: Tensor = self.network.combine(self.target.embed(tokens), self.network.states(states))

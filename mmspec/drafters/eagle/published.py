@@ -17,24 +17,22 @@ from torch import Tensor
 from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
 from mmspec.drafters.published import (
     EAGLE_PARTS,
     EMBEDDING,
     INPUT_NORM,
     QKV,
     PublishedConfig,
-    check_tensors,
-    layer_shapes,
     layout_of,
     read_tensors,
     refuse,
     rope_parameters,
-    stack,
 )
 from mmspec.errors import UserError
 
 C = TypeVar("C", bound=EagleConfig)
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,20 @@ class Layout(Generic[C]):
         name: in error messages.
         config: class of the network's configuration.
         settings: further fields of it, given the contents of ``config.json``.
-        parts: further parameters, and the published ones that each of them stacks.
-        shapes: shapes of the latter.
+        network: class of the network.
+        parts: further parameters of it, and the published ones that each of them stacks.
         embedding: whether the copy of the target's embedding is required.
     """
 
     name: str
     config: type[C]
+    network: type[EagleNetwork]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     parts: Mapping[str, list[str]] = field(default_factory=dict)
-    shapes: Callable[[C], Shapes] = lambda network: {}
     embedding: bool = False
 
 
-EAGLE = Layout("eagle", EagleConfig)
+EAGLE = Layout("eagle", EagleConfig, EagleNetwork)
 _OTHER = {
     "dflash": "a DFlash drafter",
     "eagle3": "an EAGLE-3 head",
@@ -107,7 +105,9 @@ def convert(
     """
     common = PublishedConfig.read(config, f"{source}/config.json", others=True)
     network = _network(common, config, tensors.keys(), layout, source)
-    shapes = _shapes(network) | layout.shapes(network)
+    state, known = parameters(layout.network, network), {**EAGLE_PARTS, **layout.parts}
+    parts = {name: known[name] for name in state}
+    shapes = shapes_of(state, parts, network)
     for name in ("fc", "img_fc"):  # EAGLE heads of Llama-3 have no bias
         if config.get("bias") is False and f"{name}.bias" not in tensors and f"{name}.weight" in tensors:
             tensors = {**tensors, f"{name}.bias": tensors[f"{name}.weight"].new_zeros(network.hidden_size)}
@@ -116,9 +116,7 @@ def convert(
     vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size or rows)
     shapes[EMBEDDING] = (vocab, network.hidden_size)
     check_tensors(tensors, shapes, f"layout {layout.name}", source, () if layout.embedding else {EMBEDDING})
-    parts = {**EAGLE_PARTS, **layout.parts}
-    ours = stack(tensors, {name: some for name, some in parts.items() if some[0] in shapes})
-    return network, ours, {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    return network, stack(tensors, parts), {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
 
 
 def _network(common: PublishedConfig, config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:
@@ -138,14 +136,3 @@ def _network(common: PublishedConfig, config: Mapping[str, Any], names: Any, lay
         **layout.settings(config),
     }
     return layout.config.read(ours, f"{source}/config.json")
-
-
-def _shapes(network: EagleConfig) -> Shapes:
-    """Expected shapes of the published tensors, without the embedding."""
-    width, inner, keys = network.hidden_size, network.heads * network.head_dim, network.kv_heads * network.head_dim
-    shapes: Shapes = {"fc.weight": (width, 2 * width), "fc.bias": (width,), **layer_shapes(network, "layers.0", width)}
-    if network.input_norm:
-        shapes[INPUT_NORM] = (width,)
-    if network.qkv_bias:
-        shapes |= {f"{name}.bias": (rows,) for name, rows in zip(QKV, (inner, keys, keys), strict=True)}
-    return shapes

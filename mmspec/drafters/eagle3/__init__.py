@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.spec import DrafterSpec, published_as
 from mmspec.errors import UserError
-
-
-def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.published import recognise
-
-    return recognise(folder) == "eagle3"
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
@@ -35,7 +28,7 @@ SPEC = DrafterSpec(
     "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
     "mmspec.drafters.eagle3.drafter:Eagle3",
     weights="required",
-    recognises=_recognises,
+    recognises=published_as("eagle3"),
     parse_argument=parse_argument,
     train="eagle3",
 )

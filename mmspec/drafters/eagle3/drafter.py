@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,12 +20,12 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters import checkpoint
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.eagle3.published import read_published
+from mmspec.drafters.eagle3.published import Published, read_published
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
+from mmspec.drafters.shape import TreeShape
 from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
@@ -43,48 +42,23 @@ class Eagle3(PositionedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "eagle3"
 
-    def __init__(
-        self,
-        network: Eagle3Network,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 10,
-        depth: int = 8,
-        total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, network.config.layers, draft_ids, **tree, verifier=verifier)
+    config_class = Eagle3Config
+    network_class = Eagle3Network
+    usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
+
+    def __init__(self, network: Eagle3Network, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        super().__init__(network, network.config.layers, draft_ids, **settings)
         self.features, self.window = (), network.config.window  # features are known when attached
         self._passes, self._emitted = 0, 0.0  # with drafts, while watched
 
     @classmethod
-    def from_checkpoint(cls, folder: Path, reads: list[int] | None = None, outputs: bool = False) -> Self:
-        """Load a checkpoint of ``save`` or a published one.
-
-        Args:
-            folder: of the checkpoint.
-            reads, outputs: replace those of its configuration, see ``Eagle3Config``.
-
-        Raises:
-            UserError: it is invalid.
-        """
-        keywords: dict[str, Any] = {}
-        found = None
-        if checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, found = read_published(folder)
-        else:
-            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, Eagle3Config)
-        if reads is not None:
-            config = replace(config, reads=reads, outputs=outputs)
-        drafter = cls(checkpoint.load_network(Eagle3Network, config, tensors, folder), draft_ids, **keywords)
-        drafter.published = found
-        return drafter
+    def read_published(cls, folder: Path) -> Published:
+        return read_published(folder)
 
     # ------------------------------------------------------------------ the target
 
@@ -101,23 +75,17 @@ class Eagle3(PositionedDrafter):
         decoder: Any = target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
         rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
-        if self.draft_ids is None and rows < decoder.vocab_size:  # the target has more tokens than it was trained for
-            self.draft_ids = torch.arange(rows, device=probe.device)
+        self.keep_to(rows, target)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
         self._embedded = network.config.embedding or decoder.vocab_size
         if (network.config.mask_token_id or 0) >= self._embedded:
             raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
         self.fuse = self._fuse
-        if network.config.candidates:
-            head: Callable[[Tensor], Tensor] = network.retrieve
-        elif network.config.head:
-            head = network.lm_head
+        if network.config.head:
+            head = network.retrieve if network.config.candidates else network.lm_head
         else:
-            head = target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+            head = self.target_head(target)
         return partial(network.scores, head)
-
-    def states(self, output: TargetOutput) -> Tensor:
-        return torch.cat([output.features[name] for name in self.features], dim=-1)
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         # The id of a placeholder may lie outside of the table.

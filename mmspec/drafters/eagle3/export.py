@@ -7,16 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from mmspec.drafters.eagle3.config import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.published import SWITCHES, published_parts
 from mmspec.drafters.exported import check_exported, layer_fields, speculators_fields, vocabularies, write_exported
+from mmspec.drafters.parts import unstack
 from mmspec.errors import UserError
 
 
@@ -36,7 +34,7 @@ def export(drafter: Eagle3, target: Any, folder: Path, layout: str, tokens: int)
     network, decoder = drafter.network.config, target.get_text_config()
     _check(drafter, target, layout)
     prefix = "layers.0" if layout == "speculators" else "midlayer"
-    tensors = _tensors(drafter.network.state_dict(), network, prefix)
+    tensors = unstack(drafter.network.state_dict(), published_parts(network, prefix), network)
     if drafter.draft_ids is not None:
         tensors |= vocabularies(drafter.draft_ids, decoder.vocab_size)
     reads = network.reads or default_reads(decoder.num_hidden_layers)
@@ -64,17 +62,6 @@ def _check(drafter: Eagle3, target: Any, layout: str) -> None:
         if switches or network.layers > 1 or network.mask_token_id is not None:
             received = ", ".join(switches) or (f"{network.layers} layers" if network.layers > 1 else "mask_hidden")
             raise UserError(f"format eagle requires one layer without further norms: the head has {received}")
-
-
-def _tensors(state: Mapping[str, Tensor], network: Eagle3Config, prefix: str) -> dict[str, Tensor]:
-    """Tensors of a network under published names; those that are stacked here are apart there."""
-    inner, keys = network.heads * network.head_dim, network.kv_heads * network.head_dim
-    rows = {1: [-1], 2: [network.mlp] * 2, 3: [inner, keys, keys]}
-    tensors: dict[str, Tensor] = {}
-    for name, published in published_parts(network, prefix).items():
-        parts = [state[name]] if len(published) == 1 else state[name].split(rows[len(published)])
-        tensors |= dict(zip(published, (part.clone() for part in parts), strict=True))
-    return tensors
 
 
 def _speculators(

@@ -27,17 +27,9 @@ from torch import Tensor
 
 from mmspec.checks import whole
 from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.published import (
-    PublishedConfig,
-    check_tensors,
-    draft_tokens,
-    layer_shapes,
-    named_verifier,
-    read_layout,
-    rope_parameters,
-    rows_of,
-    stack,
-)
+from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
 from mmspec.errors import UserError
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -48,6 +40,7 @@ _VOCABULARIES = {"d2t", "t2d"}
 _CANDIDATES = "efficient_lm_head"  # of EAGLE-4
 _RETRIEVED = 256  # candidates per state where the configuration names no number
 _SLIDING = "sliding_attention"
+_LAYER = {**LAYER, "embed_norm": LAYER["input_norm"], "hidden_norm": ["hidden_norm"]}
 
 Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]]
 
@@ -78,14 +71,14 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     draft = common.draft_vocab_size or rows_of(tensors, "lm_head.weight") or vocab
     network = _network(common, config, layer, tensors, draft, source)
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
-    parts, shapes = published_parts(network, prefix), _shapes(network, prefix)
+    parts = published_parts(network, prefix)
+    shapes = shapes_of(parameters(Eagle3Network, network), parts, network)
     shapes |= {"d2t": (draft,), "t2d": (vocab,)}
     optional = {"t2d"} if draft != vocab else _VOCABULARIES
     what = "an EAGLE-4 head" if network.candidates else "an EAGLE-3 head"
     check_tensors(tensors, shapes, what, source, optional, _VOCABULARIES)
-    ours = stack(tensors, parts)
     verifier = {**named_verifier(config), "hidden_size": network.source, "vocab_size": vocab}
-    return network, ours, draft_tokens(tensors, draft, vocab, source), verifier
+    return network, stack(tensors, parts), draft_tokens(tensors, draft, vocab, source), verifier
 
 
 def _network(
@@ -167,60 +160,15 @@ def _retrieval(config: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: 
 
 
 def published_parts(network: Eagle3Config, prefix: str) -> dict[str, list[str]]:
-    """Our parameters, and the published ones that each of them stacks."""
-    parts = {"fc.weight": ["fc.weight"], "norm.weight": ["norm.weight"]}
-    if network.norm_before_fc:
-        parts["input_norm.weight"] = ["input_norm.weight"]
-    if network.fc_norm:
-        parts |= {f"fc_norm.{i}.weight": [f"fc_norm.{i}.weight"] for i in range(network.states)}
-    if network.mask_token_id is not None:
-        parts["mask_hidden"] = ["mask_hidden"]
-    if network.head:
-        parts["lm_head.weight"] = ["lm_head.weight"]
-    if network.candidates:
-        parts |= {name: [name] for name in _low_rank(network)}
-    if network.embedding:
-        parts["embed_tokens.weight"] = ["embed_tokens.weight"]
-    for number in range(network.layers):
-        ours, theirs = f"layers.{number}", f"layers.{number}" if number else prefix
-        parts |= {
-            f"{ours}.qkv.weight": [f"{theirs}.self_attn.{one}_proj.weight" for one in "qkv"],
-            f"{ours}.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.gate_up.weight": [f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"],
-            f"{ours}.down.weight": [f"{theirs}.mlp.down_proj.weight"],
-            f"{ours}.post_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
-            f"{ours}.{'input' if number else 'embed'}_norm.weight": [f"{theirs}.input_layernorm.weight"],
-        }
-        if number == 0:
-            parts[f"{ours}.hidden_norm.weight"] = [f"{theirs}.hidden_norm.weight"]
+    """Our parameters, and the published ones that each of them stacks.
+
+    Args:
+        prefix: published name of the first layer.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in parameters(Eagle3Network, network):
+        kind, _, rest = name.partition(".")
+        number, _, module = rest.removesuffix(".weight").partition(".")
+        at = prefix if number == "0" else f"layers.{number}"
+        parts[name] = [f"{at}.{one}.weight" for one in _LAYER[module]] if kind == "layers" else [name]
     return parts
-
-
-def _low_rank(network: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{_CANDIDATES}_down_proj.weight": (network.head_rank, network.hidden_size),
-        f"{_CANDIDATES}.weight": (network.head, network.head_rank),
-    }
-
-
-def _shapes(network: Eagle3Config, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Expected shapes of the published tensors, but for those of the vocabularies."""
-    width, read = network.hidden_size, network.states * network.source
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, read), "norm.weight": (width,)}
-    if network.norm_before_fc:
-        shapes["input_norm.weight"] = (read,)
-    if network.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (network.source,) for i in range(network.states)}
-    if network.mask_token_id is not None:
-        shapes["mask_hidden"] = (1, 1, read)
-    if network.head:
-        shapes["lm_head.weight"] = (network.head, width)
-    if network.candidates:
-        shapes |= _low_rank(network)
-    if network.embedding:
-        shapes["embed_tokens.weight"] = (network.embedding, width)
-    for number in range(network.layers):
-        at = f"layers.{number}" if number else prefix
-        shapes |= layer_shapes(network, at, width if number else 2 * width)
-        shapes[f"{at}.input_layernorm.weight"] = (width,)
-    return shapes | {f"{prefix}.hidden_norm.weight": (width,)}

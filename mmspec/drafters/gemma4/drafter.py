@@ -73,7 +73,7 @@ class Gemma4(TreeDrafter):
 
     Args:
         model: the assistant; its weights are shared, and moved to the target's device and dtype.
-        top_k, depth, total_tokens: see ``TreeDrafter``.
+        **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
 
     Raises:
         UserError: a model of another class.
@@ -82,14 +82,14 @@ class Gemma4(TreeDrafter):
     name: ClassVar[str] = "gemma4"
     features: Sequence[Feature] = ("last",)
 
-    def __init__(self, model: PreTrainedModel, *, top_k: int = 10, depth: int = 6, total_tokens: int = 59) -> None:
+    def __init__(self, model: PreTrainedModel, **tree: int) -> None:
         if model.config.model_type not in MODEL_TYPES:
             raise UserError(f"gemma4 takes a model of type {', '.join(MODEL_TYPES)}: got {model.config.model_type}")
         network: Any = without_output_capture(model).eval()
         set_attention(network, _ATTENTION)
         self._text = network.config.get_text_config()
         self._sources: dict[str, int] = {}  # the target's layer that each kind of layer reads
-        super().__init__(network, top_k=top_k, depth=depth, total_tokens=total_tokens)
+        super().__init__(network, **tree)
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:

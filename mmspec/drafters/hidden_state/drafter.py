@@ -64,7 +64,6 @@ class HiddenStateDrafter(TrainedDrafter):
     features: Sequence[Feature] = ("last",)
     beyond = 0  # by how much the next position of a row may exceed its tokens
     window = 0
-    published: dict[str, Any] | None = None  # target of a published checkpoint, see ``published.check_target``
 
     def __init__(self, network: Any, rotary: Rotary, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
         self._rotary, self._layers = rotary, layers
@@ -117,9 +116,10 @@ class HiddenStateDrafter(TrainedDrafter):
             probe: (1, hidden), an embedding of the target, for device and dtype.
         """
 
-    @abstractmethod
     def states(self, output: TargetOutput) -> Tensor:
-        """The target's hidden states that an entry takes, (batch, nodes, any)."""
+        """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
+        read = [output.features[name] for name in self.features]
+        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     @abstractmethod
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
@@ -129,6 +129,15 @@ class HiddenStateDrafter(TrainedDrafter):
             tokens: (batch, width) int64.
             states: (batch, width, any), see ``states``, at the tokens before.
         """
+
+    def keep_to(self, rows: int | None, target: Any) -> None:
+        """Draft the first ``rows`` tokens only, those that it was trained for, if the target has more."""
+        if self.draft_ids is None and rows is not None and rows < target.config.vocab_size:
+            self.draft_ids = torch.arange(rows, device=target.device)
+
+    def target_head(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """The target's output layer for the draft vocabulary."""
+        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
 
     def check_width(self, width: int) -> None:
         """Raise ``UserError`` if the target's hidden size, ``width``, is not the network's."""

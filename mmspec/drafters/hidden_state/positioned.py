@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -31,12 +30,15 @@ class PositionedDrafter(HiddenStateDrafter):
     """
 
     counts_tokens = True
+    reads_published = True
 
-    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
+    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None = None, **settings: Any) -> None:
         rotary, self._axis = rotary_of(self.shape_of(network))
         super().__init__(network, rotary, layers, draft_ids, **settings)
 
-    @abstractmethod
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return states
+
     def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
         """Network inputs of a prompt's entries, (batch, length, any).
 
@@ -45,6 +47,7 @@ class PositionedDrafter(HiddenStateDrafter):
             step: its prefill.
             first: (batch, 1) int64, the tokens after the prompt.
         """
+        return self.inputs(first, self.states(output))
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from mmspec.drafters.spec import DrafterSpec
-
-
-def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.published import recognise
-
-    return recognise(folder) == "kangaroo"
+from mmspec.drafters.spec import DrafterSpec, published_as
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
@@ -29,7 +22,7 @@ SPEC = DrafterSpec(
     "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
     "mmspec.drafters.kangaroo.drafter:Kangaroo",
     weights="required",
-    recognises=_recognises,
+    recognises=published_as("kangaroo"),
     parse_argument=parse_argument,
     train="kangaroo",
 )

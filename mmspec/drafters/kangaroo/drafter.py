@@ -8,17 +8,15 @@ The budget ends a tree where a further level gains too little, in place of the p
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput, output_of
+from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
-from mmspec.drafters import checkpoint
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state.passes import allowed_slots
@@ -34,63 +32,28 @@ class Kangaroo(PositionedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "kangaroo"
 
-    def __init__(
-        self,
-        network: KangarooNetwork,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 10,
-        depth: int = 6,
-        total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, 1, draft_ids, **tree, verifier=verifier)
+    config_class = KangarooConfig
+    network_class = KangarooNetwork
+
+    def __init__(self, network: KangarooNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        super().__init__(network, 1, draft_ids, **settings)
         self.features = (output_of(network.config.exit_layer - 1),)
 
     @classmethod
-    def from_checkpoint(cls, folder: Path, exit_layer: int | None = None) -> Self:
-        """Load a checkpoint of ``save`` or a published one.
-
-        Args:
-            folder: of the checkpoint.
-            exit_layer: replaces that of its configuration, see ``KangarooConfig``; published ones have none: 2.
-
-        Raises:
-            UserError: it is invalid.
-        """
-        keywords: dict[str, Any] = {}
-        draft_ids = found = None
-        if checkpoint.drafter_name(folder) is None:
-            config, tensors, found = read_published(folder)
-        else:
-            config, tensors, keywords = checkpoint.read_network(folder, KangarooConfig)
-            draft_ids = checkpoint.take_draft_ids(tensors, keywords["verifier"]["vocab_size"], folder)
-        if exit_layer is not None:
-            config = replace(config, exit_layer=exit_layer)
-        drafter = cls(checkpoint.load_network(KangarooNetwork, config, tensors, folder), draft_ids, **keywords)
-        drafter.published = found
-        return drafter
+    def read_published(cls, folder: Path) -> tuple[KangarooConfig, dict[str, Tensor], None, dict[str, Any]]:
+        config, tensors, target = read_published(folder)
+        return config, tensors, None, target
 
     # ------------------------------------------------------------------ the target
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self._first = FirstLayers(target, self.network.config.exit_layer)
-        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
-
-    def states(self, output: TargetOutput) -> Tensor:
-        return output.features[self.features[0]]
-
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return states
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.states(output)
+        return self.target_head(target)
 
     # ------------------------------------------------------------------ rows and steps
 

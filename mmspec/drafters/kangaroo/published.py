@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.drafters.kangaroo.config import KangarooConfig
-from mmspec.drafters.published import EAGLE_PARTS, PublishedConfig, check_tensors, layer_shapes, read_layout, stack
+from mmspec.drafters.kangaroo.network import KangarooNetwork
+from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
+from mmspec.drafters.published import EAGLE_PARTS, PublishedConfig, read_layout
 from mmspec.errors import UserError
 
 _PARTS = {f"layers.0.{name}": EAGLE_PARTS[name] for name in ("qkv.weight", "out.weight", "input_norm.weight")}
@@ -36,9 +38,7 @@ def read_published(folder: Path) -> tuple[KangarooConfig, dict[str, Tensor], dic
     if common.num_hidden_layers != 1:
         raise UserError(f"{source}: num_hidden_layers must be 1: got {common.num_hidden_layers}")
     network = KangarooConfig.read({**common.shape(), "mlp": 0}, source)
-    width = network.hidden_size
-    shapes = {**layer_shapes(network, "layers.0", width), "norm.weight": (width,)}
-    shapes["layers.0.input_layernorm.weight"] = (width,)
+    shapes = shapes_of(parameters(KangarooNetwork, network), _PARTS, network)
     check_tensors(tensors, shapes, "a Kangaroo adapter", str(folder))
-    verifier = {"name_or_path": "", "hidden_size": width, "vocab_size": common.vocab_size}
+    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": common.vocab_size}
     return network, stack(tensors, _PARTS), verifier

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-
-from mmspec.drafters.spec import DrafterSpec
-
-
-def _recognises(layout: str, folder: Path) -> bool:
-    from mmspec.drafters.published import recognise
-
-    return recognise(folder) == layout
-
+from mmspec.drafters.spec import DrafterSpec, published_as
 
 MEDUSA = DrafterSpec(
     "medusa",
@@ -20,7 +10,7 @@ MEDUSA = DrafterSpec(
     "heads on the target's last state, one per token ahead, verified as a tree (arXiv 2401.10774)",
     "mmspec.drafters.medusa.drafter:Medusa",
     weights="required",
-    recognises=partial(_recognises, "medusa"),
+    recognises=published_as("medusa"),
     train="medusa",
 )
 HYDRA = DrafterSpec(
@@ -29,6 +19,6 @@ HYDRA = DrafterSpec(
     "Medusa's heads, which also read the tokens drafted before (arXiv 2402.05109)",
     "mmspec.drafters.medusa.drafter:Hydra",
     weights="required",
-    recognises=partial(_recognises, "hydra"),
+    recognises=published_as("hydra"),
     train="medusa --grounded",
 )

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec import ops
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.drafters import checkpoint
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.medusa.published import read_published
+from mmspec.drafters.medusa.published import Published, read_published
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
@@ -40,36 +39,20 @@ class Medusa(PositionedDrafter):
     Args:
         network: the trained network, moved to the target's device and dtype.
         draft_ids: (n,) int64, the target's token of each row of the output layers; None is the identity.
-        top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per head.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per head.
     """
 
     name: ClassVar[str] = "medusa"
 
-    def __init__(
-        self,
-        network: MedusaNetwork,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 10,
-        depth: int = 6,
-        total_tokens: int = 59,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, len(network.layers), draft_ids, **tree, verifier=verifier)
+    config_class = MedusaConfig
+    network_class = MedusaNetwork
+
+    def __init__(self, network: MedusaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        super().__init__(network, len(network.layers), draft_ids, **settings)
 
     @classmethod
-    def from_checkpoint(cls, folder: Path) -> Self:
-        """Load a checkpoint of ``save`` or a published one; raises ``UserError`` if it is invalid."""
-        keywords: dict[str, Any] = {}
-        found = None
-        if checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, found = read_published(folder, cls.name)
-        else:
-            config, tensors, draft_ids, keywords = checkpoint.read_head(folder, MedusaConfig)
-        drafter = cls(checkpoint.load_network(MedusaNetwork, config, tensors, folder), draft_ids, **keywords)
-        drafter.published = found
-        return drafter
+    def read_published(cls, folder: Path) -> Published:
+        return read_published(folder, cls.name)
 
     # ------------------------------------------------------------------ the target
 
@@ -94,22 +77,9 @@ class Medusa(PositionedDrafter):
         self._rotary, self._axis = rotary_of(shape)
 
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        vocab: int = target.config.vocab_size  # type: ignore[attr-defined]
-        rows = self.network.config.head or (self.published or {}).get("vocab_size") or vocab
-        if self.draft_ids is None and rows < vocab:  # the target has more tokens than it was trained for
-            self.draft_ids = torch.arange(rows, device=probe.device)
-        if self.network.config.head or self.draft_ids is None:
-            return target.head
-        return target.narrow_head(self.draft_ids)
-
-    def states(self, output: TargetOutput) -> Tensor:
-        return output.features["last"]
-
-    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return states
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.states(output)
+        own = self.network.config.head
+        self.keep_to(own or (self.published or {}).get("vocab_size"), target)
+        return target.head if own else self.target_head(target)
 
     # ------------------------------------------------------------------ steps
 

@@ -23,14 +23,14 @@ from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mmspec.checks import FLAG, Checked, choice, option, settable, whole, within
 from mmspec.drafters.checkpoint import take_draft_ids
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.published import EAGLE_PARTS, check_tensors, layer_shapes, read_layout, rows_of, stack
+from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
+from mmspec.drafters.published import EAGLE_PARTS, read_layout
 from mmspec.drafters.shape import RotaryShape
 
 Published = tuple[MedusaConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -114,12 +114,9 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: st
     if layout == "hydra":
         names = _PREFIX if settings.head_arch == "prefix-mlp" else _MLP
     network = _network(settings, tensors, names, folder, draft_ids)
-    with torch.device("meta"):
-        expected = {name: tuple(tensor.shape) for name, tensor in MedusaNetwork(network).state_dict().items()}
-    parts = {ours: _LAYER.get(ours) or [names.of(ours, network.layers)] for ours in expected}
-    shapes = {some[0]: expected[ours] for ours, some in parts.items()}
-    if network.prefix:
-        shapes |= layer_shapes(network.layer, f"{_AT}.layers.0", network.hidden_size)
+    state = parameters(MedusaNetwork, network)
+    parts = {ours: _LAYER.get(ours) or [names.of(ours, network.layers)] for ours in state}
+    shapes = shapes_of(state, parts, network.layer)
     copies = {*_COPIES, *(_SHARED if settings.original_lm_head else ())} & tensors.keys()
     shapes |= {name: (rows_of(tensors, name) or 0, network.hidden_size) for name in copies}
     check_tensors(tensors, shapes, _WHAT[layout], str(folder))

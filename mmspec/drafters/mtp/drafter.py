@@ -46,25 +46,17 @@ class MTP(TreeDrafter):
 
     Args:
         network: the layers, moved to the target's device and dtype.
-        top_k, depth, total_tokens: see ``TreeDrafter``.
         published: the target, for ``published.check_target``.
+        **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
     """
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)
 
-    def __init__(
-        self,
-        network: MTPNetwork,
-        *,
-        top_k: int = 10,
-        depth: int = 6,
-        total_tokens: int = 59,
-        published: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, network: MTPNetwork, *, published: dict[str, Any] | None = None, **tree: int) -> None:
         self.published = published
         network.eval().requires_grad_(False)
-        super().__init__(network, top_k=top_k, depth=depth, total_tokens=total_tokens)
+        super().__init__(network, **tree)
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:

@@ -7,8 +7,7 @@ state, computed from its parent's.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState, write_last
 from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.shape import TreeShape
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -37,37 +37,24 @@ class Mamba(TrainedDrafter):
     Args:
         network: the trained network, moved to the target's device; in the target's dtype on a GPU, where weight reads
             dominate, else float32.
-        draft_ids, top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+        draft_ids, **settings: see ``TrainedDrafter``.
     """
 
     name: ClassVar[str] = "mamba"  # as registered
 
-    def __init__(
-        self,
-        network: MambaNetwork,
-        draft_ids: Tensor | None = None,
-        *,
-        top_k: int = 8,
-        depth: int = 6,
-        total_tokens: int = 40,
-        verifier: dict[str, Any] | None = None,
-    ) -> None:
+    config_class = MambaConfig
+    network_class = MambaNetwork
+    usual_tree = TreeShape(top_k=8, depth=6, total_tokens=40)
+
+    def __init__(self, network: MambaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         self._head = torch.empty(0)  # (draft tokens, hidden)
-        tree = {"top_k": top_k, "depth": depth, "total_tokens": total_tokens}
-        super().__init__(network, draft_ids, **tree, verifier=verifier)
+        super().__init__(network, draft_ids, **settings)
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
         self._state = [(RowTensor(static_shapes), RowTensor(static_shapes)) for _ in range(self.network.config.layers)]
         self._buffers: list[list[Tensor]] = []  # states of even and odd tree levels
-
-    @classmethod
-    def from_checkpoint(cls, folder: Path) -> Self:
-        """Load a checkpoint written by ``save``; raises ``UserError`` if it is invalid."""
-        config, tensors, keywords = checkpoint.read_network(folder, MambaConfig)
-        draft_ids = checkpoint.take_draft_ids(tensors, config.vocab_size, folder)
-        return cls(checkpoint.load_network(MambaNetwork, config, tensors, folder), draft_ids, **keywords)
 
     def attach(self, target: Target) -> None:
         if target is self._target:

@@ -15,6 +15,7 @@ from mmspec.core.drafter import fork
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
+from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.trees_and_chains import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
@@ -97,8 +98,9 @@ def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(folder):
 def test_drafters_without_a_width_cannot_draft_chains(folder):
     target = mmspec.load(folder, drafter=None).target
     assert as_chain(Ngram(), 3, target).width == 1
-    with pytest.raises(UserError, match="chains need a drafter that can draft them: ProfiledDrafter cannot"):
-        as_chain(ProfiledDrafter(Ngram()), 3, target)
+    assert as_chain(ProfiledDrafter(Ngram()), 3, target).drafter.width == 1
+    with pytest.raises(UserError, match="chains need a drafter that can draft them: Oracle cannot"):
+        as_chain(Oracle([], vocab=9), 3, target)
 
 
 def test_all_methods_give_the_same_tokens(folder):

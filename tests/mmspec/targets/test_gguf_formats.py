@@ -20,7 +20,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.errors import UserError
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.targets import gguf
-from mmspec.targets.decoder_layer import merge_layers
+from mmspec.targets.merging import merge_layers
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels

@@ -18,7 +18,8 @@ from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
 from mmspec.targets import decoder_layer
-from mmspec.targets.decoder_layer import MergedLayer, merge_layers
+from mmspec.targets.decoder_layer import MergedLayer
+from mmspec.targets.merging import merge_layers
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of

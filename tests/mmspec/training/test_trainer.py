@@ -394,20 +394,15 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
 
 
-def test_curves_of_several_runs(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        trainer(tmp_path / name, steps=2).train()
-    logs = [tmp_path / name / LOG for name in ("one", "two")]
-    draw(logs, tmp_path / "both.svg", ["first", "second"], "minutes")
-    draw(logs, tmp_path / "again.svg", ["first", "second"], "minutes")
-    picture = (tmp_path / "both.svg").read_text()
-    assert "<!-- first -->" in picture
-    assert "<!-- second, held-out -->" in picture
+def test_curve_of_a_run(tmp_path: Path) -> None:
+    trainer(tmp_path / "one", steps=2).train()
+    log, picture = tmp_path / "one" / LOG, (tmp_path / "one" / CURVE).read_text()
+    assert "<!-- one -->" in picture
+    assert "<!-- one, held-out -->" in picture
+    draw(log, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text() == picture
-    draw(logs, tmp_path / "both.png")
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="expected 2 names, received 1"):
-        draw(logs, tmp_path / "x.svg", ["first"])
+    draw(log, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "bad.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
-        draw([tmp_path / "bad.jsonl"], tmp_path / "x.svg")
+        draw(tmp_path / "bad.jsonl", tmp_path / "x.svg")

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from mmspec.drafters.spec import DrafterSpec
-
-
-def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.published import REFUSED, recognise
-
-    return recognise(folder) in ("msd", *REFUSED)  # loading the latter says why they are refused
-
+from mmspec.drafters.spec import DrafterSpec, published_as
 
 MSD = DrafterSpec(
     "msd",
@@ -19,7 +10,7 @@ MSD = DrafterSpec(
     "a small trained layer on the target's hidden states, text and images apart (arXiv 2505.14260)",
     "mmspec.vision.drafters.msd.drafter:MSD",
     weights="required",
-    recognises=_recognises,
+    recognises=published_as("msd", "domino"),  # loading the latter says why it is refused
     train="msd",
 )
 FLASH = DrafterSpec(

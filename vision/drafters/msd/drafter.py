@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mmspec.drafters.eagle.config import EagleConfig
 from mmspec.drafters.eagle.drafter import Eagle, Entries
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import Layout
@@ -25,8 +24,8 @@ class MSD(Eagle):
     """MSD drafter, for any target that provides hidden states and the mask of visual positions; see ``Eagle``."""
 
     name: ClassVar[str] = "msd"
-    layout: ClassVar[Layout | None] = LAYOUT
-    config_class: ClassVar[type[EagleConfig]] = MSDConfig
+    layout: ClassVar[Layout] = LAYOUT
+    config_class = MSDConfig
     network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
 
     def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
@@ -48,7 +47,7 @@ class Flash(MSD):
     """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     name = "flash"
-    layout = None
+    reads_published = False
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:

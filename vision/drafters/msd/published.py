@@ -7,6 +7,7 @@ from typing import Any
 
 from mmspec.drafters.eagle.published import Layout
 from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd.network import MSDNetwork
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -15,4 +16,4 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"decoupled": True, **whole}
 
 
-LAYOUT = Layout("msd", MSDConfig, _settings, embedding=True)
+LAYOUT = Layout("msd", MSDConfig, MSDNetwork, _settings, embedding=True)

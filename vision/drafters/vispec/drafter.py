@@ -8,7 +8,6 @@ image. An image is a run of visual tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,22 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.eagle.network import EagleNetwork
+from mmspec.drafters.eagle.published import Layout
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
 from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.drafters.vispec.published import LAYOUT
+
+_PARTS = {
+    "adaptor.queries": ["imadpt.q"],
+    "adaptor.key.weight": ["imadpt.k_proj.weight"],
+    "adaptor.key.bias": ["imadpt.k_proj.bias"],
+    "adaptor.value.weight": ["imadpt.v_proj.weight"],
+    "adaptor.value.bias": ["imadpt.v_proj.bias"],
+    "adaptor.out.weight": ["imadpt.o_proj.weight"],
+    "img_fc.weight": ["img_fc.weight"],
+    "img_fc.bias": ["img_fc.bias"],
+}
 
 
 class Adaptor(nn.Module):
@@ -76,12 +85,15 @@ class ViSpecNetwork(MSDNetwork):
         return embeds.index_put(at, token), vectors
 
 
+LAYOUT = Layout("vispec", MSDConfig, ViSpecNetwork, parts=_PARTS)
+
+
 class ViSpec(MSD):
     """ViSpec drafter; see ``MSD``."""
 
     name = "vispec"
     layout = LAYOUT
-    network_class: ClassVar[type[EagleNetwork]] = ViSpecNetwork
+    network_class = ViSpecNetwork
 
     def reset(self, static: bool = False) -> None:
         super().reset(static)
