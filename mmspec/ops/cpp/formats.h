@@ -44,15 +44,9 @@ inline Scales superblock_scales(const uint8_t* factors, const uint8_t* d, const 
   return {scale, scale, -widen(load<halves>(dmin)) * __builtin_convertvector(pair >> 8, floats)};
 }
 
-// The products of a group's codes with the first and with the last 16 inputs.
+// sums += the products of a group's codes with the first and with the last 16 inputs
 inline void dot_halves(const bytes (&codes)[8], const int8_t* inputs, ints (&sums)[2]) {
-  sums[0] = sums[1] = ints{};
-#if defined(__AVX512VNNI__) && !defined(MMSPEC_PORTABLE)
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++)
-    sums[i / 4] = reinterpret_cast<ints>(_mm512_dpbusd_epi32((__m512i)sums[i / 4], (__m512i)codes[i],
-                                                             _mm512_set1_epi32(load<int32_t>(inputs + 4 * i))));
-#elif defined(__AVX2__) && !defined(MMSPEC_PORTABLE)
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(MMSPEC_PORTABLE)
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i += 2) {  // 2 sums of two products, of at most 63 * 127, fit in 16 bits
     __m256i pairs = _mm256_add_epi16(

@@ -113,7 +113,8 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   const Linear &first_linear = layer->read, &gate_up = layer->gate_up, &down = layer->down;
   Rows &operand = inputs, &gated = hidden;
   std::vector<float>& between = gates;
-  int64_t widest = std::max(gate_up.out, down.out);
+  int64_t gate_stride = gate_up.out + LANES;  // powers of two would map rows to the same cache lines
+  int64_t widest = std::max(gate_stride, down.out);
   operand.shape(std::max(first_linear.in, gate_up.in));
   gated.shape(down.in);
   if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
@@ -136,8 +137,8 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
 #pragma omp single
     operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
-    product(gate_up, operand, count, between.data());
-    take_gated(down, gated, between.data(), count, layer->gelu);
+    product(gate_up, operand, count, between.data(), nullptr, gate_stride);
+    take_gated(down, gated, between.data(), gate_stride, count, layer->gelu);
     add(down, gated, count, out + at, layer->mlp_after, out + at);
   }
 }

@@ -47,9 +47,9 @@ inline halves first_of(halves value, int64_t count) {
 // 2^x for x <= 0: to the precision of bfloat16, by a Taylor polynomial of degree 4.
 inline floats power_of_two(floats x) {
   x = x > -126.0f ? x : splat(-126.0f);
-  floats n = x + 12582912.0f;  // rounded to an integer in the low bits
+  floats n = x + OFFSET;  // rounded to an integer in the low bits
   ints power = reinterpret_cast<ints>(n) << 23;
-  floats r = x - (n - 12582912.0f), p = splat(9.618129e-3f);
+  floats r = x - (n - OFFSET), p = splat(9.618129e-3f);
   for (float factor : {5.550411e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) p = fma(p, r, splat(factor));
   return as_floats(reinterpret_cast<ints>(p) + power);
 }

@@ -44,19 +44,18 @@ constexpr int64_t AHEAD = 16;  // groups to prefetch
 
 enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32, Q5, Q4_K, Q5_K, Q6_K };
 
-// The products of a group's codes, 4 input features of each lane in a vector, with its inputs, whose sum is ``total``.
-template <Kind kind>
-inline ints dot(const bytes (&codes)[8], const int8_t* inputs, [[maybe_unused]] int32_t total) {
 #if defined(__AVX512VNNI__) && !defined(MMSPEC_PORTABLE)
-  ints sums[2] = {};
-  if constexpr (kind == INT8) sums[0] -= 128 * total;
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++)
-    sums[i % 2] = reinterpret_cast<ints>(_mm512_dpbusd_epi32((__m512i)sums[i % 2], (__m512i)codes[i],
-                                                             _mm512_set1_epi32(load<int32_t>(inputs + 4 * i))));
-  return sums[0] + sums[1];
-#elif defined(__AVX2__) && !defined(MMSPEC_PORTABLE)
-  __m256i pairs = _mm256_setzero_si256(), sums = pairs, ones = _mm256_set1_epi16(1);
+constexpr bool VNNI = true;  // its instructions take codes without a sign
+#else
+constexpr bool VNNI = false;
+#endif
+constexpr int32_t START = VNNI ? 0x4b400000 : 0;  // of sums: the bits of OFFSET
+
+// sums + the products of a group's codes, 4 input features of each lane in a vector, with its inputs
+template <Kind kind>
+inline ints dot(const bytes (&codes)[8], const int8_t* inputs, ints sums) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(MMSPEC_PORTABLE)
+  __m256i pairs = _mm256_setzero_si256(), products = pairs, ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) {
     __m256i input = _mm256_set1_epi32(load<int32_t>(inputs + 4 * i));
@@ -65,26 +64,26 @@ inline ints dot(const bytes (&codes)[8], const int8_t* inputs, [[maybe_unused]] 
     } else {  // two products of at most 127 * 127 do
       __m256i weights = _mm256_xor_si256((__m256i)codes[i], _mm256_set1_epi8(-128));
       pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(input, weights));
-      sums = _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, ones));
+      products = _mm256_add_epi32(products, _mm256_madd_epi16(pairs, ones));
     }
   }
-  return reinterpret_cast<ints>(kind == INT4 ? _mm256_madd_epi16(pairs, ones) : sums);
+  return sums + reinterpret_cast<ints>(kind == INT4 ? _mm256_madd_epi16(pairs, ones) : products);
 #elif defined(__ARM_FEATURE_DOTPROD) && !defined(MMSPEC_PORTABLE)
-  int32x4_t sums[2] = {};
+  int32x4_t halves[2];
+  std::memcpy(halves, &sums, sizeof sums);
   for (int i = 0; i < 8; i++) {
     int8x16_t input = vreinterpretq_s8_s32(vdupq_n_s32(load<int32_t>(inputs + 4 * i))), weights[2];
     std::memcpy(weights, &codes[i], sizeof weights);
     for (int half = 0; half < 2; half++) {
       if constexpr (kind == INT8) weights[half] = veorq_s8(weights[half], vdupq_n_s8(-128));
-      sums[half] = vdotq_s32(sums[half], weights[half], input);
+      halves[half] = vdotq_s32(halves[half], weights[half], input);
     }
   }
-  return load<ints>(sums);
+  return load<ints>(halves);
 #else
-  ints sums{};
-  if constexpr (kind == INT8) sums -= 128 * total;
   for (int i = 0; i < GROUP; i++)
-    for (int lane = 0; lane < LANES; lane++) sums[lane] += int32_t(codes[i / 4][4 * lane + i % 4]) * inputs[i];
+    for (int lane = 0; lane < LANES; lane++)
+      sums[lane] += (codes[i / 4][4 * lane + i % 4] - (kind == INT8 ? 128 : 0)) * inputs[i];
   return sums;
 #endif
 }
@@ -118,31 +117,80 @@ inline floats dot(floats accumulator, ints weights, const Half* inputs) {
 #endif
 }
 
+// Stores 16 inputs times ``factor`` as int8, rounded to nearest, ties to even; returns their sum.
+inline int32_t quantise(const float* x, float factor, int8_t* codes) {
+#if defined(__AVX512F__)
+  __m512i rounded = _mm512_cvtps_epi32((__m512)(load<floats>(x) * factor));
+  _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(rounded));
+  return _mm512_reduce_add_epi32(rounded);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) codes[i] = int8_t(int32_t(__builtin_rintf(x[i] * factor)));
+  for (int i = 0; i < 16; i++) sum += codes[i];
+  return sum;
+#endif
+}
+
+// sums (rows, 2) += products of a group's codes with its inputs in several rows; in Q6_K, with the first and the last 16.
+template <Kind kind, int rows>
+inline void dot_rows(const bytes (&codes)[8], const int8_t* inputs, ints (&sums)[rows][2]) {
+#if defined(__AVX512VNNI__) && !defined(MMSPEC_PORTABLE)
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+      ints& sum = sums[row][kind == Q6_K ? i / 4 : 0];
+      sum = reinterpret_cast<ints>(_mm512_dpbusd_epi32(
+          (__m512i)sum, (__m512i)codes[i], _mm512_set1_epi32(load<int32_t>(inputs + row * GROUP + 4 * i))));
+    }
+#else
+#if defined(MMSPEC_I8MM)
+  if (kind <= INT8 && rows > 1 && has_i8mm) {
+    ints pairs[rows];
+    dot_pairs(codes, kind == INT8 ? 128 : 0, inputs, GROUP, rows, pairs);
+    for (int row = 0; row < rows; row++) sums[row][0] += pairs[row];
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; row++)
+    if constexpr (kind > FLOAT32)
+      dot_halves(codes, inputs + row * GROUP, sums[row]);
+    else
+      sums[row][0] = dot<kind>(codes, inputs + row * GROUP, sums[row][0]);
+#endif
+}
+
 inline int64_t groups_of(int64_t features) { return (features + GROUP - 1) / GROUP; }
 
-// Rows of inputs in the form that a kind of weights takes, padded to whole groups.
+// Rows of inputs in the form that a kind of weights takes, padded to whole groups: (rows / 16, groups, 16 rows), so
+// that what a tile reads lies together.
 struct Rows {
-  int64_t width, groups;
-  std::vector<int8_t> codes;
-  std::vector<Half> rounded;
-  std::vector<float> exact, scale, total_scaled;
-  std::vector<int32_t> total, first_total;  // of a group's codes, of the first 16
+  int64_t groups;
+  Lines<int8_t> codes;
+  Lines<Half> rounded;
+  Lines<float> exact, scale, total_scaled;
+  Lines<int32_t> int8_start, q6_start, q6_last_start;  // what products of these kinds' codes start from
 
   // Makes room for CHUNK rows.
   void shape(int64_t features) {
-    groups = groups_of(features), width = groups * GROUP;
-    if (codes.size() < size_t(CHUNK * width)) {
-      codes.resize(CHUNK * width), rounded.resize(CHUNK * width), exact.resize(CHUNK * width);
-      scale.resize(CHUNK * groups), total_scaled.resize(CHUNK * groups), total.resize(CHUNK * groups);
-      first_total.resize(CHUNK * groups);
-    }
+    groups = groups_of(features);
+    int64_t all = CHUNK * groups;
+    codes.reserve(all * GROUP), rounded.reserve(all * GROUP), exact.reserve(all * GROUP);
+    scale.reserve(all), total_scaled.reserve(all);
+    int8_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
+  }
+
+  // Index of a group of a row; the next row's follows, within 16 rows.
+  int64_t at(int64_t row, int64_t group) const {
+    return (row / MOST_ROWS * groups + group) * MOST_ROWS + row % MOST_ROWS;
   }
 
   // Stores 32 features of a row.
   void set(Kind kind, int64_t row, int64_t group, const float* x) {
-    int64_t first = row * width + group * GROUP, at = row * groups + group;
+    int64_t index = at(row, group), first = index * GROUP;
     if (kind == FLOAT32) {
-      std::memcpy(exact.data() + first, x, GROUP * sizeof(float));
+      std::memcpy(&exact[first], x, GROUP * sizeof(float));
       return;
     }
     if (kind == BFLOAT16) {
@@ -156,13 +204,13 @@ struct Rows {
       most = part > most ? part : most;
     }
     float magnitude = greatest(most), step = magnitude / 127, inverse = magnitude > 0 ? 127 / magnitude : 0;
-    int8_t* code = codes.data() + first;
-    int32_t sum = 0;
-    for (int i = 0; i < GROUP; i++) code[i] = int8_t(int32_t(__builtin_rintf(x[i] * inverse)));
-    for (int i = 0; i < GROUP / 2; i++) sum += code[i];
-    first_total[at] = sum;
-    for (int i = GROUP / 2; i < GROUP; i++) sum += code[i];
-    scale[at] = step, total[at] = sum, total_scaled[at] = step * float(sum);
+    int32_t sums[2];
+    for (int part = 0; part < 2; part++)
+      sums[part] = quantise(x + part * GROUP / 2, inverse, &codes[first + part * GROUP / 2]);
+    int32_t total = sums[0] + sums[1];
+    int8_start[index] = START - (VNNI ? 128 * total : 0);
+    q6_start[index] = START - 32 * sums[0], q6_last_start[index] = START - 32 * sums[1];
+    scale[index] = step, total_scaled[index] = step * float(total);
   }
 };
 
@@ -194,20 +242,30 @@ inline Scales scales_of(const uint8_t* scales, int64_t group) {
   return superblock_scales<kind == Q6_K>(scales, shared, shared + 2 * BLOCK);
 }
 
+// Products times a scale. Those of VNNI start from the bits of OFFSET, so that they need no conversion: scales have so few
+// bits that OFFSET times a scale is exact.
+inline floats scaled(ints products, floats scale) {
+  if constexpr (VNNI) return fma(as_floats(products), scale, scale * -OFFSET);
+  return __builtin_convertvector(products, floats) * scale;
+}
+
 // sum + the products of a group's codes with a row's inputs, its first and its last ones, scaled.
 template <Kind kind>
 inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale, const Rows& x, int64_t at) {
-  floats products;
-  if constexpr (kind == Q6_K) {
-    first -= 32 * x.first_total[at], last -= 32 * (x.total[at] - x.first_total[at]);
-    products = __builtin_convertvector(first, floats) * scale.first;
-    products = fma(__builtin_convertvector(last, floats), scale.last, products);
-  } else {
-    if constexpr (kind != INT8) sum = fma(scale.low, splat(x.total_scaled[at]), sum);
-    products = __builtin_convertvector(first + last, floats) * scale.first;
-  }
+  floats products = scaled(kind == Q6_K ? first : first + last, scale.first);
+  if constexpr (kind == Q6_K)
+    products = fma(VNNI ? as_floats(last) - OFFSET : __builtin_convertvector(last, floats), scale.last, products);
+  else if constexpr (kind != INT8)
+    sum = fma(scale.low, splat(x.total_scaled[at]), sum);
   return fma(products, splat(x.scale[at]), sum);
 }
+
+// Where there is less to compute, the prefetching of processors without AMX keeps up, except in superblocks.
+#if defined(MMSPEC_AMX)
+constexpr int PREFETCHED_ROWS = 1;
+#else
+constexpr int PREFETCHED_ROWS = 4;
+#endif
 
 // Into the second level cache: the first one's lines are taken by loads.
 template <Kind kind>
@@ -222,52 +280,42 @@ inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  // Where there is little to compute, the processor's own prefetching keeps up, except in superblocks.
-  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= 4)) prefetch_group<kind>(from, scales);
+  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= PREFETCHED_ROWS))
+    prefetch_group<kind>(from, scales);
   if constexpr (kind == FLOAT32) {
-    const float* input = x.exact.data() + first * x.width + group * GROUP;
+    const float* input = &x.exact[x.at(first, group) * GROUP];
     for (int i = 0; i < GROUP; i += 2) {
       floats even = load<floats>(from + 64 * i), odd = load<floats>(from + 64 * i + 64);
 #pragma GCC unroll 8
       for (int row = 0; row < tile; row++) {
-        sums[row] = fma(even, splat(input[row * x.width + i]), sums[row]);
-        sums[tile + row] = fma(odd, splat(input[row * x.width + i + 1]), sums[tile + row]);
+        sums[row] = fma(even, splat(input[row * GROUP + i]), sums[row]);
+        sums[tile + row] = fma(odd, splat(input[row * GROUP + i + 1]), sums[tile + row]);
       }
     }
   } else if constexpr (kind == BFLOAT16) {
-    const Half* input = x.rounded.data() + first * x.width + group * GROUP;
+    const Half* input = &x.rounded[x.at(first, group) * GROUP];
     for (int i = 0; i < 16; i += 2) {
       ints even = load<ints>(from + 64 * i), odd = load<ints>(from + 64 * i + 64);
 #pragma GCC unroll 8
       for (int row = 0; row < tile; row++) {
-        sums[row] = dot(sums[row], even, input + row * x.width + 2 * i);
-        sums[tile + row] = dot(sums[tile + row], odd, input + row * x.width + 2 * i + 2);
+        sums[row] = dot(sums[row], even, input + row * GROUP + 2 * i);
+        sums[tile + row] = dot(sums[tile + row], odd, input + row * GROUP + 2 * i + 2);
       }
     }
   } else {
     bytes codes[8];
     unpack_group<kind>(from, codes);
     Scales scale = scales_of<kind>(scales, group);
-#if defined(MMSPEC_I8MM)
-    ints pairs[tile];
-    bool paired = kind <= INT8 && tile > 1 && has_i8mm;
-    if (paired)
-      dot_pairs(codes, kind == INT8 ? 128 : 0, x.codes.data() + first * x.width + group * GROUP, x.width, tile, pairs);
-#else
-    constexpr bool paired = false;
-    const ints* pairs = nullptr;
-#endif
-#pragma GCC unroll 8
+    int64_t at = x.at(first, group);
+    ints parts[tile][2] = {};
     for (int row = 0; row < tile; row++) {
-      int64_t at = (first + row) * x.groups + group;
-      const int8_t* input = x.codes.data() + (first + row) * x.width + group * GROUP;
-      ints part[2] = {};
-      if constexpr (kind > FLOAT32)
-        dot_halves(codes, input, part);
-      else
-        part[0] = paired ? pairs[row] : dot<kind>(codes, input, x.total[at]);
-      sums[row] = add_scaled<kind>(sums[row], part[0], part[1], scale, x, at);
+      if constexpr (kind == Q6_K) parts[row][1] += x.q6_last_start[at + row];
+      parts[row][0] += kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
     }
+    dot_rows<kind>(codes, &x.codes[at * GROUP], parts);
+#pragma GCC unroll 8
+    for (int row = 0; row < tile; row++)
+      sums[row] = add_scaled<kind>(sums[row], parts[row][0], parts[row][1], scale, x, at + row);
   }
 }
 
@@ -297,65 +345,18 @@ void tile_product(int rows, const uint8_t* block, int64_t part, const Rows& x, i
   block_product<kind, tile>(block, part, x, first, sums);
 }
 
-#if defined(MMSPEC_AMX)
-// Estimated: a simpler kernel was as fast as VNNI with 8 rows, and faster with 16.
-constexpr int LEAST_ROWS = 8;
-
-// As ``block_product``, with the same bits. Several groups are unpacked, multiplied and scaled at a time, so that no
-// instruction waits for the one before.
-template <Kind kind>
-void add_quantised_tiles(Tiles& tiles, int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
-  constexpr int64_t STRETCH = 8, PARTS = kind == Q6_K ? 2 : 1, DEPTH = GROUP / PARTS;
-  bytes codes[STRETCH][8];
-  ints products[STRETCH][PARTS][MOST_ROWS];
-  Scales scale[STRETCH];
-  floats local[MOST_ROWS] = {};
-  tiles.configure(rows, DEPTH);
-  for (int64_t start = 0; start < x.groups; start += STRETCH) {
-    int64_t count = std::min(STRETCH, x.groups - start);
-    for (int64_t i = 0; i < count; i++) {
-      auto [from, scales] = group_at<kind>(block, start + i);
-      prefetch_group<kind>(from, scales);
-      unpack_group<kind>(from, codes[i]);
-      scale[i] = scales_of<kind>(scales, start + i);
-    }
-    const int8_t* input = x.codes.data() + first * x.width + start * GROUP;
-    multiply_tiles(input, x.width, (const uint8_t*)codes, DEPTH, count * PARTS, products[0][0]);
-    for (int row = 0; row < rows; row++) {
-      floats sum = local[row];
-      for (int64_t i = 0; i < count; i++) {
-        int64_t at = (first + row) * x.groups + start + i;
-        ints last = PARTS > 1 ? products[i][PARTS - 1][row] : ints{} - (kind == INT8 ? 128 * x.total[at] : 0);
-        sum = add_scaled<kind>(sum, products[i][0][row], last, scale[i], x, at);
-      }
-      local[row] = sum;
-    }
-  }
-  for (int row = 0; row < rows; row++) sums[row] += local[row];
+// out = sum (+ residual), of the first ``columns``.
+inline void add_columns(floats sum, const float* residual, int64_t columns, float* out) {
+  if (columns == LANES) return store(out, residual ? load<floats>(residual) + sum : sum);
+  floats earlier{};
+  if (residual) std::memcpy(&earlier, residual, columns * sizeof(float));
+  sum += earlier;
+  std::memcpy(out, &sum, columns * sizeof(float));
 }
 
-// Adds products in tile registers; returns false, without any, where other kernels are faster or the only ones.
+// out = x W^T + bias (+ residual), rows ``stride`` apart; called by all threads of a team.
 template <Kind kind>
-bool add_by_tiles(Tiles& tiles, int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
-  if (!has_tiles || kind == FLOAT32 || (kind != BFLOAT16 && rows < LEAST_ROWS)) return false;
-  if constexpr (kind == BFLOAT16) {
-    tiles.configure(rows, 2 * GROUP);
-    add_bfloat16_tiles(x.rounded.data() + first * x.width, x.width, block, x.groups, rows, sums);
-  } else if constexpr (kind != FLOAT32) {
-    add_quantised_tiles<kind>(tiles, rows, block, x, first, sums);
-  }
-  return true;
-}
-#else
-template <Kind>
-bool add_by_tiles(Tiles&, int, const uint8_t*, const Rows&, int64_t, floats*) {
-  return false;
-}
-#endif
-
-// out = x W^T + bias (+ residual); called by all threads of a team.
-template <Kind kind>
-void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
+void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
   Tiles tiles;
 #pragma omp for schedule(static)
@@ -368,35 +369,41 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, co
       for (int64_t first = 0; first < rows; first += MOST_ROWS) {
         int count = int(std::min(MOST_ROWS, rows - first));
         floats sums[MOST_ROWS];
-        for (int i = 0; i < count; i++) sums[i] = bias;
-        if (!add_by_tiles<kind>(tiles, count, weights, x, first, sums))
+        for (int i = 0; i < count; i++) {
+          sums[i] = bias;
+          __builtin_prefetch(out + (first + i) * stride + column, 1);
+        }
+        if (kind == BFLOAT16 && has_tiles)
+          tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, count, sums);
+        else
           for (int i = 0; i < count; i += TILE)
             tile_product<kind>(std::min(int(TILE), count - i), weights, column % BLOCK, x, first + i, sums + i);
         for (int i = 0; i < count; i++) {
-          int64_t at = (first + i) * layer.out + column;
-          floats earlier{};
-          if (residual) std::memcpy(&earlier, residual + at, columns * sizeof(float));
-          earlier += sums[i];
-          std::memcpy(out + at, &earlier, columns * sizeof(float));
+          int64_t at = (first + i) * stride + column;
+          add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
         }
       }
     }
 }
 
-void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual) {
-  if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, residual);
-  if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, residual);
-  if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, residual);
-  if (layer.kind == Q5) return product_of<Q5>(layer, x, rows, out, residual);
-  if (layer.kind == Q4_K) return product_of<Q4_K>(layer, x, rows, out, residual);
-  if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, residual);
-  if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, residual);
-  product_of<BFLOAT16>(layer, x, rows, out, residual);
+void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride,
+                     const float* residual) {
+  if (layer.kind == INT4) return product_of<INT4>(layer, x, rows, out, stride, residual);
+  if (layer.kind == INT8) return product_of<INT8>(layer, x, rows, out, stride, residual);
+  if (layer.kind == FLOAT32) return product_of<FLOAT32>(layer, x, rows, out, stride, residual);
+  if (layer.kind == Q5) return product_of<Q5>(layer, x, rows, out, stride, residual);
+  if (layer.kind == Q4_K) return product_of<Q4_K>(layer, x, rows, out, stride, residual);
+  if (layer.kind == Q5_K) return product_of<Q5_K>(layer, x, rows, out, stride, residual);
+  if (layer.kind == Q6_K) return product_of<Q6_K>(layer, x, rows, out, stride, residual);
+  product_of<BFLOAT16>(layer, x, rows, out, stride, residual);
 }
 
-void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr) {
+// Rows of ``out`` and of ``residual`` are ``stride`` apart, by default ``layer.out``.
+void product(const Linear& layer, const Rows& x, int64_t rows, float* out, const float* residual = nullptr,
+             int64_t stride = 0) {
+  if (stride == 0) stride = layer.out;
   for (const Linear* part = &layer; part; out += part->features, part = part->rest) {
-    product_of_kind(*part, x, rows, out, residual);
+    product_of_kind(*part, x, rows, out, stride, residual);
     if (residual) residual += part->features;
   }
 }
@@ -458,12 +465,13 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
     }
 }
 
-// act(gate) * up as the inputs of a layer, act being silu or gelu; ``in`` is a multiple of 32.
-void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t rows, bool with_gelu) {
+// act(gate) * up as the inputs of a layer, act being silu or gelu, rows ``stride`` apart; ``in`` is a
+// multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
 #pragma omp for schedule(static) collapse(2)
   for (int64_t row = 0; row < rows; row++)
     for (int64_t group = 0; group < x.groups; group++) {
-      const float* gate = gate_up + 2 * row * layer.in + group * GROUP;
+      const float* gate = gate_up + row * stride + group * GROUP;
       float gated[GROUP];
       for (int64_t i = 0; i < GROUP; i += LANES) {
         floats z = load<floats>(gate + i);

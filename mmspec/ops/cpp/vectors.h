@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 
 #if defined(__AVX2__)
@@ -34,6 +35,30 @@ inline T load(const void* from) {
   return value;
 }
 
+// An array from the start of a cache line on.
+template <class T>
+class Lines {
+ public:
+  Lines() = default;
+  Lines(const Lines&) = delete;
+  Lines& operator=(const Lines&) = delete;
+  ~Lines() { std::free(data_); }
+
+  // Makes room; contents may be lost.
+  void reserve(int64_t size) {
+    if (size <= size_) return;
+    std::free(data_);
+    size_ = size, data_ = static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64));
+  }
+
+  T& operator[](int64_t i) { return data_[i]; }
+  const T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
 inline void store(float* to, floats value) { std::memcpy(to, &value, sizeof value); }
 inline floats splat(float value) { return value - floats{}; }
 inline floats as_floats(ints value) { return reinterpret_cast<floats>(value); }
@@ -53,6 +78,9 @@ inline floats fma(floats a, floats b, floats c) {
   return c;
 #endif
 }
+
+// A float whose last 23 bits count units: an integer of less than 22 bits that is added to its bits is added to it.
+constexpr float OFFSET = 12582912;
 
 inline float sum(floats value) {
 #if defined(__AVX512F__)
@@ -137,9 +165,9 @@ inline floats widen(halves value) {
 // exp(x) for x <= 0: 2^n times the Taylor polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2].
 inline floats exponential(floats x) {
   x = x < -87.0f ? splat(-87.0f) : x;
-  floats n = x * 1.44269504f + 12582912.0f;  // rounded to an integer in the low bits
+  floats n = x * 1.44269504f + OFFSET;  // rounded to an integer in the low bits
   ints power = reinterpret_cast<ints>(n) - 0x4b400000;
-  n -= 12582912.0f;
+  n -= OFFSET;
   floats r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   floats p = splat(1.0f / 720);

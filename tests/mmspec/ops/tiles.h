@@ -1,6 +1,6 @@
-// AMX's tile instructions as plain loops, after the pseudo-code of LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBSUD
-// and TDPBF16PS in Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. What faults there aborts
-// here. Included before the kernels, whose calls then come here.
+// AMX's tile instructions as plain loops, after the pseudo-code of LDTILECFG, TILELOADD, TILESTORED, TILEZERO and
+// TDPBF16PS in Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2. What faults there aborts here.
+// Included before the kernels, whose calls then come here.
 
 #pragma once
 
@@ -63,25 +63,6 @@ inline void store(int i, void* to, int64_t stride) {
     std::memcpy(static_cast<uint8_t*>(to) + m * stride, tiles[i].row[m], tiles[i].columns);
 }
 
-inline void require_fitting(int sum, int a, int b) {
-  require(sum != a && sum != b && a != b);
-  require(used(sum).rows == used(a).rows && used(sum).columns == used(b).columns);
-  require(tiles[a].columns == 4 * tiles[b].rows && tiles[b].columns % 4 == 0);
-  products++;
-}
-
-inline void multiply_bytes(int sum, int a, int b) {
-  require_fitting(sum, a, b);
-  for (int m = 0; m < tiles[sum].rows; m++)
-    for (int k = 0; k < tiles[a].columns / 4; k++)
-      for (int n = 0; n < tiles[sum].columns / 4; n++) {
-        int32_t value;
-        std::memcpy(&value, tiles[sum].row[m] + 4 * n, 4);
-        for (int i = 0; i < 4; i++) value += int8_t(tiles[a].row[m][4 * k + i]) * int32_t(tiles[b].row[k][4 * n + i]);
-        std::memcpy(tiles[sum].row[m] + 4 * n, &value, 4);
-      }
-}
-
 inline float widened(const uint8_t* half) {
   uint32_t bits = uint32_t(half[0] + 256 * half[1]) << 16;
   float value;
@@ -90,7 +71,10 @@ inline float widened(const uint8_t* half) {
 }
 
 inline void multiply_bfloat16(int sum, int a, int b) {
-  require_fitting(sum, a, b);
+  require(sum != a && sum != b && a != b);
+  require(used(sum).rows == used(a).rows && used(sum).columns == used(b).columns);
+  require(tiles[a].columns == 4 * tiles[b].rows && tiles[b].columns % 4 == 0);
+  products++;
   for (int m = 0; m < tiles[sum].rows; m++)
     for (int n = 0; n < tiles[sum].columns / 4; n++) {
       float parts[2] = {}, value;
@@ -109,13 +93,11 @@ inline void multiply_bfloat16(int sum, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
-#undef _tile_dpbsud
 #undef _tile_dpbf16ps
 #define _tile_loadconfig loops::load_config
 #define _tile_release loops::release
 #define _tile_loadd loops::load
 #define _tile_stored loops::store
 #define _tile_zero loops::zero
-#define _tile_dpbsud loops::multiply_bytes
 #define _tile_dpbf16ps loops::multiply_bfloat16
 #define syscall(...) 0L  // grants the registers
