@@ -1,10 +1,60 @@
-// Weights in the formats of GGUF with codes of 4 to 6 bits: how a group's codes and scales are read.
+// How weights are stored.
+//
+// Weights lie in blocks of 16 output features, which are read in order, from one address to the next: processors
+// prefetch nothing else. A block is a sequence of groups of 32 input features:
+//   int4      256 bytes of codes, 16 scales, 16 values of code 0 (float16): the layout of GGUF's Q4_1, transposed
+//   int8      of two groups: 512 bytes of codes plus 128 each, 16 scales (float16) each: Q8_0
+//   bfloat16  1024 bytes
+//   float32   2048 bytes
+//   q5        256 bytes of codes' low 4 bits, 64 of their fifth, 16 scales, 16 values of code 0: Q5_0 and Q5_1
+//   q4_k, q5_k, q6_k  superblocks of 8 groups: codes; 16 pairs of factors (uint8) for each group; 16 d, 16 dmin (float16)
+// In the K formats, factors times d and -dmin are a group's scale and value of code 0. q6_k has factors (int8) of the
+// first and of the last 16 features, and its codes are 32 too large.
+// Within a group, 4 input features (bfloat16: 2, float32: 1) of all 16 output features are neighbours, the operand of a
+// dot product instruction. Inputs of all but bfloat16 and float32 are quantised to int8, per row and group.
 
 #pragma once
 
+#include <utility>
+
 #include "vectors.h"
 
+extern "C" {
+
+struct Linear {
+  const uint8_t* blocks;
+  const float* bias;  // may be null
+  int64_t kind, in, out;
+  int64_t features;    // output features of this kind, the first of ``out``
+  const Linear* rest;  // those that follow, of other quantised kinds; null where there are none
+};
+
+}  // extern "C"
+
 namespace {
+
+constexpr int64_t BLOCK = 16, GROUP = 32;
+
+enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32, Q5, Q4_K, Q5_K, Q6_K };
+
+inline int64_t groups_of(int64_t features) { return (features + GROUP - 1) / GROUP; }
+
+// Codes and scales of a group; groups whose scales share a cache line, so that no load crosses one, and what they share.
+constexpr int64_t code_bytes[] = {256, 512, 1024, 2048, 320, 256, 320, 384};
+constexpr int64_t scale_bytes[] = {64, 32, 0, 0, 64, 32, 32, 32};
+constexpr int64_t together[] = {1, 2, 1, 1, 1, 8, 8, 8}, shared_bytes[] = {0, 0, 0, 0, 0, 64, 64, 64};
+
+constexpr int64_t block_bytes(Kind kind, int64_t groups) {
+  return (groups + together[kind] - 1) / together[kind] *
+         (together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind]);
+}
+
+// A layer of one kind with its outputs from ``first`` on, a multiple of BLOCK.
+inline Linear outputs_from(const Linear& layer, int64_t first) {
+  int64_t skipped = first / BLOCK * block_bytes(Kind(layer.kind), groups_of(layer.in));
+  int64_t left = layer.out - first;
+  return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
+}
 
 // Codes of a group, from their low 4 bits and from planes of 64 bytes with ``high`` further bits.
 template <int high>
@@ -44,20 +94,30 @@ inline Scales superblock_scales(const uint8_t* factors, const uint8_t* d, const 
   return {scale, scale, -widen(load<halves>(dmin)) * __builtin_convertvector(pair >> 8, floats)};
 }
 
-// sums += the products of a group's codes with the first and with the last 16 inputs
-inline void dot_halves(const bytes (&codes)[8], const int8_t* inputs, ints (&sums)[2]) {
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(MMSPEC_PORTABLE)
+template <Kind kind>
+inline void unpack_group(const uint8_t* from, bytes (&codes)[8]) {
+  if constexpr (kind == INT8) {
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i += 2) {  // 2 sums of two products, of at most 63 * 127, fit in 16 bits
-    __m256i pairs = _mm256_add_epi16(
-        _mm256_maddubs_epi16((__m256i)codes[i], _mm256_set1_epi32(load<int32_t>(inputs + 4 * i))),
-        _mm256_maddubs_epi16((__m256i)codes[i + 1], _mm256_set1_epi32(load<int32_t>(inputs + 4 * i + 4))));
-    sums[i / 4] += reinterpret_cast<ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    for (int i = 0; i < 8; i++) codes[i] = load<bytes>(from + 64 * i);
+  } else {
+    unpack<int(code_bytes[kind] - 256) / 64>(from, from + 256, codes);
   }
-#else
-  for (int i = 0; i < 32; i++)
-    for (int lane = 0; lane < LANES; lane++) sums[i / 16][lane] += int32_t(codes[i / 4][4 * lane + i % 4]) * inputs[i];
-#endif
+}
+
+template <Kind kind>
+inline Scales scales_of(const uint8_t* scales, int64_t group) {
+  if constexpr (kind == INT8) return {widen(load<halves>(scales)), floats{}, floats{}};
+  if constexpr (kind == INT4 || kind == Q5) return group_scales(scales, scales + 2 * BLOCK);
+  const uint8_t* shared = scales + (together[kind] - group % together[kind]) * scale_bytes[kind];
+  return superblock_scales<kind == Q6_K>(scales, shared, shared + 2 * BLOCK);
+}
+
+// Codes and scales of a group of a block.
+template <Kind kind>
+inline std::pair<const uint8_t*, const uint8_t*> group_at(const uint8_t* block, int64_t group) {
+  int64_t place = group % together[kind];
+  block += block_bytes(kind, group - place);
+  return {block + place * code_bytes[kind], block + together[kind] * code_bytes[kind] + place * scale_bytes[kind]};
 }
 
 }  // namespace

@@ -1,0 +1,144 @@
+// Inputs of layers, in the form that their weights' kind takes, and the norms before them.
+
+#pragma once
+
+#include "dots.h"
+
+namespace {
+
+constexpr int64_t MOST_ROWS = 16;  // of a tile register
+constexpr int64_t CHUNK = 128;     // rows of a pass over the weights
+
+// Stores 16 inputs times ``factor`` as int8, rounded to nearest, ties to even; returns their sum.
+inline int32_t quantise(const float* x, float factor, int8_t* codes) {
+#if defined(__AVX512F__)
+  __m512i rounded = _mm512_cvtps_epi32((__m512)(load<floats>(x) * factor));
+  _mm_storeu_si128((__m128i*)codes, _mm512_cvtepi32_epi8(rounded));
+  return _mm512_reduce_add_epi32(rounded);
+#else
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) codes[i] = int8_t(int32_t(__builtin_rintf(x[i] * factor)));
+  for (int i = 0; i < 16; i++) sum += codes[i];
+  return sum;
+#endif
+}
+
+// Rows of inputs in the form that a kind of weights takes, padded to whole groups: (rows / 16, groups, 16 rows), so
+// that what a tile reads lies together.
+struct Rows {
+  int64_t groups;
+  Lines<int8_t> codes;
+  Lines<Half> rounded;
+  Lines<float> exact, scale, total_scaled;
+  Lines<int32_t> int8_start, q6_start, q6_last_start;  // what products of these kinds' codes start from
+
+  // Makes room for CHUNK rows.
+  void shape(int64_t features) {
+    groups = groups_of(features);
+    int64_t all = CHUNK * groups;
+    codes.reserve(all * GROUP), rounded.reserve(all * GROUP), exact.reserve(all * GROUP);
+    scale.reserve(all), total_scaled.reserve(all);
+    int8_start.reserve(all), q6_start.reserve(all), q6_last_start.reserve(all);
+  }
+
+  // Index of a group of a row; the next row's follows, within 16 rows.
+  int64_t at(int64_t row, int64_t group) const {
+    return (row / MOST_ROWS * groups + group) * MOST_ROWS + row % MOST_ROWS;
+  }
+
+  // Stores 32 features of a row.
+  void set(Kind kind, int64_t row, int64_t group, const float* x) {
+    int64_t index = at(row, group), first = index * GROUP;
+    if (kind == FLOAT32) {
+      std::memcpy(&exact[first], x, GROUP * sizeof(float));
+      return;
+    }
+    if (kind == BFLOAT16) {
+      for (int i = 0; i < GROUP; i++) rounded[first + i] = half(x[i]);
+      return;
+    }
+    floats most{};
+    for (int i = 0; i < GROUP; i += LANES) {
+      floats part = load<floats>(x + i);
+      part = part < 0 ? -part : part;
+      most = part > most ? part : most;
+    }
+    float magnitude = greatest(most), step = magnitude / 127, inverse = magnitude > 0 ? 127 / magnitude : 0;
+    int32_t sums[2];
+    for (int part = 0; part < 2; part++)
+      sums[part] = quantise(x + part * GROUP / 2, inverse, &codes[first + part * GROUP / 2]);
+    int32_t total = sums[0] + sums[1];
+    int8_start[index] = START - (VNNI ? 128 * total : 0);
+    q6_start[index] = START - 32 * sums[0], q6_last_start[index] = START - 32 * sums[1];
+    scale[index] = step, total_scaled[index] = step * float(total);
+  }
+};
+
+// Rows as the inputs of a layer; called by all threads of a team.
+void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t group = 0; group < x.groups; group++) {
+      const float* part = from + row * layer.in + group * GROUP;
+      float padded[GROUP] = {};
+      int64_t left = layer.in - group * GROUP;
+      if (left < GROUP) std::memcpy(padded, part, left * sizeof(float));
+      x.set(Kind(layer.kind), row, group, left < GROUP ? padded : part);
+    }
+}
+
+// The factor of RMSNorm; ``features`` is a multiple of LANES.
+inline floats norm_factor(const float* row, int64_t features, float epsilon) {
+  floats low{}, high{};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= features; i += 2 * LANES) {
+    floats a = load<floats>(row + i), b = load<floats>(row + i + LANES);
+    low = fma(a, a, low), high = fma(b, b, high);
+  }
+  if (i < features) low = fma(load<floats>(row + i), load<floats>(row + i), low);
+  return splat(1 / std::sqrt(sum(low + high) / float(features) + epsilon));
+}
+
+// RMSNorm of a row; ``out`` may be the row itself.
+inline void norm_row(const float* row, int64_t features, const float* weight, float epsilon, float* out) {
+  floats factor = norm_factor(row, features, epsilon);
+  for (int64_t i = 0; i < features; i += LANES)
+    store(out + i, load<floats>(row + i) * factor * load<floats>(weight + i));
+}
+
+// RMSNorm(rows) as the inputs of a layer; they have several parts, each normed by itself, of a multiple of 32 features.
+void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
+                 int64_t parts = 1) {
+  int64_t features = layer.in / parts;
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t part = 0; part < layer.in; part += features) {
+      const float* input = from + row * layer.in + part;
+      floats factor = norm_factor(input, features, epsilon);
+      float normed[GROUP];
+      for (int64_t at = 0; at < features; at += GROUP) {
+        for (int64_t i = 0; i < GROUP; i += LANES)
+          store(normed + i, load<floats>(input + at + i) * factor * load<floats>(weight + part + at + i));
+        x.set(Kind(layer.kind), row, (part + at) / GROUP, normed);
+      }
+    }
+}
+
+// act(gate) * up as the inputs of a layer, act being silu or gelu, rows ``stride`` apart; ``in`` is a
+// multiple of 32.
+void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t group = 0; group < x.groups; group++) {
+      const float* gate = gate_up + row * stride + group * GROUP;
+      float gated[GROUP];
+      for (int64_t i = 0; i < GROUP; i += LANES) {
+        floats z = load<floats>(gate + i);
+        store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
+      }
+      x.set(Kind(layer.kind), row, group, gated);
+    }
+}
+
+
+}  // namespace
