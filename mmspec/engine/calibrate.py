@@ -7,13 +7,13 @@ import json
 import logging
 import platform
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter as clock
 from time import process_time
 from typing import Any
 
 import torch
-import transformers
 
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, Target
@@ -131,8 +131,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         **({"device_map": str(model.hf_device_map)} if is_split(model) else {}),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in ("mmspec", "torch", "transformers")},
     }
 
 

@@ -20,7 +20,7 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
     Args:
         kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"`` or ``"q6_k"``.
-        blocks: uint8, in the layout of ``cpp/products.h``; must outlive the result, as must ``bias``.
+        blocks: uint8, in the layout of ``cpp/formats.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
     sizes = KINDS.index(kind), inputs, outputs, outputs

@@ -108,17 +108,25 @@ def test_other_models_and_dtypes_are_measured_apart(target):
     ("place", "name", "values"),
     [
         (torch, "get_num_threads", (1, 2, 8)),
-        (torch, "__version__", ("2.9.0", "2.10.0")),
-        (calibrate.transformers, "__version__", ("5.17.0", "5.18.0")),
         (calibrate, "_processor", ("one", "another")),
     ],
 )
-def test_other_threads_software_and_processors_are_measured_apart(target, measured, monkeypatch, place, name, values):
+def test_other_threads_and_processors_are_measured_apart(target, measured, monkeypatch, place, name, values):
     for count, value in enumerate(values, start=1):
-        monkeypatch.setattr(place, name, value if name == "__version__" else lambda value=value: value)
+        monkeypatch.setattr(place, name, lambda value=value: value)
         assert calibrate.stored_cost(target) is None
         calibrate.cost_table(target)
         assert len(measured) == len(list(cache_folder().iterdir())) == count
+
+
+@pytest.mark.parametrize("package", ["mmspec", "torch", "transformers"])
+def test_other_versions_are_measured_apart(target, measured, monkeypatch, package):
+    monkeypatch.setattr(calibrate, "version", lambda name: {package: "0"}.get(name, "1"))
+    calibrate.cost_table(target)
+    monkeypatch.setattr(calibrate, "version", lambda name: "1")
+    assert calibrate.stored_cost(target) is None
+    calibrate.cost_table(target)
+    assert len(measured) == len(list(cache_folder().iterdir())) == 2
 
 
 def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
