@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "pairs.h"
+#include "tile_attention.h"
 
 extern "C" {
 
@@ -87,6 +88,7 @@ struct Reading {
   std::vector<int32_t> own;              // (nodes, slots): those after the blocks in common
   std::vector<int64_t> counts;           // (nodes): slots that each attends to
   int64_t features, vectors;             // of a head, padded
+  AttentionTiles* tiles;
 
   void shape(int64_t queries, int64_t nodes, const Attention& a) {
     features = (a.head_dim + PAIRED - 1) / PAIRED * PAIRED, vectors = features / LANES;
@@ -127,6 +129,14 @@ struct Reading {
       }
   }
 
+  template <class... T>
+  void add_block(const words* left, int64_t count, const uint16_t* right, int64_t stride, int64_t pairs, T... rest) {
+    if (has_tiles && pairs % 16 == 0)
+      tiles->add(left, count, right, stride, pairs, rest...);
+    else
+      add_all_products(left, count, right, stride, pairs, rest...);
+  }
+
   // A query's scores of a block, of which the first ``count`` slots are its own, to softmax weights.
   void weigh(int64_t index, int64_t count) {
     uint16_t* share = shares.data() + index * SLOTS;
@@ -162,12 +172,12 @@ struct Reading {
     float* score = scores.data() + first * SLOTS;
     take_keys(key, a.key_slot, a.head_dim, slots);
     std::fill_n(score, queries * SLOTS, 0.0f);
-    add_all_products(keys.data(), TILES, query.data() + first * features, features, a.head_dim / 2, score, queries,
-                     key + ahead);
+    add_block(keys.data(), TILES, query.data() + first * features, features, a.head_dim / 2, score, queries,
+              key + ahead);
     for (int64_t i = first; i < first + queries; i++) weigh(i, count(i));
     take_values(value, a.key_slot, a.head_dim, slots);
-    add_all_products(values.data(), vectors, shares.data() + first * SLOTS, SLOTS, SLOTS / 2,
-                     read.data() + first * features, queries, value + ahead);
+    add_block(values.data(), vectors, shares.data() + first * SLOTS, SLOTS, SLOTS / 2, read.data() + first * features,
+              queries, value + ahead);
   }
 
   // Writes what a query has read.
@@ -256,6 +266,8 @@ void attend_all(const Attention& a, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     thread_local Reading reading;
+    AttentionTiles tiles;
+    reading.tiles = &tiles;
 #pragma omp for schedule(dynamic) collapse(3)
     for (int64_t row = 0; row < a.batch; row++)
       for (int64_t first = 0; first < a.nodes; first += together)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 in AMX's tile registers, by loops and by this processor, against the kernels in use."""
+"""Products of bfloat16 and attention in AMX's tile registers, by loops and by this processor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmspec.ops import compiler
+from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BlockLinear
 from tests.compiled import needs_kernels
-from tests.mmspec.ops.test_cpu import layer_of
+from tests.mmspec.ops.test_cpu import layer_of, slots_of, softmax_attention
 
 ROWS = (1, 7, 8, 9, 16, 17, 24, 31, 32, 40)
 SHAPES = (50, 72), (48, 576)
@@ -29,7 +29,9 @@ def built(folder: Path, *flags: str) -> ctypes.CDLL:
     file, source = folder / "tiles.so", Path(__file__).with_name("tiles.cpp")
     usual = ["-std=c++17", "-O1", "-march=native", "-mamx-tile", "-mamx-bf16", "-ffp-contract=off", "-shared", "-fPIC"]
     compiler.run_compiler([compiler.find_compiler(), *usual, *flags, "-o", str(file), str(source)], [folder])
-    return ctypes.CDLL(str(file))
+    library = ctypes.CDLL(str(file))
+    library.attention.argtypes = [ctypes.POINTER(cpu_library.Attention), ctypes.c_int]
+    return library
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,25 @@ def test_integers_take_no_tiles(loops: ctypes.CDLL, kind: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_by_instructions_where_they_are_permitted(instructions: ctypes.CDLL, shape: tuple[int, int]) -> None:
     check(instructions, shape)
+
+
+@pytest.mark.parametrize("build", ["loops", "instructions"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 32), (50, 1, 96), (4, 2, 16)])
+def test_attention(build, heads, kv_heads, head_dim, request, monkeypatch) -> None:
+    """That of torch; and a node's is the same beside any others."""
+    library = request.getfixturevalue(build)
+    monkeypatch.setattr(cpu_library, "functions", lambda: library)
+    before = library.tile_products()
+    query, key, value, mask = slots_of(2, 20, 200, heads, kv_heads, head_dim)
+    mask[..., :70] = True
+    found = cpu.attention(query, key, value, mask, head_dim**-0.5)
+    torch.testing.assert_close(found, softmax_attention(query, key, value, mask, head_dim**-0.5), atol=6e-3, rtol=4e-3)
+    equal = cpu.attention(0 * query, key, value, mask, 1.0)
+    torch.testing.assert_close(equal, softmax_attention(0 * query, key, value, mask, 1.0), atol=2e-6, rtol=1e-5)
+    for node in (0, 13):
+        alone = cpu.attention(query[:, node : node + 1], key, value, mask[:, :, node : node + 1], head_dim**-0.5)
+        assert torch.equal(alone[:, 0], found[:, node])
+    assert (library.tile_products() > before) == (build == "loops")
 
 
 @pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
