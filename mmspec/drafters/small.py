@@ -2,7 +2,8 @@
 
 A vision-language model that marks images by the target's tokens gets the target's images and videos, with all of their
 tokens or a share (SpecVLM, arXiv 2508.16201, see ``visual_share.py``); for other models, visual positions of the prompt
-are dropped. A model with another tokenizer drafts the tokens that both vocabularies have (arXiv 2502.05202).
+are dropped. Of a long text, too, a share may be left (RAPID, arXiv 2502.20330, see ``text_share.py``). A model with
+another tokenizer drafts the tokens that both vocabularies have (arXiv 2502.05202).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_l
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.spec import DrafterSpec
+from mmspec.drafters.text_share import relevant
 from mmspec.drafters.visual_share import TOP_P, VisualShare
 from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError, explained
@@ -49,8 +51,8 @@ class Small(CapturedDrafter):
         trust_remote_code: allow Python code in the model's folder.
         tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
             models' folders.
-        visual_share: share of the visual tokens that a vision-language model gets: those to which the target attends
-            most, and evenly spaced ones.
+        share: share of the visual tokens that a vision-language model gets: those to which the target attends most,
+            and evenly spaced ones; above 0, also of the chunks of a long text: those that are most like its end.
         visual_top_p: part of the target's attention to visual tokens that the former have; 0 spaces all evenly.
 
     Raises:
@@ -66,10 +68,10 @@ class Small(CapturedDrafter):
         top_k: int = 8,
         trust_remote_code: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
-        visual_share: float = 1.0,
+        share: float = 1.0,
         visual_top_p: float = TOP_P,
     ) -> None:
-        self._visual = VisualShare(visual_share, visual_top_p)
+        self._visual = VisualShare(share, visual_top_p)
         if isinstance(model, str):
             model = _read(model, trust_remote_code)
         self.model: PreTrainedModel = model.eval()
@@ -145,6 +147,7 @@ class Small(CapturedDrafter):
         keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
         if output.visual is not None:
             keep = keep * ~output.visual
+        keep = relevant(prompt.input_ids, keep.bool(), self._visual.share).long()
         first = on_device([[row[-1]] for row in history], keep.device)
         ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
         if self._shared is not None:
@@ -172,8 +175,9 @@ class Small(CapturedDrafter):
         prompt = prompt.to(device, self.lm.dtype)
         if self._visual.share < 1:
             assert output.visual is not None
-            kept = self._visual.selected(output.visual, output, before) | ~output.visual
-            prompt.kept = kept if prompt.attention_mask is None else kept & prompt.attention_mask.bool()
+            mask, visual = prompt.attention_mask, self._visual.selected(output.visual, output, before)
+            text = ~output.visual if mask is None else ~output.visual & mask.bool()
+            prompt.kept = visual | relevant(prompt.input_ids, text, self._visual.share)
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):
@@ -266,12 +270,12 @@ def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
     """Split the text after ``small:`` into a model and arguments of ``Small``.
 
-    ``MODEL@0.1`` keeps a tenth of the visual tokens.
+    ``MODEL@0.1`` keeps a tenth of the visual tokens, and of a long text's chunks.
     """
     model, at, share = argument.rpartition("@")
     if not at or not re.fullmatch(r"\d*\.?\d+", share):
         return argument, {}
-    return model, {"visual_share": float(share)}
+    return model, {"share": float(share)}
 
 
 SPEC = DrafterSpec(

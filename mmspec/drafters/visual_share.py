@@ -34,7 +34,7 @@ class VisualShare:
     """
 
     def __init__(self, share: float, top_p: float = TOP_P) -> None:
-        for name, value in ("share of visual tokens", share), ("part of the attention", top_p):
+        for name, value in ("share of the prompt", share), ("part of the attention", top_p):
             if not 0 <= value <= 1:
                 raise UserError(f"the {name} must be from 0 to 1: got {value}")
         self.share, self.top_p = share, top_p

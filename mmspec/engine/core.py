@@ -121,8 +121,6 @@ class EngineCore:
     def _drafter(self) -> Drafter | None:
         return self.mode.speculation.drafter if self.mode else None
 
-    # ------------------------------------------------------------------ one step
-
     def step(self) -> None:
         """Prefill waiting prompts while rows are free, then run one decode step."""
         start = clock()
@@ -192,8 +190,6 @@ class EngineCore:
         self._prefilled = []
         return budget
 
-    # ------------------------------------------------------------------ scheduling
-
     def _prefill(self) -> bool:
         """Prefill waiting prompts while rows are free, at most ``chunk`` tokens if others decode.
 
@@ -257,16 +253,20 @@ class EngineCore:
             sequence.stats.time_to_first_token = sequence.stats.wall_seconds = now - sequence.added
 
     def remove_finished(self) -> None:
-        """Remove finished sequences; the last rows move into the gaps."""
-        kept = [row for row, sequence in enumerate(self.running) if not sequence.done]
+        """Remove finished sequences, and queue rejected ones again; the last rows move into the gaps."""
+        kept = [row for row, sequence in enumerate(self.running) if not sequence.ended]
         if len(kept) == len(self.running):
             return
         if kept and self._prefilled:
             self._prepare()  # the drafter must have the target's rows
         self._prefilled = []
         if _keeps_prefixes(self.target):
-            ended = [row for row, sequence in enumerate(self.running) if sequence.done]
+            ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
             self.target.retain(ended, [self.running[row].history for row in ended])
+        if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
+            assert self.mode is not None
+            with self._lock:
+                self.scheduler.add_rejected(rejected, self.mode)
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)

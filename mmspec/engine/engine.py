@@ -127,6 +127,7 @@ class Engine:
         ]
         for sequence in sequences:
             sequence.trees = [] if trace else None
+            sequence.prompt = prompt.singles[sequence.index] if sampler.aligned else None
             sequence.top_logprobs = logprobs
             sequence.logits = [] if logits else None
             sequence.on_change = on_change

@@ -9,9 +9,12 @@ from time import perf_counter as clock
 import torch
 from torch import Tensor
 
+from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import TreeRecord
+from mmspec.errors import UserError
+from mmspec.sampling.aligned import RejectedError
 from mmspec.sampling.logprobs import TokenLogprob, token_logprobs
 from mmspec.sampling.sampler import Sampled, Sampler
 
@@ -29,6 +32,8 @@ class RequestState(Sampled):
         top_logprobs: alternatives per token in ``logprobs``; None does not record them.
         logits: (vocab,) float32 each, raw logits of all generated tokens and possibly of some after a stop; None if not
             recorded.
+        prompt: to begin rejected outputs with; None if none are.
+        rejected: whether the output is to be begun anew.
         on_change: called after a step in which the sequence got tokens or ended.
     """
 
@@ -50,6 +55,8 @@ class RequestState(Sampled):
         self.logprobs: list[TokenLogprob] = []
         self.top_logprobs: int | None = None
         self.logits: list[Tensor] | None = None
+        self.prompt: Prompt | None = None
+        self.rejected = False
         self.on_change: Callable[[], None] = lambda: None
         self._read = len(history)
 
@@ -68,9 +75,14 @@ class RequestState(Sampled):
         return self.finish_reason is not None or self.error is not None or self.cancelled
 
     @property
+    def ended(self) -> bool:
+        """Whether the output has ended: the sequence is done, or begins anew."""
+        return self.done or self.rejected
+
+    @property
     def has_output(self) -> bool:
-        """Whether there are unread tokens, or the sequence is done."""
-        return self.done or len(self.history) > self._read
+        """Whether there are unread tokens, which may not be rejected any more, or the sequence is done."""
+        return self.done or (self.alignment is None and len(self.history) > self._read)
 
     def take(self) -> list[int]:
         """Tokens since the last call."""
@@ -104,8 +116,26 @@ class RequestState(Sampled):
             self.error = error
             return 0
         if failed < len(path) and self.finish_reason is None:
-            self.error = self.failures[path[failed]]
+            self._fail(self.failures[path[failed]])
         return len(emitted)
+
+    def _fail(self, error: Exception) -> None:
+        if self.alignment is None or not isinstance(error, RejectedError):
+            self.error = error
+            return
+        try:
+            self.alignment.reject()
+            self.rejected = True
+        except UserError as hopeless:
+            self.error = hopeless
+
+    def restart(self) -> None:
+        super().restart()
+        self.rejected, self.logprobs = False, []
+        self.trees = None if self.trees is None else []
+        self.logits = None if self.logits is None else []
+        count = self.stats.num_rejected_outputs + 1
+        self.stats = Stats(num_prompt_tokens=self.prompt_length, num_rejected_outputs=count)
 
 
 class Wakeup:

@@ -74,6 +74,13 @@ class Scheduler:
         """Append to the queue."""
         self._waiting.append(batch)
 
+    def add_rejected(self, sequences: abc.Iterable[RequestState], mode: Mode) -> None:
+        """Append the prompts of rejected outputs, which begin anew."""
+        for sequence in sequences:
+            sequence.restart()
+            assert sequence.prompt is not None
+            self.add(PromptBatch(sequence.prompt, [sequence], mode))
+
     def clear(self) -> None:
         """Empty the queue."""
         self._waiting.clear()

@@ -18,6 +18,9 @@ class Stats:
     ``num_spec_tokens`` is the maximum number of drafts that a step could accept, here the depth of the deepest tree:
     ``1 <= mean_acceptance_length <= num_spec_tokens + 1``.
 
+    ``num_rejected_outputs`` were begun before, with ``grammar_aligned``. Apart from ``wall_seconds`` and
+    ``time_to_first_token``, statistics are those of the output itself.
+
     ``lossless`` is False if drafts that the target would not have chosen may have been accepted.
     """
 
@@ -37,6 +40,7 @@ class Stats:
     wall_seconds: float = 0.0
     time_to_first_token: float = 0.0
     lossless: bool = True
+    num_rejected_outputs: int = 0
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
         """Record one step.
@@ -86,6 +90,7 @@ class Stats:
             counts = zip_longest(whole.acceptance_histogram, part.acceptance_histogram, fillvalue=0)
             whole.acceptance_histogram = [a + b for a, b in counts]
             whole.accept_lengths += part.accept_lengths
+            whole.num_rejected_outputs += part.num_rejected_outputs
             whole.lossless = whole.lossless and part.lossless
         return whole
 

@@ -17,6 +17,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
+from mmspec.sampling.aligned import RejectedError
 from mmspec.sampling.histories import Histories
 from mmspec.sampling.lossy import lossy_choices
 from mmspec.sampling.processors import TreeProcessor
@@ -193,9 +194,12 @@ class _Group:
                 ids = torch.tensor([history], device=logits.device)
                 scores = logits[at_row, node][None].to(torch.float32, copy=True)
                 try:
-                    if row.constraint is not None:
+                    if row.constraint is not None and row.alignment is None:
                         scores = row.constraint(ids, scores)
                     scores = self._called(row, ids, scores)
+                    if row.alignment is not None and row.constraint is not None:
+                        allowed = row.constraint.allowed(row.history, history[len(row.history) :], scores.shape[-1])
+                        scores = row.alignment.weighted(len(history) - row.prompt_length, scores, allowed)
                 except Exception as error:
                     row.failures[node] = error
                     break
@@ -206,6 +210,9 @@ class _Group:
                 drawn = None if numbers is None else numbers[at_row, None][..., at]
                 token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
                 choices[at_row][node] = token
+                if row.alignment is not None and not row.alignment.take(token):
+                    row.failures[node] = RejectedError()
+                    break
                 if token not in children[node]:
                     break
                 history.append(token)

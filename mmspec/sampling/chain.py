@@ -42,6 +42,7 @@ def sampler(
         key=None if custom else signature(chain),
         constraint=constraint,
         lossy=params.lossy,
+        aligned=params.grammar_aligned and constraint is not None,
     )
 
 

@@ -108,6 +108,9 @@ class SamplingParams(Checked):
         ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
         grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
             ``^TEXT`` counts at the beginning of the output only.
+        grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
+            ``mmspec.sampling.aligned``): outputs that leave the grammar are rejected and begun anew. Without an effect
+            where there is no grammar.
         lossy: above 0, greedy outputs may differ from the model's (see ``mmspec.sampling.lossy``): a drafted token is
             accepted if the model's negative log probability of it, in nats, is at most this. ``Stats.lossless`` of the
             answer is then False.
@@ -136,6 +139,7 @@ class SamplingParams(Checked):
     logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
     grammar_trigger: str | None = option(None, TEXT, "Constrain only what follows this text.")
     ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
+    grammar_aligned: bool = option(False, FLAG, "Sample exactly by rejection, not with masks, under a grammar.")
     lossy: float = option(0.0, _NATS, "Above 0, accept drafts up to this -log p: other answers than the model's.")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
+from mmspec.sampling.aligned import Alignment
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.matcher import Matcher
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
@@ -54,15 +55,17 @@ class Sampler:
         key: samplers with equal keys have equal processors and are batched; None disables this.
         constraint: masks the raw logits, before all processors.
         lossy: negative log probability up to which drafts are accepted, see ``SamplingParams``; 0 is lossless.
+        aligned: the constraint rejects outputs instead, see ``mmspec.sampling.aligned``.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
-        by_path: whether any processor runs path by path; all of them then do.
+        by_path: whether any processor runs path by path, or outputs are rejected; all processors then do.
         warpers: the last of ``forms`` that ignore the history.
         before_warpers: the other ones.
 
     Raises:
-        UserError: a processor depends on more than a row's own tokens, or ``lossy`` does not go with sampling.
+        UserError: a processor depends on more than a row's own tokens, ``lossy`` does not go with sampling, or
+            ``aligned`` with greedy decoding.
     """
 
     def __init__(
@@ -74,17 +77,20 @@ class Sampler:
         key: Hashable = None,
         constraint: Constraint | None = None,
         lossy: float = 0.0,
+        aligned: bool = False,
     ) -> None:
         if lossy and do_sample:
             raise UserError(f"lossy goes with greedy decoding, temperature 0: got lossy {lossy:g} and sampling")
-        self.lossy = lossy
+        if aligned and not do_sample:
+            raise UserError("grammar_aligned goes with sampling, a temperature above 0: got greedy decoding")
+        self.lossy, self.aligned = lossy, aligned
         self.processors = list(processors)
         self.constraint = constraint
         self.forms = [tree_form(processor) for processor in processors]
-        self.by_path = None in self.forms
+        self.by_path = aligned or None in self.forms
         self.warpers: list[Warper] = []
         for form in reversed(self.forms):
-            if not isinstance(form, Warper):
+            if aligned or not isinstance(form, Warper):  # weights come after all processors
                 break
             self.warpers.insert(0, form)
         self.before_warpers = self.forms[: len(self.forms) - len(self.warpers)]
@@ -98,7 +104,7 @@ class Sampler:
                 _warn_once(f"{type(processor).__module__}.{type(processor).__qualname__}")
         self.do_sample = do_sample
         self.generator = generator
-        self.key = (object() if processors and key is None else key, do_sample, lossy)
+        self.key = (object() if processors and key is None else key, do_sample, lossy, aligned)
 
     def generators(self, rows: int) -> list[torch.Generator | None]:
         """One generator per row, so that the order of rows does not affect their tokens."""
@@ -134,6 +140,7 @@ class Sampled:
     Attributes:
         prompt_length: number of prompt tokens.
         constraint: state of the sampler's grammar, if it has one.
+        alignment: what was rejected; None if the grammar rejects no outputs.
         failures: exceptions of processors by node of the last tree; only those on the accepted path take effect.
         error: exception that ended the sequence.
     """
@@ -144,11 +151,22 @@ class Sampled:
         self.history, self.sampler, self.index = history, sampler, index
         self.generator = generator or sampler.generator
         self.prompt_length = len(history)
-        self.constraint = None if sampler.constraint is None else Matcher(sampler.constraint, history)
+        self.alignment = Alignment() if sampler.aligned else None
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
-        self._uniforms = torch.empty(0)
+        self._uniforms, self._used = torch.empty(0), 0  # used by rejected outputs
+        self._begin()
+
+    def _begin(self) -> None:
+        constraint = self.sampler.constraint
+        self.constraint = None if constraint is None else Matcher(constraint, self.history)
         self._own: dict[int, Any] = {}  # by processor index: state of this sequence
+
+    def restart(self) -> None:
+        """Begin a rejected output anew, with the random numbers that follow those it has used."""
+        self._used += len(self.history) - self.prompt_length + 1
+        self.history = self.history[: self.prompt_length]
+        self._begin()
 
     def drawn(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
@@ -158,7 +176,7 @@ class Sampled:
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers for the next tokens."""
-        first = len(self.history) - self.prompt_length
+        first = self._used + len(self.history) - self.prompt_length
         while len(self._uniforms) < first + count:
             block = self.drawn(_BLOCK, device)
             self._uniforms = torch.cat([self._uniforms.to(device), block])

@@ -107,7 +107,7 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
     if name == "small":
         return spec.load()(text_model("llama"), top_k=TREE["top_k"])
     if name == "small-vision":
-        return spec.load()(vision_model("llava", seed=1), top_k=TREE["top_k"], visual_share=0.4)
+        return spec.load()(vision_model("llava", seed=1), top_k=TREE["top_k"], share=0.4)
     if name == "early-exit":
         return spec.load()(1, top_k=TREE["top_k"])
     if name == "datastore":

@@ -155,6 +155,6 @@ def test_images_with_attention_in_both_directions_are_prefilled_whole():
         *earlier, last = plugins.target_class(model.config)(model).prefill_chunks(Prompt(ids, None, inputs), 8, chunk)
         assert not earlier
         torch.testing.assert_close(last.logits, expected, atol=2e-4, rtol=2e-4)
-    draft = Small(model, visual_share=0.5)
+    draft = Small(model, share=0.5)
     with pytest.raises(UserError, match=r"^visual tokens can be left out where attention is causal and each token's "):
         mmspec.generate(model, input_ids=ids, drafter=draft, max_new_tokens=8, **inputs)

@@ -182,7 +182,7 @@ def test_vision_language_draft_models(name, share):
     def gains(target, row, said, paths):
         return [gain(row, said, path) for path in paths]
 
-    check_drafts(model, inputs, Small(small, 3, visual_share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
+    check_drafts(model, inputs, Small(small, 3, share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
 
 
 def test_a_folder_and_a_share(tmp_path):
@@ -205,7 +205,7 @@ def test_a_folder_and_a_share(tmp_path):
         drafter.begin = noted
         assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
         assert prompts[-1] == length  # with the first token, where no image is read
-    with pytest.raises(UserError, match=r"^the share of visual tokens must be from 0 to 1: got 1.5$"):
+    with pytest.raises(UserError, match=r"^the share of the prompt must be from 0 to 1: got 1.5$"):
         make_drafter(f"small:{tmp_path}@1.5")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from mmspec import Pipeline, SamplingParams
+from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.answer import Generation
 from mmspec.engine.request import Extras
 from mmspec.targets.processor import Processor
@@ -36,6 +36,7 @@ CHANGES: dict[str, Any] = {
     "frequency_penalty": 1.2,
     "logit_bias": {2: -100.0, 101: 4.0},
     "grammar_trigger": " ",
+    "grammar_aligned": True,
     "ignore_eos": True,
     "lossy": 1.5,
     "stop": "of the answer",  # replaced by a part of it
@@ -75,9 +76,13 @@ def changed(pipe: Pipeline, params: SamplingParams, name: str) -> SamplingParams
 def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: SamplingParams) -> None:
     if name in ("min_new_tokens", "ignore_eos"):
         base = replace(base, logit_bias={2: 100.0})  # ends at once
-    if name == "grammar_trigger":
-        base = replace(base, regex="[a-z]{5,9}")
+    if name in ("grammar_trigger", "grammar_aligned"):
+        base = replace(base, regex="[a-z]{1,3}")
     other = changed(pipe, base, name)
+    if name == "grammar_aligned" and not base.do_sample:
+        with pytest.raises(UserError, match="grammar_aligned goes with sampling"):
+            pipe.generate(PROMPT, params=other)
+        return
     asked = [base, other, base, other]
     alone = {params: facts(pipe.generate(PROMPT, params=params)) for params in (base, other)}
     sampled_only = not base.do_sample and name in ("top_p", "top_k", "min_p", "seed")

@@ -1,0 +1,123 @@
+"""Which parts of a long prompt a draft model gets, and that it drafts after these."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.drafters import text_share
+from mmspec.drafters.small import Small
+from mmspec.drafters.text_share import relevant
+from tests.draft_checks import check_drafts
+from tests.targets import row_of
+from tests.tiny import shared_model
+from tests.tiny.configs import IMAGE, VIDEO
+from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
+
+SIZES = {"LONG": 24, "CHUNK": 4, "BEGINNING": 3, "END": 6}
+
+
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SIZES.items():
+        monkeypatch.setattr(text_share, name, size)
+
+
+def kept_by_loop(tokens: list[int], share: float) -> list[int]:
+    """Places that are kept of a text, with ``SIZES``."""
+    middle = [list(range(at, min(at + 4, len(tokens) - 6))) for at in range(3, len(tokens) - 6, 4)]
+    if len(tokens) < 24:
+        return list(range(len(tokens)))
+    frequencies = Counter(token for chunk in middle for token in {tokens[place] for place in chunk})
+
+    def likeness(chunk: list[int]) -> float:
+        common = {tokens[place] for place in chunk} & {*tokens[-6:]}
+        return sum(math.log(len(middle) / frequencies[token]) for token in common)
+
+    ranked = sorted(range(len(middle)), key=lambda number: (-round(likeness(middle[number]), 9), number))
+    chosen = ranked[: max(1, round(share * len(middle)))]
+    return sorted([*range(3), *(place for n in chosen for place in middle[n]), *range(len(tokens) - 6, len(tokens))])
+
+
+def test_the_chunks_that_the_end_asks_about() -> None:
+    """Tokens 5 and 6 of the end are in two chunks; 7 is everywhere, and says nothing."""
+    ids = torch.arange(100, 100 + 1600)
+    ids[::10] = 7
+    ids[64 + 3 * 64 + 9], ids[64 + 17 * 64 + 63] = 5, 6
+    ids[-40], ids[-3], ids[-90] = 5, 6, 7
+    kept = relevant(ids[None], torch.ones(1, 1600, dtype=torch.bool), 2 / 22)[0].nonzero()[:, 0].tolist()
+    assert kept == [*range(64), *range(256, 320), *range(1152, 1216), *range(1472, 1600)]
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_selection_equals_a_loop() -> None:
+    g = torch.Generator().manual_seed(0)
+    shortened = 0
+    for case in range(40):
+        length, share = 20 + case, [0.1, 0.25, 0.5, 0.9][case % 4]
+        ids = torch.randint(3, [12, 40, 400][case % 3], (3, length), generator=g)
+        text = torch.rand(3, length, generator=g) < [0.6, 1.0][case % 2]
+        found = relevant(ids, text, share)
+        for row in range(3):
+            places = text[row].nonzero()[:, 0]
+            expected = places[kept_by_loop(ids[row, places].tolist(), share)].tolist()
+            assert found[row].nonzero()[:, 0].tolist() == expected
+            shortened += len(expected) < len(places)
+        assert torch.equal(relevant(ids, text, 1.0), text)
+        assert torch.equal(relevant(ids, text, 0.0), text)  # images alone are left out
+    assert shortened > 40
+
+
+@pytest.mark.usefixtures("small_sizes")
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_drafts_follow_what_is_kept(share: float) -> None:
+    """Every node has the probability that the draft model gives it after the shortened prompt."""
+    batch = 3
+    model, small, inputs = shared_model("llama"), text_model("llama"), text_inputs(batch, 40)
+    with torch.no_grad():
+        small.lm_head.weight += 0.3 * torch.randn(
+            small.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)
+        )
+    rows = [row_of(inputs, number)["input_ids"][0].tolist() for number in range(batch)]
+    kept = [[row[place] for place in kept_by_loop(row, share)] if share < 1 else row for row in rows]
+    assert share == 1 or all(len(short) < len(row) - 9 for short, row in zip(kept, rows, strict=True))
+
+    @torch.no_grad()
+    def gain(row: int, said: list[int], path: list[int]) -> float:
+        logits = small(input_ids=torch.tensor([kept[row] + said + path])).logits[0, -1 - len(path) : -1]
+        return float(logits.log_softmax(-1)[range(len(path)), path].sum().exp())
+
+    def gains(target: object, row: int, said: list[int], paths: list[list[int]]) -> list[float]:
+        return [gain(row, said, path) for path in paths]
+
+    check_drafts(model, inputs, Small(small, 3, share=share), gains, nodes=7, depth=3, skip=(2,), new=8)
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, value in {"LONG": 6, "CHUNK": 2, "BEGINNING": 1, "END": 2}.items():
+        monkeypatch.setattr(text_share, size, value)
+    model, inputs = shared_model(name), vision_inputs(name, 2)
+    drafter, prompts = Small(vision_model(name, seed=1), share=0.3), []
+    begin = drafter._begin_with_media
+
+    def noted(prompt, *others):
+        prefill = drafter.lm.prefill
+        monkeypatch.setattr(
+            drafter.lm, "prefill", lambda given, **options: prompts.append(given) or prefill(given, **options)
+        )
+        begin(prompt, *others)
+
+    drafter._begin_with_media = noted
+    options = dict(do_sample=False, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+    found = mmspec.generate(model, drafter=drafter, num_draft_tokens=6, **inputs, **options)
+    assert torch.equal(found, model.generate(**inputs, **options))
+    (prompt,) = prompts
+    text = (prompt.attention_mask == 1) & (prompt.input_ids != IMAGE) & (prompt.input_ids != VIDEO)
+    assert torch.equal(prompt.kept & text, relevant(prompt.input_ids, text, 0.3))
+    assert int((prompt.kept & text).sum()) < int(text.sum())
+    assert not prompt.kept[prompt.attention_mask == 0].any()
