@@ -36,7 +36,8 @@ def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new
     for name, drafter in {"plain": None, **parse_drafters(drafters, str(plain.model.config.name_or_path))}.items():
         sizes = [1, *map(int, slots.split(","))]
         for size in sizes:
-            pipe = mmspec.Pipeline(plain.target, plain.io, drafter, max_num_seqs=size)
+            # A fork has an engine of its own: pipelines over one target share the largest batch size.
+            pipe = mmspec.Pipeline(plain.target.fork(), plain.io, drafter, max_num_seqs=size)
             methods[name, f"{size} slots" if size > 1 else "one at a time"] = pipe, count
             if size > 1:
                 methods[name, f"groups of {size}"] = pipe, size
