@@ -1,73 +1,115 @@
-"""Throughput of many requests: ``python -m mmspec.eval batching``.
+"""Goodput by batch size: ``python -m mmspec.eval batching``.
 
-Held-out scenes are captioned and asked about, so that answers differ in length. Every method answers all requests, the
-methods interleaved for several rounds; a method's time is its median, and its tokens must be those of one request at a
-time. "n slots" decodes n requests at a time, the next one joining as soon as another has ended; "groups of n" answers n
-requests, then the next n.
+Goodput is the number of accepted and bonus tokens per second of a batch (SmartSpec, arXiv 2406.14066): the larger the
+batch, the less idle arithmetic is left for draft tokens. All requests are decoded plainly and with trees of several
+sizes, fixed and adaptive, for each batch size, the next request joining as soon as another has ended. Methods are
+interleaved for several rounds; a method's time is its median, prefill included, and its tokens must be those of plain
+decoding of one request at a time. The adaptive budget chooses one size per verify pass, for all of its sequences.
+
+Requests are captions of held-out scenes and questions about them, texts for a text model, so that answers differ in
+length. Each batch size has a fork of the target, as pipelines over one target share an engine. Drafters and budgets
+learn from other requests first, and start every round in the same state.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
 
 import mmspec
-from mmspec.engine.calibrate import describe
+from mmspec.core.drafter import fork
+from mmspec.engine.calibrate import cost_table, describe
+from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import parse_drafters
-from mmspec.eval.harness.interleaved import interleaved_medians
-from mmspec.eval.harness.output import benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import mixed_requests
+from mmspec.eval.harness.options import SIZES
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
+from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, drafter_methods, run_interleaved
 
 
 @benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
-@click.option("--requests", "count", default=64, show_default=True)
-@click.option("--slots", default="8,32", show_default=True, help="Batch sizes.")
-@click.option("--drafters", default="auto", show_default=True, help="Drafters, in addition to plain decoding.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--max-new-tokens", default=128, show_default=True)
-def main(model: str, count: int, slots: str, drafters: str, rounds: int, max_new_tokens: int) -> dict[str, Any]:
-    """Measure tokens per second of many requests: a table, then one JSON line."""
-    plain = mmspec.load(model, drafter=None)
-    requests = mixed_requests(count)
-    methods: dict[tuple[str, str], tuple[mmspec.Pipeline, int]] = {}
-    for name, drafter in {"plain": None, **parse_drafters(drafters, str(plain.model.config.name_or_path))}.items():
-        sizes = [1, *map(int, slots.split(","))]
-        for size in sizes:
-            pipe = mmspec.Pipeline(plain.target, plain.io, drafter, max_num_seqs=size)
-            methods[name, f"{size} slots" if size > 1 else "one at a time"] = pipe, count
-            if size > 1:
-                methods[name, f"groups of {size}"] = pipe, size
-    answers: dict[tuple[str, str], list[list[int]]] = {}
-
-    def answer_all(key: tuple[str, str]) -> None:
-        pipe, group = methods[key]
-        parts = [requests[first : first + group] for first in range(0, count, group)]
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
-        answers[key] = [answer.token_ids for part in parts for answer in pipe.generate_batch(part, **options)]
-
-    seconds = interleaved_medians({key: partial(answer_all, key) for key in methods}, rounds)
-    expected = answers["plain", "one at a time"]
-    tokens = sum(map(len, expected))
-    rates = {key: tokens / spent for key, spent in seconds.items()}
+@click.option("--dtype", default="auto", show_default=True)
+@click.option("--drafters", default="auto", show_default=True, help="Names or folders, see mmspec.eval.speed.")
+@click.option("--batch", "sizes", type=SIZES, default="1,2,4,8,16,32", show_default=True, help="Batch sizes.")
+@click.option("--nodes", default="4,16", show_default=True, help="Tree sizes, in addition to the adaptive one.")
+@click.option("--requests", "count", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(2), default=128, show_default=True)
+def main(
+    model: str,
+    dtype: str,
+    drafters: str,
+    sizes: Sequence[int],
+    nodes: str,
+    count: int,
+    rounds: int,
+    max_new_tokens: int,
+) -> dict[str, Any]:
+    """Measure goodput by batch size: a table, then one JSON line."""
+    pipe = mmspec.load(model, drafter=None, dtype=dtype)
+    pipe.target.cost = cost_table(pipe.target)  # of the forks, too
+    methods = _methods(pipe, drafters, sizes, nodes)
+    draw = mixed_requests if pipe.io.reads_media else held_out_texts
+    drawn = draw(count + max(sizes))
+    requests, others = drawn[:count], drawn[count:]
+    options = DecodingOptions(max_new_tokens)
+    expected = [pipe.generate(**request, **vars(options)).token_ids for request in requests]
+    run_interleaved(pipe, others, list(methods.values()), 1, options)
+    batches = run_interleaved(pipe, requests, list(methods.values()), rounds, options)
     rows = [
-        {
-            "drafter": drafter,
-            "method": method,
-            "tokens_per_second": rate,
-            "over_one_at_a_time": rate / rates[drafter, "one at a time"],
-            "equal": sum(a == b for a, b in zip(answers[drafter, method], expected, strict=True)),
-        }
-        for (drafter, method), rate in rates.items()
+        {"batch": size, "method": name, **_figures(batches[one.name], expected)}
+        for (size, name), one in methods.items()
     ]
-    columns = [
-        ("drafter", "{drafter}"),
+    plain = {row["batch"]: row["tokens_per_second"] for row in rows if row["method"] == PLAIN}
+    for row in rows:
+        row["over_plain"] = row["tokens_per_second"] / plain[row["batch"]]
+    columns: list[Column] = [
+        ("batch", "{batch}"),
         ("method", "{method}"),
         ("tokens/s", "{tokens_per_second:.0f}"),
-        ("over one at a time", "{over_one_at_a_time:.2f}"),
-        ("equal", "{equal}"),
+        ("over plain", "{over_plain:.2f}"),
+        ("tokens per step", "{mean_acceptance_length:.2f}"),
+        ("nodes per step", "{draft_tokens_per_step:.1f}"),
+        ("equal", "{equal}/{answers}"),
     ]
-    wide_console().print(make_table(columns, rows, sections=["drafter"], title=f"{count} requests, {tokens} tokens"))
-    return {**describe(plain.target), "requests": count, "tokens": tokens, "rounds": rounds, "methods": rows}
+    tokens = sum(map(len, expected))
+    wide_console().print(make_table(columns, rows, sections=["batch"], title=f"{count} requests, {tokens} tokens"))
+    return {
+        "model": model,
+        **describe(pipe.target),
+        "requests": count,
+        "tokens": tokens,
+        "rounds": rounds,
+        "methods": rows,
+    }
+
+
+def _methods(pipe: mmspec.Pipeline, drafters: str, sizes: Sequence[int], nodes: str) -> dict[tuple[int, str], Method]:
+    """Methods by batch size and name."""
+    loaded = parse_drafters(drafters, str(pipe.model.config.name_or_path))
+    methods = {}
+    for size in sizes:
+        target = pipe.target.fork()
+        for method in [Method(PLAIN), *drafter_methods(loaded, nodes, target)]:
+            own = {"drafter": fork(method.drafter, target), "target": target, "max_num_seqs": size}
+            methods[size, method.name] = replace(method, name=f"{method.name}, batch {size}", **own)
+    return methods
+
+
+def _figures(batches: Sequence[TimedBatch], expected: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Figures of one method over its rounds."""
+    last = batches[-1]
+    steps = Stats.combined(last.stats)
+    return {
+        "tokens_per_second": sum(map(len, last.answers))
+        / statistics.median(batch.seconds["total"] for batch in batches),
+        "mean_acceptance_length": steps.mean_acceptance_length,
+        "draft_tokens_per_step": steps.num_draft_tokens / max(steps.num_spec_steps, 1),
+        "answers": len(expected),
+        "equal": min(sum(a == b for a, b in zip(batch.answers, expected, strict=True)) for batch in batches),
+    }

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     clip, folder, decord = str(samples() / "clip.mp4"), str(samples()), ("--video-backend", "decord")
     drafters = {
         f"train {name}": say("train", name, "--data", str(data), *out)
-        for name in ("msd", "flash", "eagle3", "dflash", "medusa", "kangaroo", "mamba")
+        for name in ("msd", "flash", "eagle3", "dflash", "medusa", "kangaroo", "small", "mamba")
     }
     others = {
         "train tiny-llava": say("train", "tiny-llava", *out),

@@ -16,6 +16,7 @@ import torch
 
 from mmspec.core.drafter import Drafter, fork, lend
 from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
 from mmspec.eval.harness.interleaved import rotated
@@ -75,6 +76,7 @@ class Method:
         name: in tables and results.
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
+        max_num_seqs: batch size, unless other pipelines over this target have a larger one.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine, which then decodes.
         budget: an adaptive budget with what it has learnt.
@@ -90,6 +92,7 @@ class Method:
     drafter: Drafter | None = None
     nodes: int | None = 0
     target: TransformersTarget | None = None
+    max_num_seqs: int = MAX_NUM_SEQS
     generate_options: dict[str, Any] | None = None
     peer: Peer | None = None
     budget: MeasuredBudget | None = None
@@ -211,7 +214,7 @@ def _decode(
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.io, profiled)
+    own = Pipeline(target, pipe.io, profiled, max_num_seqs=method.max_num_seqs)
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)

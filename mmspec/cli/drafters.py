@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`, `dflash`, `medusa` and `kangaroo`: train drafters of any target, best on its own answers."""
+"""`mmspec train eagle3`, `dflash`, `medusa`, `kangaroo`, `small`: drafters of any target, best on its own answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import Any
 import click
 
 from mmspec.cli.options import derived
-from mmspec.distil.options import DFlashOptions, Eagle3Options, KangarooOptions, MedusaOptions, RunOptions
+from mmspec.distil.options import (
+    DFlashOptions,
+    Eagle3Options,
+    KangarooOptions,
+    MedusaOptions,
+    RunOptions,
+    SmallOptions,
+)
 
 _RUNS = """Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
 OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m {module} {name} OPTIONS`."""
@@ -64,6 +71,14 @@ kangaroo = training_command(
     KangarooOptions,
     "mmspec.distil.kangaroo:setup",
     "Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.",
+)
+small = training_command(
+    "small",
+    SmallOptions,
+    "mmspec.distil.small:setup",
+    """Train a small language model of the target's vocabulary, which drafts as small:OUT/drafter (FastDraft).
+
+    It is a checkpoint of transformers. Images and videos are left out.""",
 )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmspec.distil.dflash_objective import DFlashObjective
 from mmspec.distil.options import DFlashOptions
-from mmspec.distil.start import load_shared_weights, mask_token, output_rows
+from mmspec.distil.start import decoder_weights, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash
@@ -21,8 +21,6 @@ from mmspec.drafters.parts import shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.decoder_layer import MergedLayer
 
 _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
@@ -73,7 +71,8 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     Raises:
         UserError: the target's layers are of another architecture or shape.
     """
-    theirs, own = _last_layers(target, network.config.layers), network.state_dict()
+    last = range(target.config.num_hidden_layers)[-network.config.layers :]
+    theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
         for ours, some in published_parts(network.config).items()
@@ -88,18 +87,3 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
         own[ours].copy_(weight)
     network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
     network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
-
-
-def _last_layers(target: Any, count: int) -> dict[str, torch.Tensor]:
-    """Weights of a target's last layers under their published names, numbered from 0, and of its last norm."""
-    decoder = target.model.get_decoder()
-    found = {"norm.weight": decoder.norm.weight} if hasattr(decoder, "norm") else {}
-    for number, layer in enumerate(list(getattr(decoder, "layers", []))[-count:]):
-        if isinstance(layer, MergedLayer):
-            found |= {f"layers.{number}.{name}": weight for name, weight in layer.separate().items()}
-            continue
-        for name, module in layer.named_modules():
-            plain = module.unpacked() if isinstance(module, PackedLinear) else module
-            if isinstance(weight := getattr(plain, "weight", None), torch.Tensor):
-                found[f"layers.{number}.{name}.weight"] = weight
-    return found

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mmspec.core.target import Target, output_of
 from mmspec.distil.features import Features
-from mmspec.distil.options import KangarooLoss, KangarooOptions
+from mmspec.distil.options import KangarooOptions, NextTokenLoss
 from mmspec.distil.pass_cache import causal_pass
 from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import token_loss
+from mmspec.distil.token_loss import next_token_loss
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.kangaroo.config import KangarooConfig
 from mmspec.drafters.kangaroo.drafter import Kangaroo
@@ -23,11 +23,10 @@ from mmspec.training.loss import LossOutput
 
 
 @dataclass(frozen=True)
-class KangarooObjective(KangarooLoss):
+class KangarooObjective(NextTokenLoss):
     """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
 
-    The target's first layers run over drafted tokens, too: one pass trains all levels of a tree. The metrics
-    ``token_1`` and ``right_1`` are loss and accuracy.
+    The target's first layers run over drafted tokens, too: one pass trains all levels of a tree.
     """
 
     def __call__(
@@ -41,17 +40,12 @@ class KangarooObjective(KangarooLoss):
     ) -> LossOutput:
         """Returns the loss, see ``mmspec.distil.tasks.Objective``; the layers of ``batch`` are the states at the
         network's exit layer."""
-        wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
-        if not bool(wanted.any()):
-            return LossOutput(batch.hidden.new_zeros((), dtype=torch.float32), {})
-        assert batch.layers is not None, "the extractor reads the network's exit layer"
-        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-        with torch.no_grad():
-            goal = head(batch.hidden[:, :-1][wanted]).float().softmax(-1)
-        scores = head(causal_pass(network, network.config, batch.layers)[:, :-1][wanted])
-        loss = token_loss(self.loss, goal, scores.float().log_softmax(-1))
-        right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
-        return LossOutput(loss, {"token_1": float(loss.detach()), "right_1": float(right)})
+
+        def states() -> Tensor:
+            assert batch.layers is not None, "the extractor reads the network's exit layer"
+            return causal_pass(network, network.config, batch.layers)
+
+        return next_token_loss(self.loss, target, batch, states, draft_ids)
 
 
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:

@@ -35,7 +35,7 @@ from mmspec.training.plan import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Schedule):
-    """Options that all these commands have."""
+    """Options that all commands have that train drafters."""
 
     target: str = option("tiny-llava", TEXT, "Target model.", declared=("--model", "--target"))
     text: tuple[Path, ...] = option((), several(FILE), "Conversations without media (stage 1); repeatable.")
@@ -63,6 +63,12 @@ class RunOptions(Schedule):
     prompts: int = option(8, whole(0), "Decoded per evaluation.")
     max_new_tokens: int = option(96, whole(2), "Per decoded prompt.")
     tensorboard: bool = option(False, FLAG, "Log to OUT/tensorboard too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(RunOptions):
+    """The same with what is saved with a drafter: its draft vocabulary and the limits of its trees."""
+
     draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft so many of the most frequent tokens only.")
     top_k: int = again(TreeShape, "top_k", "Saved: nodes per tree level.", default=10)
     depth: int = again(TreeShape, "depth", "Saved: tree depth.", default=6)
@@ -88,7 +94,7 @@ class Passes(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkOptions(RunOptions):
+class NetworkOptions(TreeOptions):
     """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
 
     start: Path | None = option(
@@ -121,7 +127,7 @@ class Eagle3Passes(Passes):
 class Eagle3Options(Eagle3Passes, HeadOptions):
     """Options of ``mmspec train eagle3``."""
 
-    depth: int = again(RunOptions, "depth", default=8)
+    depth: int = again(TreeOptions, "depth", default=8)
     layers: int | None = unset(Eagle3Config, "layers", "Decoder layers of the head.")
     reads: list[int] | None = unset(
         Eagle3Config, "reads", "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
@@ -165,7 +171,7 @@ class BlockLoss(Checked):
 class DFlashOptions(BlockLoss, NetworkOptions):
     """Options of ``mmspec train dflash``."""
 
-    depth: int = again(RunOptions, "depth", default=15)
+    depth: int = again(TreeOptions, "depth", default=15)
     block_size: int | None = unset(DFlashConfig, "block_size", "Tokens per block, with the last one.", default_text="8")
     layers: int | None = unset(DFlashConfig, "layers", "Decoder layers.", default_text="2")
     target_layer_ids: list[int] | None = unset(
@@ -207,7 +213,7 @@ class HeadLoss(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HeadLoss, RunOptions):
+class MedusaOptions(HeadLoss, TreeOptions):
     """Options of ``mmspec train medusa``, Hydra's included."""
 
     heads: int = again(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
@@ -223,14 +229,28 @@ class MedusaOptions(HeadLoss, RunOptions):
 
 
 @dataclass(frozen=True)
-class KangarooLoss(Checked):
-    """Settings of Kangaroo's objective."""
+class NextTokenLoss(Checked):
+    """Settings of an objective of next tokens."""
 
     loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KangarooOptions(KangarooLoss, RunOptions):
+class KangarooOptions(NextTokenLoss, TreeOptions):
     """Options of ``mmspec train kangaroo``."""
 
     exit_layer: int = again(KangarooConfig, "exit_layer", "The target's first layers that draft.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallOptions(NextTokenLoss, RunOptions):
+    """Options of ``mmspec train small``."""
+
+    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
+    hidden: int | None = option(
+        None,
+        settable(whole(2, 2**16)),
+        "Its width; embeddings start as the target's if it is the same.",
+        default_text="the target's",
+    )
+    from_target: bool = option(False, FLAG, "Start as the target's first layers, embeddings and output layer.")

@@ -20,7 +20,7 @@ from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.feature_cache import FeatureCache
 from mmspec.distil.features import Extractor
-from mmspec.distil.options import RunOptions
+from mmspec.distil.options import RunOptions, TreeOptions
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
 from mmspec.errors import UserError
@@ -63,7 +63,8 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     pipe = load(options.target, None, str(accelerator.device), options.dtype)
     pipe.model.requires_grad_(False)
     torch.manual_seed(options.seed)
-    setup = make_setup(options, pipe, draft_vocabulary(options.draft_vocabulary, pipe, examples))
+    drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None
+    setup = make_setup(options, pipe, draft_vocabulary(drafted, pipe, examples))
     extract = _feature_source(
         options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
     )

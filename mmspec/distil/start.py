@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from mmspec.drafters.dflash.drafter import plain_embedding
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.decoder_layer import MergedLayer
 
 
 @torch.no_grad()
@@ -21,6 +25,28 @@ def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
     width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
     unit = torch.eye(width, device=target.device, dtype=target.dtype)
     return (head(unit) - head(torch.zeros_like(unit[:1]))).t().float()
+
+
+def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
+    """Weights of a target's decoder under their published names, with these of its layers only, numbered from 0."""
+    decoder = target.model.get_decoder()
+    found: dict[str, Tensor] = {}
+
+    def add(prefix: str, module: nn.Module) -> None:
+        for name, part in module.named_modules(prefix=prefix):
+            plain = part.unpacked() if isinstance(part, PackedLinear) else part
+            found.update({f"{name}.{key}": weight for key, weight in plain.named_parameters(recurse=False)})
+
+    for name, module in decoder.named_children():
+        if name != "layers":
+            add(name, module)
+    for number, place in enumerate(layers if hasattr(decoder, "layers") else ()):
+        layer = decoder.layers[place]
+        if isinstance(layer, MergedLayer):
+            found |= {f"layers.{number}.{name}": weight for name, weight in layer.separate().items()}
+        else:
+            add(f"layers.{number}", layer)
+    return found
 
 
 def output_rows(target: Target) -> int:

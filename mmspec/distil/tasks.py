@@ -178,7 +178,7 @@ class DrafterTask:
         emitted = steps = 0
         for prompt in self._prompts:
             try:
-                limits = {"max_new_tokens": self._max_new_tokens, "nodes": drafter.total_tokens}
+                limits = {"max_new_tokens": self._max_new_tokens, "nodes": drafter.tree_size}
                 stats = pipe.generate(prompt, temperature=0.0, **limits).stats
             except UserError:
                 continue  # a prompt that fills the target's context

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.training.loss import LossOutput
 
 TokenLoss = Literal["kl", "lk", "tv"]
 
@@ -32,3 +37,32 @@ def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
     elif kind == "tv":
         loss = _ENTROPY * loss + _DISTANCE * (goal - scores.exp()).abs().sum(-1)
     return loss.mean()
+
+
+def next_token_loss(
+    kind: TokenLoss,
+    target: Target,
+    batch: Features,
+    states: Callable[[], Tensor],
+    draft_ids: Tensor | None = None,
+    output_layer: Any = None,
+) -> LossOutput:
+    """Returns the loss against the target's next-token distributions at the same positions, over answer tokens that
+    another answer token follows, and the metrics ``token_1`` and ``right_1``, loss and accuracy.
+
+    Args:
+        kind: see ``token_loss``.
+        states: returns the drafter's last hidden states, (batch, length, hidden); not called without such tokens.
+        draft_ids: (n,) int64, to which distributions are restricted.
+        output_layer: of the drafter; by default the target's.
+    """
+    wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
+    if not bool(wanted.any()):
+        return LossOutput(batch.hidden.new_zeros((), dtype=torch.float32), {})
+    head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    with torch.no_grad():
+        goal = head(batch.hidden[:, :-1][wanted]).float().softmax(-1)
+    scores = (output_layer or head)(states()[:, :-1][wanted])
+    loss = token_loss(kind, goal, scores.float().log_softmax(-1))
+    right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
+    return LossOutput(loss, {"token_1": float(loss.detach()), "right_1": float(right)})

@@ -286,4 +286,5 @@ SPEC = DrafterSpec(
     argument="MODEL",
     parse_argument=parse_argument,
     trusts=True,
+    train="small",
 )

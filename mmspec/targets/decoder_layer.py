@@ -87,19 +87,23 @@ class MergedLayer(nn.Module):
         return self.rounded(self._outputs(read.flatten(2), x))
 
     def separate(self) -> dict[str, Tensor]:
-        """The weights under the names that they have in a layer of Llama, without those that Llama's has not."""
-        query, key, value = self.qkv.weight.split(
-            [self.head_dim * n for n in (self.heads, self.kv_heads, self.kv_heads)]
-        )
-        halves = (part.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) for part in (query, key))
-        gate, up = self.gate_up.weight.chunk(2)
-        projections = zip(PROJECTIONS, (*halves, value), strict=True)
-        return {
-            **{f"self_attn.{name}.weight": weight for name, weight in projections},
-            "self_attn.o_proj.weight": self.out.weight,
-            **{f"mlp.{name}_proj.weight": w for name, w in (("gate", gate), ("up", up), ("down", self.down.weight))},
+        """The weights under their names in a layer of Llama, Qwen2 or Qwen3, without those that these have not."""
+        found: dict[str, Any] = {
+            **{f"self_attn.{name}": weight for name, weight in self.self_attn.named_parameters()},  # norms of heads
             **{f"{theirs}.weight": self.norms[ours].weight for ours, theirs in _NORMS.items()},
         }
+        sizes = [self.head_dim * count for count in (self.heads, self.kv_heads, self.kv_heads)]
+        for kind in ("weight", "bias"):
+            for name, layer in {"self_attn.o_proj": self.out, "mlp.down_proj": self.down}.items():
+                found[f"{name}.{kind}"] = getattr(layer, kind)
+            if (joined := getattr(self.qkv, kind)) is not None:
+                *pairs, value = joined.split(sizes)
+                halves = (x.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) for x in pairs)
+                names = (f"self_attn.{name}.{kind}" for name in PROJECTIONS)
+                found |= zip(names, (*halves, value), strict=True)
+            if (joined := getattr(self.gate_up, kind)) is not None:
+                found[f"mlp.gate_proj.{kind}"], found[f"mlp.up_proj.{kind}"] = joined.chunk(2)
+        return {name: weight for name, weight in found.items() if weight is not None}
 
     def rounded(self, x: Tensor) -> Tensor:
         """The output in the dtype of the next layer's, norm's or head's input."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmspec.checks import again
-from mmspec.distil.options import RunOptions
+from mmspec.distil.options import TreeOptions
 from mmspec.ssm.drafters.mamba.config import MambaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaOptions(RunOptions):
+class MambaOptions(TreeOptions):
     """The options: those of the run, and of the network."""
 
     hidden_size: int = again(MambaConfig, "hidden_size", "Width.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, again, option, unset, whole
-from mmspec.distil.options import HeadOptions, Passes, RunOptions
+from mmspec.distil.options import HeadOptions, Passes, TreeOptions
 from mmspec.vision.drafters.msd.config import MSDConfig
 
 
@@ -68,8 +68,8 @@ class FlashOptions(SlotLosses, MSDOptions):
     """
 
     passes: int = again(Passes, "passes", default=1)
-    top_k: int = again(RunOptions, "top_k", default=4)
-    depth: int = again(RunOptions, "depth", default=12)
+    top_k: int = again(TreeOptions, "top_k", default=4)
+    depth: int = again(TreeOptions, "depth", default=12)
     slots: int = again(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
     latents: int | None = unset(
         MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
