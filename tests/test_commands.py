@@ -166,6 +166,7 @@ def test_missing_extras_are_one_line(tmp_path: Path) -> None:
             ("train dflash", "this command", "accelerate", "train"),
             ("train medusa", "this command", "accelerate", "train"),
             ("train kangaroo", "this command", "accelerate", "train"),
+            ("train small", "this command", "accelerate", "train"),
             ("train mamba", "this command", "accelerate", "train"),
             ("train tiny-llava", "this command", "accelerate", "train"),
             ("train tiny-hybrid", "this command", "accelerate", "train"),

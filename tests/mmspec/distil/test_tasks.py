@@ -23,7 +23,7 @@ def conversation(name: str) -> Conversation:
 
 class Drafter:
     def __init__(self, network: object, draft_ids: None) -> None:
-        self.total_tokens = 7
+        self.tree_size = 7
 
 
 def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
