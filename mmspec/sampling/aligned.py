@@ -82,7 +82,7 @@ class Alignment:
         return allowed
 
     def reject(self) -> None:
-        """Exclude what is forbidden after the output so far and its beginnings.
+        """Update the weights along the rejected output, from its last token to its first.
 
         Raises:
             UserError: no output is left, or too many were rejected.

@@ -26,17 +26,14 @@ namespace {
 
 // A thread's tile registers: 0 and 1 are sums of 16 queries, 2 these queries; 3, 4 and 5 those of the last, fewer ones;
 // 6 and 7 hold keys or values.
-class AttentionTiles {
+class AttentionTiles : Registers {
  public:
-  ~AttentionTiles() {
-    if (last_) _tile_release();
-  }
-
   // ``add_all_products`` for an even number of vectors and a multiple of 16 pairs.
   void add(const words* left, int64_t vectors, const uint16_t* right, int64_t right_stride, int64_t pairs, float* sums,
            int64_t queries, const uint16_t* ahead) {
     int64_t stride = vectors * 16, query = 0;
-    configure(queries % 16 ? queries % 16 : 16);
+    uint8_t last = queries % 16 ? queries % 16 : 16;
+    configure({16, 16, 16, last, last, last, 16, 16});
     for (int64_t pair = 0; pair < pairs; pair++) prefetch(ahead + 2 * LINE * pair, 2);
     asm volatile("" : : : "memory");
     for (; query + 16 <= queries; query += 16) {
@@ -47,19 +44,6 @@ class AttentionTiles {
     }
     asm volatile("" : : : "memory");
   }
-
- private:
-  void configure(int64_t last) {
-    if (last == last_) return;
-    last_ = last;
-    alignas(64) uint8_t config[64] = {1};
-    for (int tile = 0; tile < 8; tile++)
-      config[16 + 2 * tile] = 64, config[48 + tile] = uint8_t(tile < 3 || tile > 5 ? 16 : last);
-    asm volatile("" : : "r"(config) : "memory");
-    _tile_loadconfig(config);
-  }
-
-  int64_t last_ = 0;
 };
 
 }  // namespace

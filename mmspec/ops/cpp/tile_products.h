@@ -1,8 +1,7 @@
 // Products of bfloat16 in AMX's tile registers: up to 16 rows of inputs by 16 output features.
 //
 // Integers take none: a group of 32 input features, after which sums are scaled, fills half a tile's depth, and storing
-// its sums costs as much as multiplying it. On an Intel Xeon, products of int4 in tiles were 6 to 9 % faster than VNNI's
-// with 16 rows, those of int8 not faster, and both slower with 12 or fewer.
+// its sums costs as much as multiplying it, so that VNNI is as fast.
 
 #pragma once
 
@@ -13,10 +12,36 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
+
 namespace {
 
 // Linux grants a process its tile registers on request.
 const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+
+// The tile registers of a thread, whose rows have 64 bytes.
+class Registers {
+ public:
+  ~Registers() {
+    if (rows_ != Counts{}) _tile_release();
+  }
+
+ protected:
+  using Counts = std::array<uint8_t, 8>;
+
+  // Gives each register so many rows.
+  void configure(const Counts& rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    alignas(64) uint8_t config[64] = {1};
+    for (int tile = 0; tile < 8; tile++) config[16 + 2 * tile] = rows[tile] ? 64 : 0, config[48 + tile] = rows[tile];
+    asm volatile("" : : "r"(config) : "memory");
+    _tile_loadconfig(config);
+  }
+
+ private:
+  Counts rows_{};
+};
 
 // The intrinsics take numbers of registers as literals only. GCC's do not tell it that they read memory.
 #define MMSPEC_ADD_GROUP(sum, group) \
@@ -26,15 +51,12 @@ const bool has_tiles = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */,
   _tile_dpbf16ps(sum, 4, 5)
 
 // A thread's tile registers: 0 to 3 are sums (rows, 16), 4 inputs (rows, 32), 5 weights (16, 16 output features, 2).
-class Tiles {
+class Tiles : Registers {
  public:
-  ~Tiles() {
-    if (rows_) _tile_release();
-  }
-
   // sums (rows) += products of weights (groups, 16, 16 output features, 2) with inputs (groups, 16 rows, 32).
   void add(const uint16_t* inputs, const uint8_t* weights, int64_t groups, int rows, floats* sums) {
-    configure(rows);
+    uint8_t count = uint8_t(rows);
+    configure({count, count, count, count, count, 16, 0, 0});
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -57,18 +79,6 @@ class Tiles {
     for (int row = 0; row < rows; row++)
       sums[row] += (parts[0][row] + parts[1][row]) + (parts[2][row] + parts[3][row]);
   }
-
- private:
-  void configure(int rows) {
-    if (rows == rows_) return;
-    rows_ = rows;
-    alignas(64) uint8_t config[64] = {1};
-    for (int tile = 0; tile < 6; tile++) config[16 + 2 * tile] = 64, config[48 + tile] = uint8_t(tile < 5 ? rows : 16);
-    asm volatile("" : : "r"(config) : "memory");
-    _tile_loadconfig(config);
-  }
-
-  int rows_ = 0;
 };
 
 }  // namespace
