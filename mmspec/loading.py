@@ -20,6 +20,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import nearest, shown
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
+from mmspec.engine.openmp import release_threads
 from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu_library
 from mmspec.pipeline import Pipeline
@@ -114,7 +115,9 @@ def load(
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options("mmspec.load", options, known):
         target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
-    return Pipeline(target, processor, speculator, model, **settings)
+    pipeline = Pipeline(target, processor, speculator, model, **settings)
+    release_threads()  # requests may come from other threads
+    return pipeline
 
 
 def load_target(

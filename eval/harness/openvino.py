@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.eval.harness.peers import Completion, gguf_file
 
 LOOKUP = "lookup"
@@ -23,7 +23,8 @@ class OpenVino:
             for plain decoding.
 
     Raises:
-        UserError: it is not installed, the model is not a GGUF file, or the speculation is another.
+        UserError: it is not installed or cannot read the weights, the model is not a GGUF file, or the speculation is
+            another.
     """
 
     def __init__(self, model: str, threads: int, speculation: str = "") -> None:
@@ -38,7 +39,8 @@ class OpenVino:
         self._tensor = openvino.Tensor
         self._lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3} if speculation else {}
         options: dict[str, Any] = {"prompt_lookup": True} if speculation else {}
-        self._pipeline = openvino_genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=threads, **options)
+        with explained(f"OpenVINO cannot load {file}", RuntimeError):
+            self._pipeline = openvino_genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=threads, **options)
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
         """Decode a prompt of token ids; every request pays for its prefill."""

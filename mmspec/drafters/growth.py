@@ -96,14 +96,17 @@ def grow_tree(
         depth, nodes: limits of the drafter.
     """
     batch = token.shape[0]
-    deepest = budget.max_depth if depth is None else min(depth, budget.max_depth)
     fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
+    deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
+    width = min(top_k, most)
     tokens, scores, extended = [first[0]], [first[1]], []
     seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it
     for _ in range(1, deepest):
-        score, beam, at = ops.next_beam(scores[-1], tokens[-1], top_k)
+        score, beam, at = ops.next_beam(scores[-1], tokens[-1], width)
         if not fixed and float(score.exp().sum()) / batch <= budget.least_gain:
+            break
+        if not fixed and bool(((torch.cat(scores, 1) >= score[:, :1]).sum(1) >= most).all()):
             break
         child, log_prob = extend(beam, at // children)
         children = child.shape[2]

@@ -19,6 +19,7 @@ from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
 from mmspec.engine.lockstep import LockstepCore
+from mmspec.engine.openmp import release_threads
 from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
@@ -119,6 +120,7 @@ class Engine:
         if caller is self or (mode and mode.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
         speculation.calibrate(adaptive=num_draft_tokens is None)
+        release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         sequences = [

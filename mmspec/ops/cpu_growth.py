@@ -50,6 +50,7 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
         Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order.
     """
     batch, slots, vocab = logits.shape
+    width = min(width, nodes)
     k = min(width, vocab)
     nodes = 1 + min(nodes, _candidates(k, k, width, slots))
     tree = _tree(batch, nodes)
@@ -91,6 +92,7 @@ def draft_cells(
         Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
         the number of levels.
     """
+    width, levels = min(width, nodes), min(levels, nodes)
     (batch, k), later = first[0].shape, min(width, weights.head.outputs)
     most = 1 + min(nodes, _candidates(k, later, width, levels))
     tree = _tree(batch, most)

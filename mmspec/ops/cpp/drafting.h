@@ -48,6 +48,12 @@ struct Candidates {
     order.resize(count);
     return order;
   }
+
+  // Whether ``count`` are at least as probable as another, so that the best ones contain none of its descendants.
+  bool complete(int64_t count, int64_t other) const {
+    auto as_probable = [least = scores[other]](float score) { return score >= least; };
+    return std::count_if(scores.begin(), scores.end(), as_probable) >= count;
+  }
 };
 
 // The k best children of a node by its logits, with their log probabilities.
@@ -91,9 +97,10 @@ void corrected_logits(const Markov& markov, const float* slot, const std::vector
   product(markov.out, scratch.operand, rows, scratch.logits.data(), scratch.logits.data());
 }
 
-// Candidates of a tree: in each level, ``width`` children of the ``width`` best nodes of the level before.
+// Candidates of a tree: in each level, ``width`` children of the ``width`` best nodes of the level before, while any of
+// these may be among the best ``kept``.
 Candidates slot_candidates(const Markov& markov, const float* logits, int64_t slots, int64_t last, int64_t width,
-                           SlotScratch& scratch) {
+                           int64_t kept, SlotScratch& scratch) {
   Candidates found;
   int64_t vocab = markov.out.out, k = std::min(width, vocab);
   std::vector<int64_t> before{last}, beam;
@@ -111,6 +118,7 @@ Candidates slot_candidates(const Markov& markov, const float* logits, int64_t sl
       }
     }
     beam = found.best(first, width);
+    if (found.complete(kept, beam[0])) break;
     before.clear(), scores.clear();
     for (int64_t node : beam) before.push_back(found.tokens[node]), scores.push_back(found.scores[node]);
   }
@@ -183,24 +191,27 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
   }
 }
 
-// Candidates of trees whose first levels are given, (batch, k) in ``s``; returns the number of levels.
+// Candidates of trees whose first levels are given, (batch, k) in ``s``, of which the best ``kept`` are kept; returns the
+// number of levels.
 int64_t cell_candidates(const Cell& cell, CellScratch& s, std::vector<Candidates>& trees, int64_t width,
-                        int64_t levels, float least, int threads) {
+                        int64_t levels, float least, int64_t kept, int threads) {
   int64_t batch = trees.size(), k = s.children.size() / batch, begin = 0, wide = 1, beam = 1, level = 1;
   std::vector<std::vector<int64_t>> beams(batch);
   for (int64_t row = 0; row < batch; row++)
     for (int64_t i = 0; i < k; i++) trees[row].add(s.children[row * k + i], 0, s.scores[row * k + i]);
   for (; level < levels; level++, wide = beam) {
     float expected = 0;
+    bool complete = true;
     s.tokens.clear(), s.origin.clear();
     for (int64_t row = 0; row < batch; row++) {
       beams[row] = trees[row].best(begin, width);
+      complete = complete && trees[row].complete(kept, beams[row][0]);
       for (int64_t node : beams[row]) {
         s.tokens.push_back(trees[row].tokens[node]), s.origin.push_back((node - begin) / k);
         expected += std::exp(trees[row].scores[node]);
       }
     }
-    if (expected / float(batch) <= least) break;
+    if (complete || expected / float(batch) <= least) break;
     beam = beams[0].size(), begin = trees[0].scores.size();
     k = std::min(width, cell.head.out);
     cell_level(cell, s, wide, beam, k, threads);
@@ -223,14 +234,15 @@ void draft_slots(const Markov* markov, const float* logits, const int64_t* last,
   SlotScratch scratch;
   for (int64_t row = 0; row < batch; row++) {
     const float* own = logits + row * slots * markov->out.out;
-    Candidates found = slot_candidates(*markov, own, slots, last[row], width, scratch);
+    Candidates found = slot_candidates(*markov, own, slots, last[row], width, nodes - 1, scratch);
     int64_t at = row * nodes;
     write_tree(found, last[row], nodes, nullptr, tokens + at, parents + at, log_probs + at);
   }
 }
 
 // Trees of the best candidates of a cell, (batch, nodes), see write_tree, of which a row may have fewer than ``nodes``.
-// Levels are added while a token of one more is reached with a probability above ``least``; returns their number.
+// Levels are added while a token of one more is reached with a probability above ``least``, and may be among the best;
+// returns their number.
 // carried: (batch, hidden); children, scores: (batch, k), the first levels; ids: of the cell's tokens, or null.
 int64_t draft_cells(const Cell* cell, const float* carried, const int64_t* children, const float* scores,
                     const int64_t* last, const int64_t* ids, int64_t batch, int64_t k, int64_t width, int64_t levels,
@@ -239,7 +251,7 @@ int64_t draft_cells(const Cell* cell, const float* carried, const int64_t* child
   s.carried.assign(carried, carried + batch * cell->out.out);
   s.children.assign(children, children + batch * k), s.scores.assign(scores, scores + batch * k);
   std::vector<Candidates> trees(batch);
-  int64_t grown = cell_candidates(*cell, s, trees, width, levels, least, threads);
+  int64_t grown = cell_candidates(*cell, s, trees, width, levels, least, nodes - 1, threads);
   for (int64_t row = 0, at = 0; row < batch; row++, at += nodes)
     write_tree(trees[row], last[row], nodes, ids, tokens + at, parents + at, log_probs + at);
   return grown;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.util import find_spec
 
@@ -37,6 +38,15 @@ def test_it_decodes_the_same_file(speculation):
 def test_other_formats_are_refused():
     with pytest.raises(UserError, match=r"^OpenVINO decodes GGUF files: expected a model of that format, received 'ti"):
         OpenVino("tiny-llava", 1)
+
+
+@pytest.mark.skipif(find_spec("openvino_genai") is None, reason="needs openvino_genai")
+def test_weights_that_it_cannot_read_are_refused(tmp_path):
+    """As with Gemma 3's file, of several formats."""
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(UserError, match=f"^OpenVINO cannot load {re.escape(str(file))}: .+"):
+        OpenVino(str(file), 1)
 
 
 def test_speculation_and_installation(tmp_path, monkeypatch):

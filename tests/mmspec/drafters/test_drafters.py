@@ -115,6 +115,27 @@ def test_grown_trees_hold_the_likeliest_of_what_was_seen(nodes, depth, top_k):
     assert tree.nodes == 1 + expected
 
 
+@pytest.mark.parametrize(("nodes", "levels"), [(1, 1), (2, 2), (4, 3), (9, 4), (40, 6)])
+def test_levels_and_beams_that_cannot_be_kept_are_left_out(nodes, levels):
+    """The tree is what the same beams of a tree without a limit hold; the more probable token has a chance of 0.6."""
+    log_p = torch.tensor([[0.6, 0.4]]).log()
+    widths = []
+
+    def extend(beam, origin):
+        widths.append(beam.shape[1])
+        return torch.arange(2).expand(1, beam.shape[1], 2), log_p.expand(1, beam.shape[1], 2)
+
+    grow = lambda budget: grow_tree(torch.tensor([0]), (torch.arange(2)[None], log_p), extend, budget, 8)  # noqa: E731
+    whole = grow(Budget(1000, 6)).first(1 + nodes)
+    widths.clear()
+    budget = Budget(nodes, 6)
+    tree = grow(budget)
+    assert torch.equal(tree.tokens, whole.tokens)
+    assert torch.equal(tree.parents, whole.parents)
+    assert budget.levels == 1 + len(widths) == levels
+    assert max(widths, default=0) <= nodes
+
+
 def test_an_empty_grant_is_plain_decoding():
     budget = Budget(0, depth=1)
     tree = grow_tree(torch.tensor([1]), (torch.tensor([[2]]), torch.tensor([[-0.1]])), lambda *_: None, budget, 1)

@@ -17,10 +17,11 @@ __all__ = ["threads"]
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("batch", "width", "depth", "least_gain"), [(1, 4, 6, 0), (3, 50, 3, 0), (2, 4, 6, 0.5), (2, 4, 1, 0)]
+    ("batch", "width", "depth", "least_gain", "nodes"),
+    [(1, 4, 6, 0, 200), (3, 50, 3, 0, 200), (2, 4, 6, 0.5, 200), (2, 4, 1, 0, 200), (1, 4, 6, 0, 3), (2, 4, 6, 0, 9)],
 )
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, mapped, monkeypatch):
+def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, nodes, mapped, monkeypatch):
     """Inner width, tokens and rank differ from the states' width; 150 rows are more than are computed at a time."""
     torch.manual_seed(batch)
     shapes = {"into": (48, 64), "out": (64, 48), "guess": (20, 64), "head": (90, 20)}
@@ -38,13 +39,13 @@ def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, mapp
         states.append(norm(before + product("out", F.silu(table[beam] + product("into", before)))))
         return product("head", product("guess", states[-1])).log_softmax(-1).topk(min(width, 90))[::-1]
 
-    budget = Budget(200, depth)
+    budget = Budget(nodes, depth)
     monkeypatch.setattr(Budget, "least_gain", least_gain)
     expected = grow_tree(last, first, extend, budget, width)
     for count in THREADS:
         torch.set_num_threads(count)
         found, levels = cpu_growth.draft_cells(
-            weights, carried, first, last, ids if mapped else None, width, depth, least_gain, 200
+            weights, carried, first, last, ids if mapped else None, width, depth, least_gain, nodes
         )
         assert levels == budget.levels
         tokens = torch.cat([last[:, None], ids[expected.tokens[:, 1:]]], dim=1) if mapped else expected.tokens

@@ -1,0 +1,49 @@
+"""OpenMP threads: while the engine computes, clients have none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+
+PROGRAM = """
+import os, time, torch, mmspec
+from mmspec.engine.openmp import release_threads
+
+torch.set_num_threads(3)
+busy = lambda: torch.ones(2_000_000).exp()
+count = lambda: len(os.listdir("/proc/self/task"))
+
+before = count()
+busy()
+computed = count()
+release_threads()
+release_threads()
+print(*(n - before for n in (computed, count())))
+
+pipe = mmspec.load("tiny-hybrid", drafter="ngram", device="cpu", dtype="float32")
+loaded = count()
+pipe.generate("Red", max_new_tokens=4)  # starts threads of the tokenizer
+time.sleep(1)  # for the threads of its worker to end
+release_threads()
+before, loaded = count(), loaded - before
+busy()
+seen = []
+pipe.generate("Red", max_new_tokens=4, stopping_criteria=[lambda *_: seen.append(count()) or False])
+print(loaded, max(seen) - before, torch.get_num_threads())
+"""
+
+
+def test_clients_give_up_their_threads():
+    """Three threads each: the engine's are its worker and two more, and the client computed before."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    alone, served = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    assert alone == (2, 0)
+    assert served == (0, 3, 3)
