@@ -7,7 +7,7 @@ Mixers that pass no keyword arguments have the cache on the convolution's inputs
 
 Mixers that compute their recurrence themselves, and other modules that read more than their own token, have dispatchers
 of methods: calls with a ``StateCache`` as an argument, or after a convolution with one, go to an adapter
-(``mmspec.ssm.mixers``, ``mmspec.ssm.windows``).
+(``mmspec.ssm.mixers``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
-from mmspec.ssm.mixers import RGLRU, LightningAttention
+from mmspec.ssm.mixers import INKLING, INKLING2, RGLRU, ZAYA, LightningAttention
 from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
-from mmspec.ssm.windows import INKLING, INKLING2, ZAYA
 from mmspec.targets.replacing import Place, replaced
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")

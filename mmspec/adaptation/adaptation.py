@@ -1,13 +1,15 @@
-"""Adaptation of a pipeline's drafters, in the idle time of its engine."""
+"""Adaptation of a pipeline's drafters, in the idle time of its engine. The table of Token Recycling learns while it
+drafts, and is only kept on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic
+from typing import Any
 
 from mmspec.adaptation.heads import HeadAdaptation, adaptable, check_new
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.adaptation.store import Store
-from mmspec.adaptation.tables import TableAdaptation
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
@@ -116,3 +118,40 @@ def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
     if kept.network.config != drafter.network.config:
         raise UserError(f"{newest}: expected weights of the drafter's shape, received those of another: remove it")
     return drafter.renewed(kept.network)
+
+
+_SECONDS = 60.0  # between two writes
+
+
+class TableAdaptation:
+    """Keeps the table of a drafter.
+
+    Args:
+        drafter: its table is replaced by that of the store, if there is one.
+        target: that the table is learned from.
+        store: keeps the table.
+
+    Raises:
+        UserError: the stored table is damaged, or of another target.
+    """
+
+    def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
+        self._drafter, self._target, self._store = drafter, target, store
+        if (newest := store.newest()) is not None:
+            drafter.restore(newest)
+        self._written, self._at = drafter.learned, monotonic()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the table has changed since the last write, some time ago."""
+        return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
+
+    def turn(self) -> None:
+        """Write the table."""
+        self.write()
+
+    def write(self) -> None:
+        """Write the table, if it has changed."""
+        if self._drafter.learned != self._written:
+            self._written, self._at = self._drafter.learned, monotonic()
+            self._store.write(lambda folder: self._drafter.save(folder, self._target))

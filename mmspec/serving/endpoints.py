@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, and vLLM's for tokens."""
+"""The endpoints: OpenAI's, and vLLM's for tokens; and how they read requests' bodies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.responses import HTMLResponse, JSONResponse
 
-from mmspec.serving import body
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.disconnect import EventStream, unless_gone
-from mmspec.serving.errors import as_api_error
+from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
 from mmspec.serving.formats import Format
 from mmspec.serving.protocol import (
@@ -91,7 +90,7 @@ class Endpoints:
 
     async def _parsed(self, request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request's body, and call a function with it, in a thread: large ones take long."""
-        content = await body.read(request, self._body_bytes)
+        content = await read_body(request, self._body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
     async def models(self) -> dict[str, Any]:
@@ -152,3 +151,32 @@ class Endpoints:
             for chunk in form.failed(found):
                 yield form.event(chunk)
         yield form.end
+
+
+BODY_SECONDS = 60.0
+"""Time in which a body must arrive."""
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """A request's body.
+
+    Args:
+        most: bytes.
+
+    Raises:
+        APIError: it is too large, or takes too long.
+    """
+    error = APIError(413, f"a request's body must have at most {most} bytes: got more")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > most:
+        raise error
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise error
+    except TimeoutError:
+        raise APIError(408, f"a request's body must arrive within {BODY_SECONDS:g} s") from None
+    return bytes(body)

@@ -27,7 +27,6 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
-from mmspec.drafters.dflash.native import NativeMarkov
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import Published, convert, read_published
 from mmspec.drafters.hidden_state.entries import take
@@ -38,6 +37,8 @@ from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
 from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
+from mmspec.ops import cpu_growth
+from mmspec.quantisation.blocks import BlockLinear
 
 
 class DFlash(PositionedDrafter):
@@ -219,3 +220,38 @@ def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[T
     block = (place[:, None] - place).expand(len(prefix), -1, -1)
     slots = allowed_slots(cache, torch.ones_like(block, dtype=torch.bool))
     return [slots & mask[:, None] for mask in attended(torch.cat([prefix, block], dim=2), config)]
+
+
+class NativeMarkov:
+    """See the module.
+
+    Args:
+        out: from a token's embedding to the draft vocabulary.
+        table: (tokens, rank), embeddings of the target's tokens.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's.
+    """
+
+    def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
+        self._arguments = out, table, draft_ids
+        self._table, self._draft_ids = table.float().contiguous(), draft_ids
+        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
+
+    @classmethod
+    def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
+        """The native form of a network's head; None where the kernels do not take it: it is gated or recurrent, or a
+        confidence head adds to the scores."""
+        config = network.config
+        alone = config.markov_type == "vanilla" and config.confidence == "none"
+        if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):
+            return None
+        return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeMarkov, self._arguments  # pointers belong to this process
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeMarkov:
+        return self  # copies of a drafter share weights
+
+    def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)

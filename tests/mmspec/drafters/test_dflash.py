@@ -13,7 +13,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters.dflash.config import default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
