@@ -112,7 +112,6 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
 
     Args:
         default: its default, or a function that makes one.
-        rule: checks its values.
         text: help of the option on the command line.
         more: ``default_text``: the default as help shows it; ``declared``: names of the option.
     """

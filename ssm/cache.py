@@ -59,11 +59,9 @@ class StateCache(_NoReads, TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
-        num_layers: layers of the model.
         recurrence: the class of their recurrence; None for convolutions alone.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
-        reserve: KV slots to allocate.
         static_shapes: static buffers, for states too.
         scans: scans of a layer, one after another, whose states transformers stacks.
     """

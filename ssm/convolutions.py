@@ -23,9 +23,6 @@ MIN_NODES = 64
 class Convolutions:
     """States of all convolutions of a model, which have one width.
 
-    Args:
-        static_shapes: static buffers.
-
     Attributes:
         state: (rows, channels, width - 1), the last inputs, newest last.
         calls: convolutions computed in the last verify pass.
@@ -111,7 +108,6 @@ class Convolutions:
         Args:
             chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
-            read: whether outputs are needed.
 
         Returns:
             (batch, depth, channels), their outputs, or else their inputs.

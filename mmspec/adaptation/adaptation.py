@@ -28,7 +28,6 @@ class Adaptation:
 
     Args:
         drafter: a drafter that learns or for which a learner is registered, or a union of some; not attached yet.
-        target: verifies.
         options: where to keep what is learned.
 
     Attributes:
@@ -129,7 +128,6 @@ class TableAdaptation:
     Args:
         drafter: its table is replaced by that of the store, if there is one.
         target: that the table is learned from.
-        store: keeps the table.
 
     Raises:
         UserError: the stored table is damaged, or of another target.

@@ -43,7 +43,6 @@ class HeadAdaptation:
 
     Args:
         drafter: not attached yet; its network is not packed.
-        target: verifies.
         store: keeps the weights; None keeps none.
 
     Attributes:

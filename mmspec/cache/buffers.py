@@ -25,11 +25,9 @@ class KVBuffers:
     """Keys and values of the layers of a ``TreeCache``, which stores the rows' lengths.
 
     Args:
-        layers: number of attention layers.
         reserve: slots to allocate at first use; doubled when exceeded.
 
     Attributes:
-        tensors: the buffers.
         version: replaced whenever a buffer is reallocated.
         device: of row lengths where no layer has keys and values.
     """
@@ -179,11 +177,7 @@ class KVBuffers:
             own[:, first:rows, :, :longest] = taken[:, :, :, :longest]
 
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows, in this order; free the others' slots.
-
-        Args:
-            lengths: of all rows.
-        """
+        """Keep these rows, in this order; free the others' slots."""
         if rows:
             self._move(rows, lengths)
         else:
@@ -216,7 +210,6 @@ class KVBuffers:
         Args:
             path: (batch, depth) int64, node indices padded with -1; node i is in the slot i after the longest row.
             rows: the same paths as lists without padding; an empty one leaves its row unchanged.
-            lengths: of the rows.
         """
         if not self.tensors:
             return

@@ -26,14 +26,12 @@ class TreeCache(Cache):
     Prefill runs in a cache of its own, whose rows are then appended to the decoding cache.
 
     Args:
-        num_layers: layers of the model.
         reserve: slots to allocate at first use; doubled when exceeded.
         attending: indices of attention layers; None means all.
         static_shapes: keep shapes and addresses, see ``StaticKVBuffers``.
 
     Attributes:
         attending: as above, in order.
-        kv: the buffers.
         lengths: committed tokens of each row.
         length: the longest row's length; passes write from this slot on.
         offset: uncommitted nodes of earlier passes that stay in the cache after ``length``.

@@ -40,7 +40,6 @@ class Drafter(ABC):
         """Append rows for new sequences.
 
         Args:
-            prompt: their prompts.
             output: the target's prefill.
             history: token list of each sequence, prompt and emitted tokens (so far the first). The engine appends to
                 these lists; drafters only read them.
@@ -90,7 +89,6 @@ class Drafter(ABC):
         """Next tokens after drafts that another part of a tree has proposed, such as tokens that a grammar forces.
 
         Args:
-            row: of the sequence.
             path: the drafts after its tokens.
 
         Returns:
@@ -123,11 +121,7 @@ class Drafter(ABC):
 
 
 class Wrapper(Drafter):
-    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead.
-
-    Attributes:
-        drafter: the other one.
-    """
+    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead."""
 
     drafter: Drafter
 

@@ -69,7 +69,6 @@ class Extractor:
     A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        pipe: holds the target.
         max_length, frames, fps, video_backend: as for `Encoder`.
         layers: further hidden states to read.
     """

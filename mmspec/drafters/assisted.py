@@ -24,7 +24,6 @@ def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, token
 
     Args:
         drafter: the call's, ``"auto"`` if it names none.
-        config: its generation config.
         assistant: its ``assistant_model``.
         tokenizers: its ``tokenizer`` and ``assistant_tokenizer``.
         home: the target's folder or name.

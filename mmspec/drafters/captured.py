@@ -39,10 +39,6 @@ class RowState(Protocol):
 class CapturedDrafter(Drafter):
     """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
     tokens, (batch,) int64, 0 for idle rows.
-
-    Attributes:
-        rows: number of sequences.
-        static_shapes: whether shapes are static.
     """
 
     def __init__(self) -> None:

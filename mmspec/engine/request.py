@@ -61,7 +61,6 @@ class Call:
 
     Attributes:
         request: ``prompt``, ``images`` and ``videos``.
-        params, extras: decoding options.
         inputs: further keywords, passed to the processor's ``encode``.
     """
 

@@ -26,7 +26,6 @@ class Speculation:
     """A drafter and its budgets on one target. Requests that decode together have the same.
 
     Args:
-        target: verifies.
         drafter: proposes trees; None decodes plainly.
 
     Attributes:
@@ -99,7 +98,6 @@ class Speculation:
 
         Args:
             adaptive: measure if nothing is stored, or if ``refresh``.
-            refresh: measure again.
         """
         if sharded(self.target):  # ranks that follow their clocks would draft trees of different sizes
             return None
@@ -120,7 +118,6 @@ class Speculation:
         """The budget of a step: ``num_draft_tokens`` draft tokens, or adaptive.
 
         Args:
-            batch: number of sequences.
             num_draft_tokens: None chooses adaptively.
         """
         if self.drafter is None:

@@ -62,7 +62,6 @@ class Catalog:
     """The model of a pipeline under its names.
 
     Args:
-        pipe: answers.
         names: what requests may call the model; responses use the first one. By default the pipeline's name.
     """
 

@@ -71,12 +71,7 @@ class Drain:
 
 
 class Drained:
-    """Refuses requests to a server that stops, and completes the responses of those that it cancels.
-
-    Args:
-        app: the application.
-        drain: of the server.
-    """
+    """Refuses requests to a server that stops, and completes the responses of those that it cancels."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self.app, self._drain, self._stopping = app, drain, Unready("stopping")

@@ -36,10 +36,6 @@ class Endpoints:
     """The endpoints.
 
     Args:
-        runner: runs the requests.
-        requests: makes work of requests.
-        catalog: names of the model.
-        stored: responses that are kept.
         body_bytes: most bytes of a request's body.
         scrape: as for ``create_app``.
     """

@@ -16,7 +16,6 @@ class APIError(Exception):
     """An error response.
 
     Args:
-        status: HTTP status.
         message: one line: rule, expected, received.
         param: path of the field in the request, as ``messages[0].content``.
         code: OpenAI's code of the error, if it has one.

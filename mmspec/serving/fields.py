@@ -106,8 +106,6 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
 
     Args:
         error: one of ``ValidationError.errors()``.
-        given: the request.
-        kind: the request's class.
     """
     what, context = error["type"], error.get("ctx", {})
     keys = _fields(given, error["loc"], kind, what == "missing")

@@ -39,7 +39,6 @@ class MediaReader:
 
     Args:
         io: its decoder reads the files, if the model reads media.
-        limits: limits on requests.
         allow_urls: download files from public addresses.
     """
 

@@ -9,11 +9,7 @@ from mmspec.serving.errors import APIError, as_events
 
 
 class LostReplica:
-    """Completes responses that the proxy leaves incomplete: it returns without a word when a replica dies.
-
-    Args:
-        app: the proxy.
-    """
+    """Completes responses that the proxy leaves incomplete: it returns without a word when a replica dies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

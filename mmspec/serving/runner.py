@@ -32,7 +32,6 @@ class Work:
         prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
         params: of the first choice of each prompt; the seed of the i-th is larger by i, as in vLLM.
         constraint: the grammar of the outputs, which is not among ``params`` yet.
-        n: choices per prompt.
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
         trigger: the text after which the grammar begins; None for the beginning of the output.
@@ -58,9 +57,6 @@ class Runner:
 
     Args:
         pipe: answers; its ``max_num_seqs`` is at least as many.
-        media: reads images and videos.
-        grammars: checks grammars.
-        slots, metrics: of the server.
         seconds: in which a request must end; 0 is no limit.
     """
 

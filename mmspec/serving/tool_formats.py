@@ -102,7 +102,6 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
     """The format of a model's calls.
 
     Args:
-        io: the model's processor.
         name: of a format; ``AUTO`` recognises the one of the chat template.
 
     Raises:

@@ -78,7 +78,6 @@ class ToolUse:
     """Tools with one model.
 
     Args:
-        io: the model's processor.
         parser: name of a format of calls, or ``AUTO``.
     """
 

@@ -21,9 +21,6 @@ class PrefixReuse:
     """Look-ups and insertions of a target in its prefix cache.
 
     Without a prefix cache, its methods do nothing.
-
-    Args:
-        target: whose states they are.
     """
 
     def __init__(self, target: TransformersTarget) -> None:
@@ -73,7 +70,6 @@ class PrefixReuse:
         """Keep the states of a prefilled prompt of one row, and follow the answers of its rows.
 
         Args:
-            output: of the prefill.
             cache: after the prompt; only the rows of this prompt.
         """
         prefixes = self._target.prefix_cache

@@ -101,18 +101,13 @@ class Processor:
         return Prompt(ids, None if bool(mask.all()) else mask)
 
     def media_decoder(self, **limits: Any) -> Any:
-        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read.
-
-        Args:
-            **limits: of the decoder.
-        """
+        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read."""
         return None
 
     def decode(self, token_ids: list[int], *, chat_template: bool = True, verbatim: bool = False) -> str:
         """Text of an answer's tokens, without special tokens.
 
         Args:
-            token_ids: the answer.
             chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
                 puts one there, is left out.
             verbatim: keep all white space.

@@ -26,9 +26,6 @@ from mmspec.targets.masks import tail_mask
 class Runner(ABC):
     """Verify passes of a decoder, and the cache of their sequences.
 
-    Args:
-        decoder, head: of the target.
-
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
     """

@@ -41,9 +41,7 @@ class HybridTask:
     Args:
         folder: of the run; the tokenizer is saved there.
         examples: number of training examples; an eighth as many of `FIRST_KIND` are added.
-        batch: examples per step.
         rate: learning rate of matrices; that of other parameters is half of it.
-        architecture: sizes of the model.
         held_out: held-out examples of each kind per evaluation.
         bfloat16: compute losses in bfloat16; on a CPU without AVX-512, float32 is several times faster.
     """

@@ -24,9 +24,7 @@ def export(drafter: DFlash, target: Any, folder: Path, layout: str) -> None:
     """Write a DFlash drafter for other engines. Without an output layer of its own, it drafts all tokens there.
 
     Args:
-        drafter: loaded from a checkpoint.
         target: configuration of transformers of the target, with ``name_or_path``.
-        folder: to write.
         layout: ``"z-lab"`` or ``"speculators"``.
 
     Raises:

@@ -160,7 +160,6 @@ class HiddenStateDrafter(TrainedDrafter):
 
         Args:
             x: (batch, entries, any), their inputs.
-            rotation: of their positions.
             mask: (batch, entries) bool, False at padding on the left; None without any.
             position: (batch,) int64, of each row's next entry.
             history: see ``Drafter.begin``.

@@ -48,7 +48,6 @@ class DecoderLayer(nn.Module):
     values, ``gate_up`` gate and up.
 
     Args:
-        shape: of the layer.
         width: features that queries, keys and values read.
         qkv_bias: bias on queries, keys and values.
         input_norm: whether ``input_norm`` is an RMSNorm of the inputs, or nothing.

@@ -20,8 +20,6 @@ class NativeLayers:
     """See the module. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
 
     Args:
-        layers: the modules of each.
-        shape: of all layers.
         kind: of their weights, see ``BLOCKS``.
     """
 

@@ -44,9 +44,7 @@ def run(
     Args:
         network: takes inputs, rotation and attention.
         x: (batch, nodes, any), inputs.
-        rotation: rotation of their positions.
         allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
-        cache: the KV cache.
         window: of static shapes, whose mask has no prefix; see ``HiddenStateDrafter.window``.
 
     Returns:

@@ -43,8 +43,6 @@ class PositionedDrafter(HiddenStateDrafter):
         """Network inputs of a prompt's entries, (batch, length, any).
 
         Args:
-            prompt: the prompt.
-            step: its prefill.
             first: (batch, 1) int64, the tokens after the prompt.
         """
         return self.inputs(first, self.states(output))

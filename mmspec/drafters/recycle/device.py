@@ -75,10 +75,6 @@ class Rankings:
 class Recycled(CapturedDrafter):
     """``Recycle`` with static shapes.
 
-    Args:
-        drafter: provides the settings.
-        vocab: vocabulary size.
-
     Attributes:
         last: (rows, 2) int64, the token before the root, and the root.
     """
