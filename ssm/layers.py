@@ -74,11 +74,9 @@ class RecurrentLayers:
 
     @classmethod
     def replaced(cls) -> Functions:
-        """All replaced functions."""
         return cls.functions if cls.recurrence is None else cls.recurrence.functions
 
     def scans(self, config: Any) -> int:
-        """Scans of a layer."""
         return 1
 
     def applied(self) -> AbstractContextManager[None]:
@@ -114,22 +112,16 @@ class Mamba1Layers(RecurrentLayers):
 
 
 class GatedDeltaNetLayers(RecurrentLayers):
-    """Gated DeltaNet."""
-
     families = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
     recurrence = GatedDelta
 
 
 class KimiDeltaLayers(RecurrentLayers):
-    """Kimi Delta Attention."""
-
     families = ("kimi_linear", "bailing_hybrid")
     recurrence = KimiDelta
 
 
 class LightningAttentionLayers(RecurrentLayers):
-    """Lightning attention."""
-
     families = ("minimax",)
     recurrence = LightningAttention
 
@@ -140,8 +132,6 @@ class LightningAttentionLayers(RecurrentLayers):
 
 
 class RGLRULayers(RecurrentLayers):
-    """RG-LRU."""
-
     families = ("recurrent_gemma",)
     recurrence = RGLRU
 
@@ -153,8 +143,6 @@ class RGLRULayers(RecurrentLayers):
 
 
 class ShortConvolutionLayers(RecurrentLayers):
-    """Short convolutions alone."""
-
     families = ("lfm2", "lfm2_moe", "lfm3")
 
 

@@ -100,7 +100,6 @@ class Adaptation:
             self.turn()
 
     def close(self) -> None:
-        """Write the tables."""
         for table in self.tables:
             table.write()
 
@@ -145,7 +144,6 @@ class TableAdaptation:
         return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
 
     def turn(self) -> None:
-        """Write the table."""
         self.write()
 
     def write(self) -> None:

@@ -47,7 +47,6 @@ class KVBuffers:
 
     @property
     def rows(self) -> int:
-        """Number of allocated rows."""
         return self.tensors[0].shape[1] if self.tensors else 0
 
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tensors."""
         tensors = [self.logits, self.embeds, self.positions, *self.features.values(), *self.cache.tensors()]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

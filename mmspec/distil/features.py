@@ -91,7 +91,6 @@ class Extractor:
         return self.encoder.settings | ({"layers": list(self.layers)} if self.layers else {})
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Returns the features of a batch."""
         return collate([row for row in self.rows(conversations) if row is not None], self.target)
 
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:

@@ -43,7 +43,6 @@ class OnlineLearner:
         self._added = 0  # answers of this batch
 
     def weights(self) -> nn.Module:
-        """A copy of the network."""
         return copy.deepcopy(self._network).requires_grad_(False).eval()
 
     def learn(self, answer: RecordedAnswer) -> None:

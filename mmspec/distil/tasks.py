@@ -151,7 +151,6 @@ class DrafterTask:
         self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
-        """A drafter with a copy of the network."""
         return self.setup.drafter(copy.deepcopy(self.network), self.setup.draft_ids, **self.setup.tree)
 
     @torch.no_grad()

@@ -89,7 +89,6 @@ class CapturedDrafter(Drafter):
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        """See ``Drafter``."""
         for part in self.parts:
             part.select(rows)
         pending, self._pending, self.rows = self._pending, [], len(rows)

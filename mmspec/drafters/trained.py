@@ -35,7 +35,6 @@ class TreeDrafter(CapturedDrafter):
 
     @property
     def target(self) -> Target:
-        """The attached target."""
         assert self._target is not None, "attach comes first"
         return self._target
 

@@ -139,7 +139,6 @@ def _is_processor(value: Any) -> bool:
 
 
 def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Pop the keywords that are fields of a dataclass."""
     return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
 
 

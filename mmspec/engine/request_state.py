@@ -61,7 +61,6 @@ class RequestState(Sampled):
 
     @property
     def token_ids(self) -> list[int]:
-        """All generated tokens."""
         return self.history[self.prompt_length :]
 
     @property

@@ -69,7 +69,6 @@ class Scheduler:
         return iter(self._waiting)
 
     def add(self, batch: PromptBatch) -> None:
-        """Append to the queue."""
         self._waiting.append(batch)
 
     def add_rejected(self, sequences: abc.Iterable[RequestState], mode: Mode) -> None:
@@ -80,7 +79,6 @@ class Scheduler:
             self.add(PromptBatch(sequence.prompt, [sequence], mode))
 
     def clear(self) -> None:
-        """Empty the queue."""
         self._waiting.clear()
 
     def next(self, running: int, mode: Mode | None, tokens: int) -> PromptBatch | None:

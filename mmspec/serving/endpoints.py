@@ -99,7 +99,6 @@ class Endpoints:
         return self._catalog.model(name)
 
     async def page(self) -> Response:
-        """``GET /``: the endpoints."""
         return HTMLResponse(self._catalog.page())
 
     async def health(self) -> Response:

@@ -51,7 +51,6 @@ def as_events(error: APIError) -> bytes:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error response to an exception."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):

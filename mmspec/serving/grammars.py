@@ -27,7 +27,6 @@ class GrammarChecker:
         self._results: dict[Constraint, CheckedText | UserError] = {}  # the last used one at the end
 
     def close(self) -> None:
-        """Stop the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 

@@ -73,7 +73,6 @@ class Runner:
         self._seconds = seconds
 
     def close(self) -> None:
-        """Stop the workers."""
         self.media.close()
         self.grammars.close()
 

@@ -70,7 +70,6 @@ class Use:
     as_text: Sequence[Mapping[str, Any]] | None = None
 
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Messages for the chat template."""
         return list(given) if self.as_text is None else prompted(given, self.as_text)
 
 

@@ -57,7 +57,6 @@ class PrefixReuse:
         return given, prefix, shared
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        """See ``KeepsPrefixes``."""
         if not self.looks_up(prompt):
             return False
         ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
@@ -101,7 +100,6 @@ class PrefixReuse:
                 answer.features.append(accepted)
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """See ``KeepsPrefixes``."""
         target = self._target
         if target.prefix_cache is None:
             return

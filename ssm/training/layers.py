@@ -196,7 +196,6 @@ def _norm_around_one(self: Any, x: Tensor) -> Tensor:
 
 
 def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """The norm of the gated inputs."""
     assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
     return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
 

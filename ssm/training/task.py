@@ -79,7 +79,6 @@ class HybridTask:
         return collate([self.data[kind][index] for kind, index in examples])
 
     def weight(self, batch: TokenBatch) -> int:
-        """Returns the number of labels."""
         return batch.label_count
 
     def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator, progress: float) -> LossOutput:

@@ -107,8 +107,6 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaLayer(DecoderLayer):
-    """Decoder layer of Llama."""
-
     def __init__(self, shape: LayerShape) -> None:
         super().__init__(shape, shape.hidden_size, input_norm=True)
 

@@ -102,7 +102,6 @@ class Recycled(CapturedDrafter):
         return _DEPTH, _NODES
 
     def forget(self) -> None:
-        """Clear the table."""
         self._any.key.fill_(-1)
         self._pairs.key.fill_(-1)
 
