@@ -42,14 +42,7 @@ from mmspec.quantisation.blocks import BlockLinear
 
 
 class DFlash(PositionedDrafter):
-    """DFlash drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the output layer; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level
-            per drafted position.
-    """
+    """DFlash drafter; trees have at most a level per drafted position."""
 
     name: ClassVar[str] = "dflash"
     counts_tokens = False

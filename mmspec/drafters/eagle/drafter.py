@@ -47,13 +47,7 @@ class Entries:
 
 
 class Eagle(HiddenStateDrafter):
-    """EAGLE drafter, for any target that provides hidden states.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full vocabulary.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
+    """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
     reads_published = True

@@ -37,14 +37,6 @@ _LEAST = 1.1
 
 
 class Eagle3(PositionedDrafter):
-    """EAGLE-3 drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
-
     name: ClassVar[str] = "eagle3"
 
     config_class = Eagle3Config

@@ -45,7 +45,8 @@ class HiddenStateDrafter(TrainedDrafter):
         network: the trained network, moved to the target's device and dtype.
         rotary: rotary positions of its layers.
         layers: number of its layers; without any, entries have no keys and values.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
+        draft_ids: (n,) int64, draft vocabulary, the target's token of each row of the output layer; None is the
+            target's whole vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:

@@ -27,14 +27,6 @@ from mmspec.drafters.kangaroo.published import read_published
 
 
 class Kangaroo(PositionedDrafter):
-    """Kangaroo drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
-
     name: ClassVar[str] = "kangaroo"
 
     config_class = KangarooConfig

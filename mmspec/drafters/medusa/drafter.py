@@ -34,13 +34,7 @@ from mmspec.errors import UserError
 
 
 class Medusa(PositionedDrafter):
-    """Medusa drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the output layers; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per head.
-    """
+    """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
 
