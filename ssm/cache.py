@@ -90,7 +90,7 @@ class StateCache(_NoReads, TreeCache):
         """Changes whenever a buffer is reallocated."""
         return self.kv.version, self._conv.version, self._scans.version
 
-    # ------------------------------------------------------------------ cache interface of transformers' mixers
+    # The cache interface of transformers' mixers.
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any
@@ -113,8 +113,6 @@ class StateCache(_NoReads, TreeCache):
             return
         assert recurrent_states is not None
         self._scans.store(self._place[layer_idx], recurrent_states)
-
-    # ------------------------------------------------------------------ verify pass
 
     @property
     def verifying(self) -> bool:
@@ -188,8 +186,6 @@ class StateCache(_NoReads, TreeCache):
         for state, length, row in zip(states[:, None], self.lengths, depth, strict=True):
             outputs.append(function(state, length + row, torch.cat([slots, length + row])))
         return torch.cat(outputs)
-
-    # ------------------------------------------------------------------ rows and commit
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
         self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))

@@ -52,8 +52,6 @@ class Convolutions:
         assert self.state.rows, "the prompt comes first"
         return self.state.data.shape[2] + 1
 
-    # ------------------------------------------------------------------ prompt and rows
-
     def store(self, key: Key, inputs: Tensor, width: int) -> None:
         """Store the last inputs of a prompt, (batch, channels, tokens)."""
         batch, channels, tokens = inputs.shape
@@ -73,8 +71,6 @@ class Convolutions:
         """Append rows (count,) int64 of other states, of a prefill for example."""
         self._channels = prompt._channels
         self.state.append(prompt.state.data[rows])
-
-    # ------------------------------------------------------------------ verify pass
 
     def convolve(
         self, key: Key, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, window: Tensor
@@ -99,8 +95,6 @@ class Convolutions:
             self._reallocated = object()
         self._inputs[:rows, :nodes, self._channels[key]] = x
         return state[:rows, self._channels[key]]
-
-    # ------------------------------------------------------------------ commit
 
     def commit(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor], read: bool) -> Tensor:
         """Advance some convolutions along a path.

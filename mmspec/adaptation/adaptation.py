@@ -75,8 +75,6 @@ class Adaptation:
     def _store(self, name: str) -> Store | None:
         return None if self._options.folder is None else Store(self._options.folder / name)
 
-    # ------------------------------------------------------------------ idle task
-
     @property
     def _parts(self) -> Iterator[HeadAdaptation | TableAdaptation]:
         yield from self.heads

@@ -57,8 +57,6 @@ class KVBuffers:
         memory = pages.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
-    # ------------------------------------------------------------------ passes
-
     def allocate(self, rows: int, slots: int, used: int) -> None:
         """Grow the buffers to at least ``rows`` rows and ``slots`` slots, of which the first ``used`` are copied."""
         if not self.tensors:
@@ -134,8 +132,6 @@ class KVBuffers:
         self._used[buffer] += 1
         return buffer, self._used[buffer] - 1
 
-    # ------------------------------------------------------------------ rows
-
     def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
         """Free unused tensors, left where shapes differ or layers share keys and values, and remove padding.
 
@@ -200,8 +196,6 @@ class KVBuffers:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Note the row lengths after rows have joined, left or been cut."""
-
-    # ------------------------------------------------------------------ the accepted path
 
     def commit(self, path: Tensor, rows: list[list[int]], lengths: Sequence[int]) -> None:
         """Compact the accepted path of each row to the end of its prefix.

@@ -96,8 +96,6 @@ class TreeCache(Cache):
         lengths = on_device(self.lengths[:rows], keys.device)
         return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths, self.version)
 
-    # ------------------------------------------------------------------ passes
-
     def reserve_nodes(self, nodes: int) -> None:
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""
         start = self.get_seq_length()
@@ -115,8 +113,6 @@ class TreeCache(Cache):
             reach: (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes.
         """
         return {}
-
-    # ------------------------------------------------------------------ sequences join and leave
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
         """Commit the ``tokens`` slots that a prefill of ``batch`` rows wrote, and remove padding.
@@ -164,8 +160,6 @@ class TreeCache(Cache):
         """Update lengths after rows were added or removed."""
         self.length, self._attended = max(self.lengths, default=0), None
         self.kv.set_lengths(self.lengths)
-
-    # ------------------------------------------------------------------ the accepted path
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
         """Commit the accepted path of each row and drop all other nodes.

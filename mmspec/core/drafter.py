@@ -68,8 +68,6 @@ class Drafter(ABC):
             step: output of the verify pass; the next pass may overwrite its tensors.
         """
 
-    # ------------------------------------------------------------------ optional members
-
     @property
     def learns(self) -> bool:
         """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""

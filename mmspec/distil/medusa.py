@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +52,7 @@ class MedusaObjective(HeadLoss):
     """
 
     def __call__(
-        self,
-        network: MedusaNetwork,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
+        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
         """Returns the losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]

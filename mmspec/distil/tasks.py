@@ -36,6 +36,7 @@ class Objective(Protocol):
         draft_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: float = 1.0,
+        /,
     ) -> LossOutput:
         """Returns the losses on the answers of ``batch``.
 

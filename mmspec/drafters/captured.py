@@ -50,8 +50,6 @@ class CapturedDrafter(Drafter):
         self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
         self._grow, self._update = Graphed(self._grown), Graphed(self._updated)
 
-    # ------------------------------------------------------------------ defined by subclasses
-
     @property
     @abstractmethod
     def parts(self) -> Sequence[RowState]:
@@ -76,8 +74,6 @@ class CapturedDrafter(Drafter):
     def advance(self, accepted: list[int]) -> None:
         """Advance the host's row lengths after a captured ``update``."""
 
-    # ------------------------------------------------------------------ rows
-
     def join(self, rows: int, static_shapes: bool) -> None:
         """Register new rows; the caller then appends their state to ``parts``."""
         if static_shapes != self.static_shapes:
@@ -96,8 +92,6 @@ class CapturedDrafter(Drafter):
             if any(accepted := [before[row] for row in rows]):
                 kept = on_device(list(rows), inputs[0].device)
                 self._pending.append((tuple(x[kept] for x in inputs), accepted))
-
-    # ------------------------------------------------------------------ steps
 
     def queue(self, inputs: Inputs, verdict: Verdict) -> None:
         """Queue a step's inputs until the next ``propose``."""

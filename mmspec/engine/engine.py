@@ -79,8 +79,6 @@ class Engine:
     def max_num_seqs(self) -> int:
         return self.core.scheduler.max_num_seqs
 
-    # ------------------------------------------------------------------ clients
-
     def add(
         self,
         prompt: Prompt,
@@ -181,8 +179,6 @@ class Engine:
         for task in list(self.idle):
             run_idle(task, task.close)
         self.core.close()
-
-    # ------------------------------------------------------------------ worker
 
     @property
     def waits_for_lost_rank(self) -> bool:

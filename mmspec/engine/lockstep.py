@@ -69,8 +69,6 @@ class LockstepCore(EngineCore):
         self._count = 0
         self._state = 0
 
-    # ------------------------------------------------------------------ clients of rank 0
-
     def begin(self, speculation: Speculation) -> None:
         """Let the other ranks decode with their pipelines' drafters; ``speculation`` is that of rank 0's."""
         if self._speculation is None:
@@ -123,8 +121,6 @@ class LockstepCore(EngineCore):
     @property
     def has_work(self) -> bool:
         return bool(self._arrived) or super().has_work
-
-    # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
         """Run a step at the same time on all ranks; on rank 0, pass on requests before.

@@ -48,8 +48,6 @@ class Speculation:
             with self:
                 pass
 
-    # ------------------------------------------------------------------ exclusive use
-
     def __enter__(self) -> None:
         """Wait until no other target uses the drafter, then attach it.
 
@@ -89,8 +87,6 @@ class Speculation:
     def shares(self, other: Speculation) -> bool:
         """Whether both have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
-
-    # ------------------------------------------------------------------ budgets
 
     def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> CostTable | None:
         """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them, also after

@@ -107,7 +107,7 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
     Raises:
         UserError: the named format needs a chat template that renders tools, and the model has none.
     """
-    template = io.chat_template_text(tools=True)
+    template = io.chat_template_text()
     if name != AUTO:
         if name != GENERIC.name and "tools" not in template:
             raise UserError(f"the tool parser {name} needs a chat template with tools: the model has none")

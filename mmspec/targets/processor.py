@@ -161,11 +161,11 @@ class Processor:
         if wrong := [token for token in ids if not 0 <= token < size]:
             raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
 
-    def chat_template_text(self, *, tools: bool = False) -> str:
-        """The chat template, empty without any; of several, that for requests with tools, or the default one."""
+    def chat_template_text(self) -> str:
+        """The chat template; of several, that for requests with tools, or the default one; empty without any."""
         template = getattr(self.plain, "chat_template", None) or ""
         if isinstance(template, Mapping):
-            template = (tools and template.get("tool_use")) or template.get("default", "")
+            template = template.get("tool_use") or template.get("default", "")
         return str(template)
 
     def special_token(self, text: str) -> int | None:

@@ -61,8 +61,6 @@ class Runner(ABC):
         view._decoder = decoder
         return view
 
-    # ------------------------------------------------------------------ sequences join and leave
-
     @property
     @abstractmethod
     def adopts(self) -> bool:
@@ -90,8 +88,6 @@ class Runner(ABC):
             self._tail_depth = None
             for part in (self._cache, self._position, self._last_position):
                 part.select(rows)
-
-    # ------------------------------------------------------------------ passes
 
     @abstractmethod
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:

@@ -1,6 +1,6 @@
 """`mmspec train mamba`: objective, and what sets up network and drafter to train."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,7 @@ def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> Dr
 
 
 def forward_kl(
-    network: MambaNetwork,
-    target: Target,
-    batch: Features,
-    draft_ids: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    progress: float = 1.0,
+    network: MambaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
 ) -> LossOutput:
     """Mean KL(target || drafter) of the next token, over answer tokens that are followed by another answer token.
 

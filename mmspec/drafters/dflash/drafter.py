@@ -69,8 +69,6 @@ class DFlash(PositionedDrafter):
         drafter.published = found
         return drafter
 
-    # ------------------------------------------------------------------ the target
-
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         network, decoder = self.network, target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
@@ -97,8 +95,6 @@ class DFlash(PositionedDrafter):
             return embeds
         return plain_embedding(self.target, tokens).to(self.like.dtype)
 
-    # ------------------------------------------------------------------ rows
-
     def reserve(self, width: int) -> None:
         block = self.network.config.block_size
         self.cache.reserve_nodes(width + block)
@@ -108,8 +104,6 @@ class DFlash(PositionedDrafter):
         config = self.network.config
         alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
         return super()._native_layers(kind) if alike else None
-
-    # ------------------------------------------------------------------ steps
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Write keys and values of a context; trees grow from nothing else."""

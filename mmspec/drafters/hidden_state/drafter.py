@@ -97,8 +97,6 @@ class HiddenStateDrafter(TrainedDrafter):
         with torch.inference_mode():
             self._scores = self.scoring(target, probe)
 
-    # ------------------------------------------------------------------ defined by subclasses
-
     @staticmethod
     def shape_of(network: Any) -> Any:
         """Shape of a network's layers, a ``LayerShape``; by default, its configuration is one."""
@@ -148,8 +146,6 @@ class HiddenStateDrafter(TrainedDrafter):
                 f"{self.network.config.hidden_size}"
             )
 
-    # ------------------------------------------------------------------ rows
-
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self.cache, self._output, self._position
@@ -189,8 +185,6 @@ class HiddenStateDrafter(TrainedDrafter):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self._history = [self._history[row] for row in rows]
-
-    # ------------------------------------------------------------------ steps
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Run the network on new entries; returns its outputs, (batch, entries, any)."""

@@ -41,13 +41,9 @@ class Kangaroo(PositionedDrafter):
         config, tensors, target = read_published(folder)
         return config, tensors, None, target
 
-    # ------------------------------------------------------------------ the target
-
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self._first = FirstLayers(target, self.network.config.exit_layer)
         return self.target_head(target)
-
-    # ------------------------------------------------------------------ rows and steps
 
     def join(self, rows: int, static_shapes: bool) -> None:
         super().join(rows, static_shapes and self._first.static_shapes)

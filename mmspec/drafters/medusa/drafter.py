@@ -48,8 +48,6 @@ class Medusa(PositionedDrafter):
     def read_published(cls, folder: Path) -> Published:
         return read_published(folder, cls.name)
 
-    # ------------------------------------------------------------------ the target
-
     @staticmethod
     def shape_of(network: MedusaNetwork) -> RotaryShape:
         return network.config.layer
@@ -74,8 +72,6 @@ class Medusa(PositionedDrafter):
         own = self.network.config.head
         self.keep_to(own or (self.published or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
-
-    # ------------------------------------------------------------------ steps
 
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width)

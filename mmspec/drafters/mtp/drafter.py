@@ -76,8 +76,6 @@ class MTP(TreeDrafter):
         self._target, self._scores = target, target.head
         self.reset()
 
-    # ------------------------------------------------------------------ rows
-
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         count = self.network.count
@@ -138,8 +136,6 @@ class MTP(TreeDrafter):
     def _of_layer(self, number: int, masks: Any) -> Any:
         """A layer's mask of those by its kind."""
         return masks[self.network.config.layer_types[number]] if isinstance(masks, dict) else masks
-
-    # ------------------------------------------------------------------ steps
 
     def reserve(self, width: int) -> None:
         for cache in self.caches:

@@ -182,8 +182,6 @@ class Recycled(CapturedDrafter):
     def _slot(self, key: Tensor) -> Tensor:
         return ((key * _HASH) >> 40) & (len(self._pairs.key) - 2)
 
-    # ------------------------------------------------------------------ to the host and back
-
     def fill(self, table: Mapping[Context, Ranking]) -> None:
         """Copy the host table; the last of colliding contexts wins."""
         for pairs, kept in ((False, self._any), (True, self._pairs)):
