@@ -20,7 +20,7 @@ from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import published_parts
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.parts import shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError

@@ -23,7 +23,7 @@ from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

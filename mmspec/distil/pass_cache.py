@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import RotaryShape
 
 

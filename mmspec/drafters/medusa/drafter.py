@@ -23,8 +23,8 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.medusa.published import Published, read_published

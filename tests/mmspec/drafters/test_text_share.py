@@ -10,8 +10,8 @@ import torch
 
 import mmspec
 from mmspec.drafters import text_share
+from mmspec.drafters.prompt_share import relevant
 from mmspec.drafters.small import Small
-from mmspec.drafters.text_share import relevant
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
