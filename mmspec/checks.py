@@ -76,8 +76,7 @@ class Checked:
     @classmethod
     def rule(cls, name: str) -> Rule:
         """The rule of a field."""
-        found: Rule = cls.__dataclass_fields__[name].metadata["rule"]  # type: ignore[attr-defined]
-        return found
+        return cls.__dataclass_fields__[name].metadata["rule"]  # type: ignore[attr-defined]
 
     @classmethod
     def read(cls, values: Any, source: str, others: bool = False) -> Self:

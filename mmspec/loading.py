@@ -187,8 +187,7 @@ def load_processor(name: str) -> Processor:
     with _located(folder) as hub_options:
         folder = completed.resolved(gguf.resolved(folder))
         config = from_pretrained(AutoConfig, folder, **hub_options)
-        processor: Processor = plugins.target_class(config).processor_class.read(folder, **hub_options)
-        return processor
+        return plugins.target_class(config).processor_class.read(folder, **hub_options)
 
 
 @contextmanager

@@ -42,20 +42,7 @@ class _Tree:
     window: Tensor  # (batch, nodes, width), see conv_window
 
 
-class _NoReads:
-    """Reads of the mixers' own one-token paths, which update states in place: they find none."""
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-
-class StateCache(_NoReads, TreeCache):
+class StateCache(TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
@@ -90,7 +77,16 @@ class StateCache(_NoReads, TreeCache):
         """Changes whenever a buffer is reallocated."""
         return self.kv.version, self._conv.version, self._scans.version
 
-    # The cache interface of transformers' mixers.
+    # The cache interface of transformers' mixers. Their own one-token paths, which update states in place, find none.
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any

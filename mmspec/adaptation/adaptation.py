@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
-from mmspec.adaptation.heads import HeadAdaptation, adaptable, check_new
+from mmspec import plugins
+from mmspec.adaptation.heads import HeadAdaptation, check_new
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.adaptation.store import Store
 from mmspec.core.drafter import Drafter
@@ -63,7 +64,7 @@ class Adaptation:
             if (store := self._store("recycle")) is not None:
                 self._bytes += 2 * _TABLE  # the old one and the new one
                 self.tables.append(TableAdaptation(drafter, self._target, store))
-        elif isinstance(drafter, TrainedDrafter) and adaptable(drafter):
+        elif isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt"):
             self._found += 1
             check_new(drafter)
             self._bytes += 2 * sum(4 * one.numel() for one in drafter.network.parameters())

@@ -111,11 +111,6 @@ class HeadAdaptation:
         return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
 
 
-def adaptable(drafter: Any) -> bool:
-    """Whether a learner is registered for a drafter."""
-    return isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt")
-
-
 def check_new(drafter: TrainedDrafter) -> None:
     """Raise ``UserError`` for a drafter that a pipeline uses: its weights are packed, and cannot be trained."""
     if drafter._target is not None:

@@ -179,8 +179,7 @@ class PlainDrafter(Drafter):
         self.plain.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        tree: TokenTree = self.plain.propose(token, budget)
-        return tree
+        return self.plain.propose(token, budget)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.plain.observe(tree, verdict, output)
@@ -194,8 +193,7 @@ class PlainDrafter(Drafter):
         return tuple(self._optional("features", super().features))
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        pairs: Sequence[tuple[int, float]] = self._optional("continuations", super().continuations)(row, path)
-        return pairs
+        return self._optional("continuations", super().continuations)(row, path)
 
     def draft_chains(self, length: int) -> None:
         self._optional("draft_chains", super().draft_chains)(length)

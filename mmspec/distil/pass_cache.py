@@ -84,8 +84,7 @@ def causal_pass(network: Any, shape: RotaryShape, x: Tensor) -> Tensor:
     rotary, _ = rotary_of(shape)
     rotary.reserve(x.shape[1], x)
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    outputs: Tensor = network(x, rotary(slice(0, x.shape[1])), attend)
-    return outputs
+    return network(x, rotary(slice(0, x.shape[1])), attend)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -47,8 +47,7 @@ class _Orders:
 
     @staticmethod
     def unpack(content: bytes) -> _Orders:
-        orders: _Orders = pickle.loads(content) if content else _Orders()
-        return orders
+        return pickle.loads(content) if content else _Orders()
 
 
 class LockstepCore(EngineCore):

@@ -180,8 +180,7 @@ class Processor:
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._user_text.is_marked(text):
             return self._user_text.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     @cached_property
     def _user_text(self) -> UserText:

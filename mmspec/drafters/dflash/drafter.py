@@ -84,15 +84,13 @@ class DFlash(PositionedDrafter):
         return head
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        context: Tensor = self.network.project(states)
-        return context
+        return self.network.project(states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
         if rows := self.network.config.embedding:
             # A target may have more tokens than the drafter was trained for.
-            embeds: Tensor = self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
-            return embeds
+            return self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
         return plain_embedding(self.target, tokens).to(self.like.dtype)
 
     def reserve(self, width: int) -> None:
@@ -181,8 +179,7 @@ class DFlash(PositionedDrafter):
             read = ops.tree_attention(q, keys, values, bounds.lengths, masks[layer], start=bounds.start, **window)
             return read.transpose(1, 2)
 
-        outputs: Tensor = self.network(x, rotation, attend)
-        return outputs
+        return self.network(x, rotation, attend)
 
     def _block_mask(self, batch: int) -> Tensor | None:
         """What a block attends to in all layers, (batch, 1, block, slots) bool; None is causal."""

@@ -84,12 +84,10 @@ class Eagle(HiddenStateDrafter):
 
     @property
     def slots(self) -> int:
-        slots: int = self.network.config.slots
-        return slots
+        return self.network.config.slots
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        inputs: Tensor = self.network.combine(self.target.embed(tokens), self.network.states(states))
-        return inputs
+        return self.network.combine(self.target.embed(tokens), self.network.states(states))
 
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         if not self.network.config.confidence:
@@ -99,8 +97,7 @@ class Eagle(HiddenStateDrafter):
 
     def prompt_inputs(self, entries: Entries) -> Tensor:
         """Network inputs of a prompt, (batch, kept entries, hidden); subclasses may drop some of its entries."""
-        inputs: Tensor = self.network.combine(entries.embeds, entries.hidden)
-        return inputs
+        return self.network.combine(entries.embeds, entries.hidden)
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:

@@ -104,8 +104,7 @@ def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinea
 
 
 def _weight(layer: Any) -> Tensor:
-    weight: Tensor = layer.weight.detach()
-    return weight
+    return layer.weight.detach()
 
 
 def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:

@@ -66,5 +66,4 @@ def run(
             return read.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
 
-    outputs: Tensor = network(x, rotation, attend)
-    return outputs
+    return network(x, rotation, attend)

@@ -86,8 +86,7 @@ class Medusa(PositionedDrafter):
 
     def _state(self, batch: int) -> Tensor:
         """What heads read of each row, (batch, 1, hidden)."""
-        state: Tensor = self.network.state(self._output.data[:batch, None])
-        return state
+        return self.network.state(self._output.data[:batch, None])
 
     def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments

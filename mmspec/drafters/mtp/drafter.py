@@ -218,10 +218,7 @@ class MTP(TreeDrafter):
         else:
             masks = tree_mask(config, cache, depth, tail, reach, states.dtype)  # type: ignore[assignment]
         positions = self._position.data[: len(depth), None] + depth
-        outputs: Tensor = self.network(
-            number, embeds, states, positions, self._of_layer(number, masks), cache, **options
-        )
-        return outputs
+        return self.network(number, embeds, states, positions, self._of_layer(number, masks), cache, **options)
 
     def _children(self, states: Tensor) -> tuple[Tensor, Tensor]:
         return ops.top_log_probs(self._scores(states), self.top_k)
