@@ -53,7 +53,6 @@ class Endpoints:
         self._stored, self._body_bytes = stored, body_bytes
 
     async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
         asked, work, form = await self._parsed(request, ChatRequest, self._requests.chat)
         return await self._answer(request, asked, work, form)
 
@@ -63,25 +62,20 @@ class Endpoints:
         return await self._answer(request, asked, work, form)
 
     async def respond(self, request: Request) -> Response:
-        """``POST /v1/responses``."""
         asked, work, form = await self._parsed(request, ResponsesRequest, self._requests.response)
         return await self._answer(request, asked, work, form)
 
     async def response(self, name: str) -> dict[str, Any]:
-        """``GET /v1/responses/ID``."""
         return self._stored.get(name)
 
     async def delete_response(self, name: str) -> dict[str, Any]:
-        """``DELETE /v1/responses/ID``."""
         self._stored.delete(name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        """``POST /tokenize``, as vLLM's."""
         return await self._parsed(request, TokenizeRequest, self._requests.tokens)
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
-        """``POST /detokenize``, as vLLM's."""
         return await self._parsed(request, DetokenizeRequest, self._requests.text)
 
     async def _parsed(self, request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
@@ -90,11 +84,9 @@ class Endpoints:
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
     async def models(self) -> dict[str, Any]:
-        """``GET /v1/models``."""
         return self._catalog.models()
 
     async def model(self, name: str) -> dict[str, Any]:
-        """``GET /v1/models/NAME``."""
         self._catalog.check(name)
         return self._catalog.model(name)
 
