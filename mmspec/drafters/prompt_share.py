@@ -11,6 +11,8 @@ compared by their tokens, of which rare ones count more. Its other half, a targe
 is left out: it is not lossless.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from math import log
 

@@ -1,5 +1,7 @@
 """`mmspec train mamba`: objective, and what sets up network and drafter to train."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -4,6 +4,8 @@
 - ``speculators``: DFlash and DSpark (vllm-project/speculators), for vLLM.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
