@@ -76,8 +76,7 @@ class Checked:
     @classmethod
     def rule(cls, name: str) -> Rule:
         """The rule of a field."""
-        found: Rule = cls.__dataclass_fields__[name].metadata["rule"]  # type: ignore[attr-defined]
-        return found
+        return cls.__dataclass_fields__[name].metadata["rule"]  # type: ignore[attr-defined]
 
     @classmethod
     def read(cls, values: Any, source: str, others: bool = False) -> Self:
@@ -112,7 +111,6 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
 
     Args:
         default: its default, or a function that makes one.
-        rule: checks its values.
         text: help of the option on the command line.
         more: ``default_text``: the default as help shows it; ``declared``: names of the option.
     """

@@ -99,7 +99,6 @@ def compare(
     """Interleaved timing of speculative and plain decoding of a request, after one warm-up run of each.
 
     Args:
-        pipe: of the model.
         make_drafter: returns a new drafter for every run: one that learns would have memorised the answer.
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.

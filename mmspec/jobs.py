@@ -60,8 +60,6 @@ def run_jobs(
 
 
 class _Actor:
-    """A worker in a Ray actor."""
-
     def __init__(self, factory: Factory, settings: dict[str, Any]) -> None:
         self.worker = factory(settings)
 

@@ -113,7 +113,7 @@ def load(
     folder = plugins.model_path(model)
     # Drafter first: a misspelt name must not wait for the loading of a large model.
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    with known_options("mmspec.load", options, known):
+    with known_options(options, known):
         target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
     pipeline = Pipeline(target, processor, speculator, model, **settings)
     release_threads()  # requests may come from other threads
@@ -190,8 +190,7 @@ def load_processor(name: str) -> Processor:
     with _located(folder) as hub_options:
         folder = completed.resolved(gguf.resolved(folder))
         config = from_pretrained(AutoConfig, folder, **hub_options)
-        processor: Processor = plugins.target_class(config).processor_class.read(folder, **hub_options)
-        return processor
+        return plugins.target_class(config).processor_class.read(folder, **hub_options)
 
 
 @contextmanager
@@ -212,13 +211,12 @@ def _located(name: str) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def known_options(function: str, options: Collection[str], known: Iterable[str]) -> Iterator[None]:
+def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[None]:
     """Raise a ``UserError`` where transformers refuses one of the options, which it does as the model is built.
 
     Args:
-        function: for the message.
         options: names that were passed on to transformers.
-        known: names of further options that ``function`` takes.
+        known: names of further options that ``load`` takes.
     """
     try:
         yield
@@ -227,7 +225,7 @@ def known_options(function: str, options: Collection[str], known: Iterable[str])
         if match is None or match[1] not in options:
             raise
         hint = nearest(match[1], [*known, *signature(PreTrainedModel.from_pretrained).parameters])
-        raise UserError(f"unknown option of {function}: got {match[1]}{hint}") from error
+        raise UserError(f"unknown option of mmspec.load: got {match[1]}{hint}") from error
 
 
 def _cpu_dtype(folder: str, model: Any) -> Any:

@@ -106,7 +106,6 @@ class PackagedTower:
         return files[0]
 
     def __call__(self) -> dict[str, Any]:
-        """Returns the tensors by name."""
         return self.read(self.file())
 
 

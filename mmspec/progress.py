@@ -15,8 +15,6 @@ EVERY = 30.0  # seconds after which a log gets another line
 
 
 class Show(Protocol):
-    """Shows progress."""
-
     def __call__(self, completed: float, total: float, metrics: str = "", part: str = "") -> None:
         """Show the progress so far.
 

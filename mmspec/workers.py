@@ -108,7 +108,6 @@ class Workers:
             body: bytes for the handler.
             seconds: wall-clock limit. Not enforced on Windows.
             read: makes the result of the reply and the bytes that follow it.
-            stop: stops the request.
 
         Raises:
             UserError: of the handler.

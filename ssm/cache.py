@@ -42,28 +42,13 @@ class _Tree:
     window: Tensor  # (batch, nodes, width), see conv_window
 
 
-class _NoReads:
-    """Reads of the mixers' own one-token paths, which update states in place: they find none."""
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return False
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-
-class StateCache(_NoReads, TreeCache):
+class StateCache(TreeCache):
     """``TreeCache`` of a model with recurrent layers of one kind.
 
     Args:
-        num_layers: layers of the model.
         recurrence: the class of their recurrence; None for convolutions alone.
         recurrent: indices of layers with a recurrent state.
         attending: indices of layers with keys and values; a layer may have both.
-        reserve: KV slots to allocate.
         static_shapes: static buffers, for states too.
         scans: scans of a layer, one after another, whose states transformers stacks.
     """
@@ -92,7 +77,16 @@ class StateCache(_NoReads, TreeCache):
         """Changes whenever a buffer is reallocated."""
         return self.kv.version, self._conv.version, self._scans.version
 
-    # ------------------------------------------------------------------ cache interface of transformers' mixers
+    # The cache interface of transformers' mixers. Their own one-token paths, which update states in place, find none.
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 4, **options: Any
@@ -115,8 +109,6 @@ class StateCache(_NoReads, TreeCache):
             return
         assert recurrent_states is not None
         self._scans.store(self._place[layer_idx], recurrent_states)
-
-    # ------------------------------------------------------------------ verify pass
 
     @property
     def verifying(self) -> bool:
@@ -190,8 +182,6 @@ class StateCache(_NoReads, TreeCache):
         for state, length, row in zip(states[:, None], self.lengths, depth, strict=True):
             outputs.append(function(state, length + row, torch.cat([slots, length + row])))
         return torch.cat(outputs)
-
-    # ------------------------------------------------------------------ rows and commit
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
         self._conv.commit_prompt(self._scans.state.data.new_zeros(batch, 0, 0))

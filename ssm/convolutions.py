@@ -23,9 +23,6 @@ MIN_NODES = 64
 class Convolutions:
     """States of all convolutions of a model, which have one width.
 
-    Args:
-        static_shapes: static buffers.
-
     Attributes:
         state: (rows, channels, width - 1), the last inputs, newest last.
         calls: convolutions computed in the last verify pass.
@@ -55,8 +52,6 @@ class Convolutions:
         assert self.state.rows, "the prompt comes first"
         return self.state.data.shape[2] + 1
 
-    # ------------------------------------------------------------------ prompt and rows
-
     def store(self, key: Key, inputs: Tensor, width: int) -> None:
         """Store the last inputs of a prompt, (batch, channels, tokens)."""
         batch, channels, tokens = inputs.shape
@@ -76,8 +71,6 @@ class Convolutions:
         """Append rows (count,) int64 of other states, of a prefill for example."""
         self._channels = prompt._channels
         self.state.append(prompt.state.data[rows])
-
-    # ------------------------------------------------------------------ verify pass
 
     def convolve(
         self, key: Key, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, window: Tensor
@@ -103,15 +96,12 @@ class Convolutions:
         self._inputs[:rows, :nodes, self._channels[key]] = x
         return state[:rows, self._channels[key]]
 
-    # ------------------------------------------------------------------ commit
-
     def commit(self, part: slice, chain: Tensor, at: tuple[Tensor, Tensor], read: bool) -> Tensor:
         """Advance some convolutions along a path.
 
         Args:
             chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
-            read: whether outputs are needed.
 
         Returns:
             (batch, depth, channels), their outputs, or else their inputs.

@@ -7,7 +7,7 @@ Mixers that pass no keyword arguments have the cache on the convolution's inputs
 
 Mixers that compute their recurrence themselves, and other modules that read more than their own token, have dispatchers
 of methods: calls with a ``StateCache`` as an argument, or after a convolution with one, go to an adapter
-(``mmspec.ssm.mixers``, ``mmspec.ssm.windows``).
+(``mmspec.ssm.mixers``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
-from mmspec.ssm.mixers import RGLRU, LightningAttention
+from mmspec.ssm.mixers import INKLING, INKLING2, RGLRU, ZAYA, LightningAttention
 from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
-from mmspec.ssm.windows import INKLING, INKLING2, ZAYA
 from mmspec.targets.replacing import Place, replaced
 
 _CACHE_METHODS = ("has_previous_state", "update_conv_state", "update_recurrent_state")
@@ -75,11 +74,9 @@ class RecurrentLayers:
 
     @classmethod
     def replaced(cls) -> Functions:
-        """All replaced functions."""
         return cls.functions if cls.recurrence is None else cls.recurrence.functions
 
     def scans(self, config: Any) -> int:
-        """Scans of a layer."""
         return 1
 
     def applied(self) -> AbstractContextManager[None]:
@@ -115,22 +112,16 @@ class Mamba1Layers(RecurrentLayers):
 
 
 class GatedDeltaNetLayers(RecurrentLayers):
-    """Gated DeltaNet."""
-
     families = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
     recurrence = GatedDelta
 
 
 class KimiDeltaLayers(RecurrentLayers):
-    """Kimi Delta Attention."""
-
     families = ("kimi_linear", "bailing_hybrid")
     recurrence = KimiDelta
 
 
 class LightningAttentionLayers(RecurrentLayers):
-    """Lightning attention."""
-
     families = ("minimax",)
     recurrence = LightningAttention
 
@@ -141,8 +132,6 @@ class LightningAttentionLayers(RecurrentLayers):
 
 
 class RGLRULayers(RecurrentLayers):
-    """RG-LRU."""
-
     families = ("recurrent_gemma",)
     recurrence = RGLRU
 
@@ -154,8 +143,6 @@ class RGLRULayers(RecurrentLayers):
 
 
 class ShortConvolutionLayers(RecurrentLayers):
-    """Short convolutions alone."""
-
     families = ("lfm2", "lfm2_moe", "lfm3")
 
 

@@ -1,19 +1,24 @@
-"""Recurrences of mixers that call no function of their modelling file, and the adapters that replace their methods.
+"""Adapters, which replace methods of modules whose recurrence is no function of their modelling file.
 
-An adapter computes a mixer from its own sub-modules. The states are the cache's, in prefill too: such mixers otherwise
-keep them in the module or in a cache of their own class.
+An adapter of a mixer computes it from its own sub-modules. The states are the cache's, in prefill too: such mixers
+otherwise keep them in the module or in a cache of their own class.
+
+Other modules beside attention have outputs that depend on more than their own token. Those that read the last few
+tokens, without being depthwise convolutions, see each node's window as a sequence; those that read positions, which all
+rows share, are called for each row.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.ssm.ops import DepthIndex, commit_lru, commit_scan, depth_index, tree_lru
-from mmspec.ssm.recurrences import Adapter, Functions, Mamba2
+from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, Mamba2
 
 if TYPE_CHECKING:
     from mmspec.ssm.cache import StateCache
@@ -133,3 +138,47 @@ class RGLRU:
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
         a, x = gates.chunk(2, dim=-1)
         commit_lru(x.flatten(2), a.flatten(2), state, path)
+
+
+def _projections(
+    states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any
+) -> Any:
+    """Replaces ``ZayaCCAProjection.forward``, with two convolutions and a delayed part of the values."""
+
+    def project(hidden: Tensor) -> Any:
+        return original(module, hidden, None, conv_mask)
+
+    return states.windowed((module.layer_idx, 0), module.conv_kernel_size + 1, project, hidden_states, mask=conv_mask)
+
+
+def _dynamic_convolution(
+    states: StateCache,
+    original: Adapter,
+    module: Any,
+    hidden_states: Tensor,
+    dynamic_input: Tensor,
+    past_key_values: Any,
+    conv_mask: Any,
+) -> Any:
+    """Replaces ``Inkling2DynamicShortConvolution.forward``, whose weights depend on the token."""
+    key, convolve = (module.layer_idx, module.conv_idx), partial(original, module, conv_mask=conv_mask)
+    return states.windowed(key, module.conv_kernel_size, convolve, hidden_states, dynamic_input, mask=conv_mask)
+
+
+def _relative_logits(
+    states: StateCache, original: Adapter, module: Any, relative_states: Tensor, *positions: Tensor
+) -> Tensor:
+    """Replaces ``InklingRelativeLogits.forward``."""
+    return states.by_row(partial(original, module), relative_states)
+
+
+_RELATIVE = _relative_logits, ("relative_states", "query_positions", "key_positions")
+_WINDOWED = ("hidden_states", "past_key_values", "conv_mask")
+
+INKLING: Functions = {**CONVOLUTION, "InklingRelativeLogits.forward": _RELATIVE}
+INKLING2: Functions = {
+    **CONVOLUTION,
+    "Inkling2RelativeLogits.forward": _RELATIVE,
+    "Inkling2DynamicShortConvolution.forward": (_dynamic_convolution, (*_WINDOWED, "dynamic_input")),
+}
+ZAYA: Functions = {"ZayaCCAProjection.forward": (_projections, _WINDOWED)}

@@ -209,8 +209,8 @@ class GatedDelta:
     ) -> tuple[Tensor, Tensor]:
         assert options["use_qk_l2norm_in_kernel"], "queries and keys must be normalised by the scan"
         g, beta = g.float(), beta.float()
-        query = _normalised(query) * query.shape[-1] ** -0.5
-        y = self.scan(query, _normalised(key), value, g, beta, state, ancestors)
+        query = normalised(query) * query.shape[-1] ** -0.5
+        y = self.scan(query, normalised(key), value, g, beta, state, ancestors)
         return y.to(value.dtype), torch.cat([g.flatten(2), beta], dim=-1)
 
     def commit(self, part: slice, channels: Tensor, gates: Tensor, state: Tensor, path: Tensor) -> None:
@@ -219,7 +219,7 @@ class GatedDelta:
         values = g.shape[3] * value_dim
         keys = (channels.shape[3] - values) // 2
         _, k, v = channels.split([keys, keys, values], dim=-1)
-        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
+        k, v = normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
         commit_delta(k, v, g.flatten(2), beta.flatten(2), state, path)
 
 
@@ -238,7 +238,7 @@ class KimiDelta(GatedDelta):
         heads = gates.shape[3] // (key_dim + 1)
         g, beta = gates.split([key_dim * heads, heads], dim=-1)
         _, k, v = channels.split([key_dim * heads, key_dim * heads, value_dim * heads], dim=-1)
-        k, v = _normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
+        k, v = normalised(k.reshape(batch, depth, -1, key_dim)), v.reshape(batch, depth, -1, value_dim)
         commit_kda(k, v, g.reshape(k.shape), beta.flatten(2), state, path)
 
 
@@ -248,7 +248,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     return torch.nn.functional.softplus(dt) if softplus else dt
 
 
-def _normalised(x: Tensor) -> Tensor:
+def normalised(x: Tensor) -> Tensor:
     """L2-normalised over the last axis in float32, with transformers' epsilon."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

@@ -23,7 +23,6 @@ class Scans:
         recurrence: of all its units; None for a model with convolutions alone.
         units: scans of all layers; 0 without any.
         per_layer: scans of a layer, one after another, whose states transformers stacks.
-        static_shapes: static buffers.
 
     Attributes:
         state: (rows, units, heads, ...) float32.
@@ -94,7 +93,6 @@ class Scans:
             inputs: (batch, depth, channels), outputs of their convolutions along the path.
             chain: (batch, depth) int64, 0 to depth - 1, right-padded with -1.
             at: indices of rows and of the path's nodes, (batch, 1) and (batch, depth).
-            channels: whether there are convolutions.
         """
         assert self._gates is not None
         assert self._recurrence is not None

@@ -17,7 +17,6 @@ class AcceptanceWatch:
         self._since: list[float] = []
 
     def add(self, acceptance_length: float) -> None:
-        """Add a request."""
         self._since.append(acceptance_length)
 
     @property

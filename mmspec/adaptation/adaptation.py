@@ -1,13 +1,16 @@
-"""Adaptation of a pipeline's drafters, in the idle time of its engine."""
+"""Adaptation of a pipeline's drafters, in the idle time of its engine. The table of Token Recycling learns while it
+drafts, and is only kept on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import monotonic
+from typing import Any
 
-from mmspec.adaptation.heads import HeadAdaptation, adaptable, check_new
+from mmspec import plugins
+from mmspec.adaptation.heads import HeadAdaptation, check_new
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.adaptation.store import Store
-from mmspec.adaptation.tables import TableAdaptation
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
@@ -26,7 +29,6 @@ class Adaptation:
 
     Args:
         drafter: a drafter that learns or for which a learner is registered, or a union of some; not attached yet.
-        target: verifies.
         options: where to keep what is learned.
 
     Attributes:
@@ -62,7 +64,7 @@ class Adaptation:
             if (store := self._store("recycle")) is not None:
                 self._bytes += 2 * _TABLE  # the old one and the new one
                 self.tables.append(TableAdaptation(drafter, self._target, store))
-        elif isinstance(drafter, TrainedDrafter) and adaptable(drafter):
+        elif isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt"):
             self._found += 1
             check_new(drafter)
             self._bytes += 2 * sum(4 * one.numel() for one in drafter.network.parameters())
@@ -73,8 +75,6 @@ class Adaptation:
 
     def _store(self, name: str) -> Store | None:
         return None if self._options.folder is None else Store(self._options.folder / name)
-
-    # ------------------------------------------------------------------ idle task
 
     @property
     def _parts(self) -> Iterator[HeadAdaptation | TableAdaptation]:
@@ -99,7 +99,6 @@ class Adaptation:
             self.turn()
 
     def close(self) -> None:
-        """Write the tables."""
         for table in self.tables:
             table.write()
 
@@ -116,3 +115,38 @@ def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
     if kept.network.config != drafter.network.config:
         raise UserError(f"{newest}: expected weights of the drafter's shape, received those of another: remove it")
     return drafter.renewed(kept.network)
+
+
+_SECONDS = 60.0  # between two writes
+
+
+class TableAdaptation:
+    """Keeps the table of a drafter.
+
+    Args:
+        drafter: its table is replaced by that of the store, if there is one.
+        target: that the table is learned from.
+
+    Raises:
+        UserError: the stored table is damaged, or of another target.
+    """
+
+    def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
+        self._drafter, self._target, self._store = drafter, target, store
+        if (newest := store.newest()) is not None:
+            drafter.restore(newest)
+        self._written, self._at = drafter.learned, monotonic()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the table has changed since the last write, some time ago."""
+        return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
+
+    def turn(self) -> None:
+        self.write()
+
+    def write(self) -> None:
+        """Write the table, if it has changed."""
+        if self._drafter.learned != self._written:
+            self._written, self._at = self._drafter.learned, monotonic()
+            self._store.write(lambda folder: self._drafter.save(folder, self._target))

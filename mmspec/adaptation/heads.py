@@ -43,7 +43,6 @@ class HeadAdaptation:
 
     Args:
         drafter: not attached yet; its network is not packed.
-        target: verifies.
         store: keeps the weights; None keeps none.
 
     Attributes:
@@ -110,11 +109,6 @@ class HeadAdaptation:
 
     def _drafter(self, network: nn.Module) -> TrainedDrafter:
         return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
-
-
-def adaptable(drafter: Any) -> bool:
-    """Whether a learner is registered for a drafter."""
-    return isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt")
 
 
 def check_new(drafter: TrainedDrafter) -> None:

@@ -25,7 +25,6 @@ class RecordedAnswer:
 
     Attributes:
         tokens: (length,) int64, prompt and answer, on the host.
-        prompt: tokens of the prompt.
         features: (length, hidden) each, the features that its drafter reads.
         visual: (length,) bool, positions of image and video features.
         shown: (visual positions, hidden), their input embeddings.
@@ -88,7 +87,6 @@ class RecordedDrafter(Wrapper):
     A copy drafts with what has been learned, and is recorded no more.
 
     Attributes:
-        drafter: drafts.
         ended: sequences that have ended, for the learner to take.
         fresh: replaces ``drafter`` before its next first sequence.
     """

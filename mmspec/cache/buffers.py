@@ -25,11 +25,9 @@ class KVBuffers:
     """Keys and values of the layers of a ``TreeCache``, which stores the rows' lengths.
 
     Args:
-        layers: number of attention layers.
         reserve: slots to allocate at first use; doubled when exceeded.
 
     Attributes:
-        tensors: the buffers.
         version: replaced whenever a buffer is reallocated.
         device: of row lengths where no layer has keys and values.
     """
@@ -49,7 +47,6 @@ class KVBuffers:
 
     @property
     def rows(self) -> int:
-        """Number of allocated rows."""
         return self.tensors[0].shape[1] if self.tensors else 0
 
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
@@ -59,8 +56,6 @@ class KVBuffers:
         size = prod(shape) * like.element_size()
         memory = pages.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
-
-    # ------------------------------------------------------------------ passes
 
     def allocate(self, rows: int, slots: int, used: int) -> None:
         """Grow the buffers to at least ``rows`` rows and ``slots`` slots, of which the first ``used`` are copied."""
@@ -137,8 +132,6 @@ class KVBuffers:
         self._used[buffer] += 1
         return buffer, self._used[buffer] - 1
 
-    # ------------------------------------------------------------------ rows
-
     def commit_prompt(self, kept: Sequence[Tensor] | None) -> None:
         """Free unused tensors, left where shapes differ or layers share keys and values, and remove padding.
 
@@ -179,11 +172,7 @@ class KVBuffers:
             own[:, first:rows, :, :longest] = taken[:, :, :, :longest]
 
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Keep these rows, in this order; free the others' slots.
-
-        Args:
-            lengths: of all rows.
-        """
+        """Keep these rows, in this order; free the others' slots."""
         if rows:
             self._move(rows, lengths)
         else:
@@ -208,15 +197,12 @@ class KVBuffers:
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Note the row lengths after rows have joined, left or been cut."""
 
-    # ------------------------------------------------------------------ the accepted path
-
     def commit(self, path: Tensor, rows: list[list[int]], lengths: Sequence[int]) -> None:
         """Compact the accepted path of each row to the end of its prefix.
 
         Args:
             path: (batch, depth) int64, node indices padded with -1; node i is in the slot i after the longest row.
             rows: the same paths as lists without padding; an empty one leaves its row unchanged.
-            lengths: of the rows.
         """
         if not self.tensors:
             return

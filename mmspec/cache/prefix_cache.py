@@ -23,7 +23,6 @@ class Prefix:
     """Tokens of one row, a prompt or a prompt and its answer, and the target's states and features of them.
 
     Attributes:
-        tokens: all of them.
         key: of everything but the tokens that the states depend on.
         cache: the target's cache after the tokens, of one row.
         logits: (1, 1, vocab), at the last token; None after an answer.
@@ -42,7 +41,6 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its tensors."""
         tensors = [self.logits, self.embeds, self.positions, *self.features.values(), *self.cache.tensors()]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -77,7 +75,6 @@ class Answer:
 
         Args:
             prompt: the row's, without padding.
-            key: of the prompt.
             embeds, positions, features: of all rows.
         """
         length = prompt.input_ids.shape[1]
@@ -95,7 +92,6 @@ class Answer:
 
         Args:
             cache: after the tokens, of one row.
-            embed: the target's input embeddings.
         """
         length = len(tokens)
         features = {name: torch.cat([part[name] for part in self.features], 1)[:, :length] for name in self.features[0]}
@@ -111,9 +107,6 @@ class PrefixCache:
 
     Args:
         limit: bytes; a prefix that exceeds it alone is not kept.
-
-    Attributes:
-        nbytes: memory in use.
     """
 
     def __init__(self, limit: int) -> None:

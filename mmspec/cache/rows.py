@@ -37,7 +37,6 @@ class RowTensor:
 
     Attributes:
         data: (rows, ...), or (capacity, ...) in place; empty before the first ``append``.
-        rows: number of sequences.
         version: replaced whenever ``data`` is reallocated.
     """
 

@@ -26,14 +26,12 @@ class TreeCache(Cache):
     Prefill runs in a cache of its own, whose rows are then appended to the decoding cache.
 
     Args:
-        num_layers: layers of the model.
         reserve: slots to allocate at first use; doubled when exceeded.
         attending: indices of attention layers; None means all.
         static_shapes: keep shapes and addresses, see ``StaticKVBuffers``.
 
     Attributes:
         attending: as above, in order.
-        kv: the buffers.
         lengths: committed tokens of each row.
         length: the longest row's length; passes write from this slot on.
         offset: uncommitted nodes of earlier passes that stay in the cache after ``length``.
@@ -98,8 +96,6 @@ class TreeCache(Cache):
         lengths = on_device(self.lengths[:rows], keys.device)
         return KeysValues(keys[:, :, : self.length], values[:, :, : self.length], lengths, self.version)
 
-    # ------------------------------------------------------------------ passes
-
     def reserve_nodes(self, nodes: int) -> None:
         """Reserve KV slots for the next pass; a captured pass cannot allocate."""
         start = self.get_seq_length()
@@ -117,8 +113,6 @@ class TreeCache(Cache):
             reach: (batch, nodes, earlier + nodes) bool, ancestors of each node among the uncommitted nodes.
         """
         return {}
-
-    # ------------------------------------------------------------------ sequences join and leave
 
     def commit_prompt(self, tokens: int, attention_mask: Tensor | None, batch: int) -> None:
         """Commit the ``tokens`` slots that a prefill of ``batch`` rows wrote, and remove padding.
@@ -166,8 +160,6 @@ class TreeCache(Cache):
         """Update lengths after rows were added or removed."""
         self.length, self._attended = max(self.lengths, default=0), None
         self.kv.set_lengths(self.lengths)
-
-    # ------------------------------------------------------------------ the accepted path
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
         """Commit the accepted path of each row and drop all other nodes.

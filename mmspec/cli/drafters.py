@@ -26,8 +26,6 @@ def training_command(name: str, kind: type[RunOptions], setup: str, text: str) -
     """The command of ``mmspec train`` for a drafter.
 
     Args:
-        name: of the command.
-        kind: class of its options.
         setup: location, ``"module:function"``, of what makes network and drafter, see ``train_drafter``.
         text: what it trains, for its help.
     """

@@ -77,7 +77,6 @@ class Secret:
 
     @property
     def declared(self) -> Decorator:
-        """The option."""
         text = f"{self.text} Prefer the environment variable {self.variable}, which other local users cannot see."
         return click.option(self.option, metavar=self.form, envvar=self.variable, help=text)
 

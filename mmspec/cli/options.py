@@ -113,7 +113,6 @@ def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) 
 
     Args:
         names: of the fields; all that have a help by default.
-        prefix: of the options' names.
         changes: ``rule``, ``default``, ``default_text`` and ``text`` instead of the fields'.
     """
     known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]

@@ -40,7 +40,6 @@ class Drafter(ABC):
         """Append rows for new sequences.
 
         Args:
-            prompt: their prompts.
             output: the target's prefill.
             history: token list of each sequence, prompt and emitted tokens (so far the first). The engine appends to
                 these lists; drafters only read them.
@@ -69,8 +68,6 @@ class Drafter(ABC):
             step: output of the verify pass; the next pass may overwrite its tensors.
         """
 
-    # ------------------------------------------------------------------ optional members
-
     @property
     def learns(self) -> bool:
         """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""
@@ -90,7 +87,6 @@ class Drafter(ABC):
         """Next tokens after drafts that another part of a tree has proposed, such as tokens that a grammar forces.
 
         Args:
-            row: of the sequence.
             path: the drafts after its tokens.
 
         Returns:
@@ -123,11 +119,7 @@ class Drafter(ABC):
 
 
 class Wrapper(Drafter):
-    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead.
-
-    Attributes:
-        drafter: the other one.
-    """
+    """A drafter that another one drafts for; all calls go to that one, but for what a subclass does instead."""
 
     drafter: Drafter
 
@@ -187,8 +179,7 @@ class PlainDrafter(Drafter):
         self.plain.select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        tree: TokenTree = self.plain.propose(token, budget)
-        return tree
+        return self.plain.propose(token, budget)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.plain.observe(tree, verdict, output)
@@ -202,8 +193,7 @@ class PlainDrafter(Drafter):
         return tuple(self._optional("features", super().features))
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        pairs: Sequence[tuple[int, float]] = self._optional("continuations", super().continuations)(row, path)
-        return pairs
+        return self._optional("continuations", super().continuations)(row, path)
 
     def draft_chains(self, length: int) -> None:
         self._optional("draft_chains", super().draft_chains)(length)

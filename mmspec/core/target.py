@@ -176,7 +176,6 @@ class KeepsPrefixes(Protocol):
         """Keep the states of sequences that have ended.
 
         Args:
-            rows: of the sequences.
             histories: tokens of each, of the prompt and the answer.
         """
 

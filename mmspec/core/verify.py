@@ -71,7 +71,6 @@ def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
     """Keep the longest path on which every token is the target's choice after its parent.
 
     Args:
-        tree: the draft.
         choices: (batch, nodes) int64, the target's token after each node (its argmax, for greedy decoding).
 
     Raises:

@@ -22,12 +22,9 @@ class PendingConversation:
     """A conversation whose answers are being generated.
 
     Attributes:
-        id: of the conversation.
         questions: content of each user message, as in `data.Conversation`.
         expected: estimated length of each answer, in characters.
-        system: system messages.
         known: reference answers, if there are any.
-        messages, answers: those so far.
     """
 
     id: str
@@ -86,7 +83,6 @@ class AnswerGenerator:
 
     Args:
         pipe: of the target; its ``max_num_seqs`` is the batch size.
-        seed: of sampling.
         params: how answers are decoded; each has a seed of its own.
         greedy: share of conversations that are answered greedily whatever ``params`` say.
 

@@ -1,26 +1,31 @@
-"""`mmspec train dflash`: sets up the network, objective and drafter to train."""
+"""`mmspec train dflash`: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import exp
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from mmspec.distil.dflash_objective import DFlashObjective
-from mmspec.distil.options import DFlashOptions
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.distil.options import BlockLoss, DFlashOptions
 from mmspec.distil.start import decoder_weights, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
+from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import published_parts
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.parts import shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training.loss import LossOutput
 
 _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
@@ -87,3 +92,120 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
         own[ours].copy_(weight)
     network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
     network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
+
+
+@dataclass(frozen=True)
+class DFlashObjective(BlockLoss):
+    """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
+
+    An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
+    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
+    A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
+    11).
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, ``confidence_k`` is the confidence head's
+    loss.
+    """
+
+    def __call__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; anchors are drawn."""
+        followed = batch.answer[:, :-1] & batch.answer[:, 1:]
+        total = batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if not bool(followed.any()):
+            return LossOutput(total, metrics)
+        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        with torch.no_grad():
+            goal = head(batch.hidden[:, :-1][followed]).float().softmax(-1)
+        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        anchors = _draw(followed, self.anchors, generator)
+        states = _states(network, target, batch, anchors)
+        scoring = network.lm_head if network.config.head else head
+        alive = followed.gather(1, anchors)
+        count = int(alive.sum())
+        memory = network.first_memory(states, batch.tokens.gather(1, anchors))
+        memory = None if memory is None else memory[alive]
+        for slot in range(1, network.config.drafts + 1):
+            at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
+            before, alive = alive, alive & followed.gather(1, at)
+            if not bool(alive.any()):
+                break
+            read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
+            memory = None if memory is None else memory[alive[before]]
+            scores, confidence, memory = network.corrected(scoring(read), read, previous, memory)
+            truth = goal[index.gather(1, at)[alive]]
+            loss, found = self._slot(scores, confidence, truth)
+            metrics |= {f"{name}_{slot}": value for name, value in found.items()}
+            # Normalised by the number of blocks, so that the losses of several processes add up.
+            total = total + exp(-(slot - 1) / self.gamma) * len(truth) / count * loss
+        return LossOutput(total, metrics)
+
+    def _slot(self, scores: Tensor, confidence: Tensor | None, truth: Tensor) -> tuple[Tensor, dict[str, float]]:
+        """Mean loss of the drafts of a slot, and its metrics.
+
+        Args:
+            scores, truth: (drafts, tokens), their logits and the target's probabilities.
+            confidence: (drafts,), logits of their acceptance.
+        """
+        log_probs = scores.float().log_softmax(-1)
+        loss = token_loss(self.loss, truth, log_probs)
+        right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+        metrics = {"token": float(loss.detach()), "right": float(right)}
+        if confidence is not None:
+            accepted = torch.minimum(truth, log_probs.detach().exp()).sum(-1).clamp(max=1.0)
+            own = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
+            metrics["confidence"] = float(own.detach())
+            loss = loss + own
+        return loss, metrics
+
+
+def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
+    noise = torch.rand(possible.shape, generator=generator, device=possible.device).masked_fill(~possible, -1.0)
+    return noise.topk(min(count, int(possible.sum(1).max())), dim=1).indices
+
+
+def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Tensor) -> Tensor:
+    """The network's outputs over a block per anchor, (batch, anchors, block, hidden)."""
+    config, length = network.config, batch.tokens.shape[1]
+    assert batch.layers is not None, "the extractor reads the network's layers"
+    rotary, _ = rotary_of(config)
+    context = network.project(batch.layers)
+    rotary.reserve(length + config.block_size, context)
+    known = list(network.context(context, rotary(slice(0, length))))
+    places = anchors[:, :, None] + torch.arange(config.block_size, device=anchors.device)
+    masks = _masks(anchors, places, length, config)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(known[layer], (k, v), strict=True))
+        return F.scaled_dot_product_attention(q, keys, values, masks[layer], enable_gqa=True)
+
+    tokens = block_tokens(batch.tokens.gather(1, anchors), config).flatten(1)
+    if config.embedding:
+        x = network.embed_tokens(tokens)
+    else:
+        with torch.no_grad():
+            x = plain_embedding(target, tokens).clone()
+    outputs: Tensor = network(x.to(context.dtype), rotary(places.flatten(1)), attend)
+    return outputs.unflatten(1, places.shape[1:])
+
+
+def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> list[Tensor]:
+    """Attention masks of the layers, (batch, 1, anchors * block, length + anchors * block) bool: the tokens before an
+    anchor, then its own block."""
+    tokens = torch.arange(length, device=anchors.device)
+    before = (tokens < anchors[:, :, None]).repeat_interleave(config.block_size, dim=1)
+    number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(config.block_size)
+    own = (number[:, None] == number).expand(len(anchors), -1, -1)
+    flat = places.flatten(1)
+    keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
+    seen = torch.cat([before, own], dim=2)[:, None]
+    return [seen & mask[:, None] for mask in attended(flat[:, :, None] - keys[:, None], config)]

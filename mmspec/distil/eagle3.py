@@ -1,24 +1,33 @@
-"""`mmspec train eagle3`: sets up the network, objective and drafter to train."""
+"""`mmspec train eagle3`: objective, and what sets up network and drafter to train.
+
+Entry j of a drafter's sequence takes token j + 1 and the target's states at token j, and predicts token j + 2.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mmspec.distil.eagle3_objective import Eagle3Objective
-from mmspec.distil.options import Eagle3Options
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.distil.options import Eagle3Options, Eagle3Passes
+from mmspec.distil.pass_cache import PassCache
 from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.training.loss import LossOutput
 
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -59,3 +68,105 @@ def _network_config(
         return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
     new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
     return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)
+
+
+@dataclass(frozen=True)
+class Eagle3Objective(Eagle3Passes):
+    """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
+    section 3.2).
+
+    The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
+    predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
+    as a node at depth s of a tree does. With a mask token (P-EAGLE, arXiv 2602.01469), entries of later passes take it
+    and the learnt state in place of their token and the predicted state.
+
+    A further pass keeps a chain with probability ``keep`` (conditional drop-token, arXiv 2602.01469, section 4).
+
+    The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
+    """
+
+    def __call__(
+        self,
+        network: Eagle3Network,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; the chains that a pass keeps are drawn."""
+        answer = batch.answer[:, 1:]
+        wanted = answer & F.pad(answer[:, 1:], (0, 1))
+        count, total = int(wanted.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if count == 0:
+            return LossOutput(total, metrics)
+        assert batch.layers is not None, "the extractor reads the network's layers"
+        goal = _goal(target, batch.hidden[:, 1:][wanted], draft_ids)
+        index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of an entry in ``goal``
+        embeds = _embeddings(network, target, batch.tokens[:, 1:])
+        rotary, _ = rotary_of(network.config)
+        rotary.reserve(embeds.shape[1], embeds)
+        caches = [PassCache() for _ in network.layers]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            return caches[layer].attend(q, k, v)
+
+        outputs = network(
+            network.combine(embeds, network.project(batch.layers[:, :-1])), rotary(slice(0, embeds.shape[1])), attend
+        )
+        entry, valid = packing(wanted, left=False)  # of the first pass, one chain from each
+        state, _ = network.begin(take(outputs, entry))
+        for cache in caches:
+            cache.start_chains(entry)
+        for number in range(self.passes):
+            if number:
+                entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
+                kept = torch.rand(valid.shape, generator=generator, device=valid.device) < self.keep
+                places, valid = packing(kept & valid & wanted.gather(1, entry), left=False)
+                if places.shape[1] == 0:
+                    break
+                entry = entry.gather(1, places)
+                for cache in caches:
+                    cache.keep_chains(places)
+                x = _inputs(network, target, take(embeds, entry), take(state, places))
+                state, _ = network.begin(network(x, rotary(entry), attend))
+            scores = _scores(network, target, state[valid], draft_ids)
+            truth = goal[index.gather(1, entry)[valid]]
+            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
+            # Normalised by the entries of the first pass, so that the losses of several processes add up.
+            total = total + self.decay**number * len(truth) / count * loss
+            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
+        return LossOutput(total, metrics)
+
+
+@torch.no_grad()
+def _goal(target: Target, hidden: Tensor, draft_ids: Tensor | None) -> Tensor:
+    """The target's next-token distributions over the draft vocabulary, (entries, draft tokens) float32."""
+    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    return head(hidden).float().softmax(-1)
+
+
+def _scores(network: Eagle3Network, target: Target, state: Tensor, draft_ids: Tensor | None) -> Tensor:
+    if network.config.head:
+        return network.scores(network.lm_head, state)
+    return network.scores(target.head if draft_ids is None else target.narrow_head(draft_ids), state)
+
+
+def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:
+    """Layer inputs of a further pass, (batch, chains, 2 * hidden), from its tokens' embeddings and predicted states."""
+    if (mask := network.config.mask_token_id) is None:
+        return network.combine(embeds, state)
+    embed = _embeddings(network, target, torch.tensor([[mask]], device=embeds.device))
+    return network.combine(embed, network.project(network.mask_hidden)).expand(*embeds.shape[:2], -1)
+
+
+def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tensor:
+    """Embeddings of tokens, those of placeholders included, (batch, length, hidden)."""
+    rows = network.config.embedding or target.config.vocab_size  # type: ignore[attr-defined]
+    tokens = tokens.masked_fill(tokens >= rows, 0)
+    if network.config.embedding:
+        return network.embed_tokens(tokens)
+    with torch.no_grad():
+        return target.embed(tokens).clone()

@@ -69,7 +69,6 @@ class Extractor:
     A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        pipe: holds the target.
         max_length, frames, fps, video_backend: as for `Encoder`.
         layers: further hidden states to read.
     """
@@ -92,7 +91,6 @@ class Extractor:
         return self.encoder.settings | ({"layers": list(self.layers)} if self.layers else {})
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Returns the features of a batch."""
         return collate([row for row in self.rows(conversations) if row is not None], self.target)
 
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:

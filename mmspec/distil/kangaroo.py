@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +31,7 @@ class KangarooObjective(NextTokenLoss):
     """
 
     def __call__(
-        self,
-        network: KangarooNetwork,
-        target: Target,
-        batch: Features,
-        draft_ids: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        progress: float = 1.0,
+        self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
         """Returns the loss, see ``mmspec.distil.tasks.Objective``; the layers of ``batch`` are the states at the
         network's exit layer."""

@@ -1,21 +1,26 @@
-"""`mmspec train medusa`: sets up the network, objective and drafter to train."""
+"""`mmspec train medusa`, Hydra included: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmspec.distil.medusa_objective import MedusaObjective
-from mmspec.distil.options import MedusaOptions
+from mmspec.core.target import Target
+from mmspec.distil.features import Features
+from mmspec.distil.options import HeadLoss, MedusaOptions
+from mmspec.distil.pass_cache import causal_pass
 from mmspec.distil.start import head_weight
 from mmspec.distil.tasks import DrafterSetup
+from mmspec.distil.token_loss import token_loss
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
 from mmspec.pipeline import Pipeline
+from mmspec.training.loss import LossOutput
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -33,3 +38,45 @@ def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
     network.start(head)
     objective = MedusaObjective(**options.part(MedusaObjective.__dataclass_fields__))
     return DrafterSetup(network, objective, Hydra if options.grounded else Medusa, draft_ids, options.part(TREE))
+
+
+@dataclass(frozen=True)
+class MedusaObjective(HeadLoss):
+    """Loss of heads against the target's next-token distributions, the sum of ``decay ** i`` times that of head i
+    (arXiv 2401.10774, section 2.2.1, whose goals are tokens; arXiv 2402.05109, section 3.1).
+
+    Head i reads the target's state at the token before an answer token, and predicts the answer's (i+1)-th token after
+    that.
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
+    """
+
+    def __call__(
+        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
+    ) -> LossOutput:
+        """Returns the losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
+        followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
+        count, total = int(followed.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
+        metrics: dict[str, float] = {}
+        if count == 0:
+            return LossOutput(total, metrics)
+        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        with torch.no_grad():
+            goal = head(batch.hidden[:, 1:-1][followed]).float().softmax(-1)
+        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
+        for number, chain in enumerate(network.heads):
+            length = followed.shape[1] - number
+            wanted = wanted[:, :length] & followed[:, number:]
+            if not bool(wanted.any()):
+                break
+            before = number + 1 if network.config.grounded else 0
+            read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
+            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], head)
+            truth = goal[index[:, number:][wanted]]
+            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
+            # Normalised by the tokens of the first head, so that the losses of several processes add up.
+            total = total + self.decay**number * len(truth) / count * loss
+            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
+            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
+        return LossOutput(total, metrics)

@@ -12,7 +12,7 @@ from torch import nn
 from mmspec.adaptation.recording import RecordedAnswer
 from mmspec.core.target import Target
 from mmspec.distil.features import ConversationFeatures, collate
-from mmspec.distil.medusa_objective import MedusaObjective
+from mmspec.distil.medusa import MedusaObjective
 from mmspec.distil.tasks import Objective, drafter_optimisers
 from mmspec.drafters.trained import TrainedDrafter
 
@@ -43,7 +43,6 @@ class OnlineLearner:
         self._added = 0  # answers of this batch
 
     def weights(self) -> nn.Module:
-        """A copy of the network."""
         return copy.deepcopy(self._network).requires_grad_(False).eval()
 
     def learn(self, answer: RecordedAnswer) -> None:

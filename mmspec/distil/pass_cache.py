@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import RotaryShape
 
 
@@ -84,8 +84,7 @@ def causal_pass(network: Any, shape: RotaryShape, x: Tensor) -> Tensor:
     rotary, _ = rotary_of(shape)
     rotary.reserve(x.shape[1], x)
     attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-    outputs: Tensor = network(x, rotary(slice(0, x.shape[1])), attend)
-    return outputs
+    return network(x, rotary(slice(0, x.shape[1])), attend)
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -40,26 +40,22 @@ class Recorder(Drafter):
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        """See ``Drafter``."""
         for row, tokens in enumerate(history):
             hidden = output.features["last"][row]
             mask = None if prompt.attention_mask is None else prompt.attention_mask[row].bool()
             self._rows.append((tokens, [hidden.clone() if mask is None else hidden[mask]]))
 
     def select(self, rows: Sequence[int]) -> None:
-        """See ``Drafter``."""
         for row in set(range(len(self._rows))) - set(rows):
             tokens, hidden = self._rows[row]
             self.finished[tuple(tokens)] = torch.cat(hidden)[: len(tokens) - 1].cpu()
         self._rows = [self._rows[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        """See ``Drafter``."""
         return TokenTree.root(token)
 
     @torch.inference_mode()
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """See ``Drafter``."""
         for (_, hidden), state in zip(self._rows, output.features["last"][:, :1].clone(), strict=True):
             hidden.append(state)
 
@@ -120,7 +116,6 @@ class RecordedFeatures:
         return _name(conversation) in self._files
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Returns the features of a batch."""
         return collate([self._row(conversation) for conversation in conversations], self.target)
 
     def _row(self, conversation: Conversation) -> ConversationFeatures:

@@ -49,7 +49,6 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     """Trains a drafter, or resumes the run in `options.out`.
 
     Args:
-        options: of the command.
         make_setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
     """
     transformers.logging.set_verbosity_error()

@@ -35,7 +35,6 @@ def draw_prompts(
         pipe: of a target with a chat template.
         numbers: of the prompts; a number and ``params`` give the same prompt in every run.
         done: ids of conversations that exist, which are not drawn again.
-        params: of sampling, seed included.
         chunk: prompts drawn at a time.
     """
     opening = user_opening(pipe.io.tokenizer)

@@ -49,15 +49,7 @@ class DraftModel(Small):
         export(self.model, self._tokenizer, folder)
 
 
-def distillation_loss(
-    kind: TokenLoss,
-    network: Any,
-    target: Target,
-    batch: Features,
-    draft_ids: None = None,
-    generator: torch.Generator | None = None,
-    progress: float = 1.0,
-) -> LossOutput:
+def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Features, *_: Any) -> LossOutput:
     """Loss of a language model against the target's next-token distributions; images and videos are left out, as
     ``Small`` drops them. Arguments after ``kind`` are those of ``mmspec.distil.tasks.Objective``; nothing is drawn."""
 

@@ -36,11 +36,11 @@ class Objective(Protocol):
         draft_ids: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: float = 1.0,
+        /,
     ) -> LossOutput:
         """Returns the losses on the answers of ``batch``.
 
         Args:
-            network: to train.
             target: for its frozen embedding and output layer.
             batch: features of conversations, with the layers that the network reads.
             draft_ids: (n,) int64, a reduced draft vocabulary, to which distributions are restricted.
@@ -84,14 +84,11 @@ class DrafterTask:
 
     Args:
         pipe: holds the frozen target.
-        setup: network, objective and drafter.
         training: conversations by kind: `sampler.TEXT` without and `sampler.MIXED` with images or videos.
-        held_out: conversations for evaluation.
         extract: returns the target's features of conversations.
         batch: conversations per step, and per forward pass of the evaluation.
         bfloat16: compute losses under autocast; weights stay in float32.
         prompts: held-out prompts that each evaluation decodes.
-        max_new_tokens: length of these answers.
         optimiser: "muon" trains matrices by Muon and the rest by AdamW at half the rate; "adamw" is the setting of
             arXiv 2505.14260.
         rate: learning rate; by default that of `RATES`.
@@ -155,7 +152,6 @@ class DrafterTask:
         self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
-        """A drafter with a copy of the network."""
         return self.setup.drafter(copy.deepcopy(self.network), self.setup.draft_ids, **self.setup.tree)
 
     @torch.no_grad()

@@ -24,7 +24,6 @@ def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, token
 
     Args:
         drafter: the call's, ``"auto"`` if it names none.
-        config: its generation config.
         assistant: its ``assistant_model``.
         tokenizers: its ``tokenizer`` and ``assistant_tokenizer``.
         home: the target's folder or name.
@@ -51,7 +50,6 @@ def _assisted_drafter(config: GenerationConfig, assistant: Any, tokenizers: Any,
 
 
 def _drafter_of(assistant: Any, tokenizers: Any) -> Drafter:
-    """The drafter with a model of transformers."""
     if not isinstance(assistant, PreTrainedModel):
         raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
     if assistant.config.model_type in MODEL_TYPES:

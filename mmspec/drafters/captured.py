@@ -39,10 +39,6 @@ class RowState(Protocol):
 class CapturedDrafter(Drafter):
     """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
     tokens, (batch,) int64, 0 for idle rows.
-
-    Attributes:
-        rows: number of sequences.
-        static_shapes: whether shapes are static.
     """
 
     def __init__(self) -> None:
@@ -53,8 +49,6 @@ class CapturedDrafter(Drafter):
         self.rows, self.static_shapes = 0, static_shapes
         self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
         self._grow, self._update = Graphed(self._grown), Graphed(self._updated)
-
-    # ------------------------------------------------------------------ defined by subclasses
 
     @property
     @abstractmethod
@@ -80,8 +74,6 @@ class CapturedDrafter(Drafter):
     def advance(self, accepted: list[int]) -> None:
         """Advance the host's row lengths after a captured ``update``."""
 
-    # ------------------------------------------------------------------ rows
-
     def join(self, rows: int, static_shapes: bool) -> None:
         """Register new rows; the caller then appends their state to ``parts``."""
         if static_shapes != self.static_shapes:
@@ -93,7 +85,6 @@ class CapturedDrafter(Drafter):
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        """See ``Drafter``."""
         for part in self.parts:
             part.select(rows)
         pending, self._pending, self.rows = self._pending, [], len(rows)
@@ -101,8 +92,6 @@ class CapturedDrafter(Drafter):
             if any(accepted := [before[row] for row in rows]):
                 kept = on_device(list(rows), inputs[0].device)
                 self._pending.append((tuple(x[kept] for x in inputs), accepted))
-
-    # ------------------------------------------------------------------ steps
 
     def queue(self, inputs: Inputs, verdict: Verdict) -> None:
         """Queue a step's inputs until the next ``propose``."""

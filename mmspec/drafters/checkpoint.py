@@ -63,9 +63,6 @@ def drafter_name(folder: Path) -> str | None:
 def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tensor]]:
     """Read a drafter checkpoint.
 
-    Args:
-        kind: class of the settings.
-
     Returns:
         Settings, target (see ``Verifier``) and tensors.
 
@@ -122,7 +119,6 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
     Args:
         vocab: vocabulary size of the target.
         folder: the checkpoint, for error messages.
-        name: of the tensor.
 
     Raises:
         UserError: not distinct tokens of the target.
@@ -164,8 +160,6 @@ def write(folder: Path, name: str, settings: Mapping[str, Any], tensors: Mapping
 
     Args:
         name: registered name of the drafter.
-        settings: its settings.
-        target: its target.
     """
     config = {"mmspec_drafter": name, **settings, "verifier": verifier_of(target)}
     with atomic(folder / _WEIGHTS) as part:

@@ -51,7 +51,6 @@ class FirstLayers:
 
     @property
     def static_shapes(self) -> bool:
-        """Whether passes have static shapes."""
         return self.target.runner.static_shapes
 
     @property

@@ -43,7 +43,6 @@ def layer_fields(network: HeadShape, decoder: Any, model_type: str) -> dict[str,
 
     Args:
         decoder: the target's text configuration.
-        model_type: kind of the layers.
     """
     limit = getattr(decoder, "max_position_embeddings", None)  # none with ALiBi
     return {

@@ -34,11 +34,8 @@ def best_first(
     """Best-first search for the most probable nodes of a lazily expanded tree.
 
     Args:
-        root: state of the root.
         children: given a node's state, yields ``(token, probability given the parent, state)`` per child, with distinct
             tokens.
-        depth: maximum depth.
-        nodes: maximum number of nodes.
         floor: minimum path probability of a node.
         width: maximum children per node, the most probable ones; None takes all.
 
@@ -91,9 +88,7 @@ def grow_tree(
         extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
             (batch, width), 0 for the first beam, returns their children as ``(tokens, log_probs)``,
             (batch, width, children) each.
-        budget: limits depth and size.
         top_k: beam width.
-        depth, nodes: limits of the drafter.
     """
     batch = token.shape[0]
     fixed = kernels.static_shapes(token.device)

@@ -58,7 +58,6 @@ def check_tensors(
     """Check that there are exactly the tensors of a published layout.
 
     Args:
-        shapes: expected shapes by name.
         what: the layout, in messages.
         optional: those that may be missing.
         integers: those that are integers or boolean; the others are floating point.

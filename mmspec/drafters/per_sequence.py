@@ -63,7 +63,6 @@ class PerSequence(Wrapper):
 
 
 def _row(output: TargetOutput, row: int) -> TargetOutput:
-    """One row of a step."""
     own = slice(row, row + 1)
     visual, embeds = (None if value is None else value[own] for value in (output.visual, output.embeds))
     positions = None if output.positions is None else output.positions[..., own, :]

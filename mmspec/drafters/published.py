@@ -104,7 +104,6 @@ def check_target(verifier: Mapping[str, Any], target: Any) -> None:
 
     Args:
         verifier: ``hidden_size``, ``vocab_size``, and if known ``name_or_path``, ``architectures`` and ``model_type``.
-        target: the target.
     """
     width, vocab, here = verifier["hidden_size"], verifier["vocab_size"], target.config
     model, expected = type(target.model).__name__, [f"hidden size {width}" + (f" and {vocab} tokens" if vocab else "")]

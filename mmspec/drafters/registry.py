@@ -139,7 +139,6 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
 
 
 def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
-    """One drafter of a union."""
     if part.startswith("new:"):
         part, home = part.removeprefix("new:"), ""
     if home:

@@ -87,7 +87,7 @@ class RotaryShape(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from mmspec.drafters.hidden_state.rope import rotary_of
+        from mmspec.drafters.hidden_state.layer import rotary_of
 
         rotary_of(self)  # raises
 

@@ -29,8 +29,6 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
         token: (batch,) int64, the roots.
         tokens: (batch, slots, top_k) int64, of each level in descending order.
         log_probs: (batch, slots, top_k), theirs.
-        budget: limits the size.
-        nodes: limit of the drafter.
     """
     if kernels.static_shapes(token.device):
         return _grow_on_device(token, tokens, log_probs, budget, nodes)
@@ -65,9 +63,7 @@ def grow_levels(
         children: given a level, from 0 on, its parents' tokens, (batch, width) int64, and the place of each parent's
             own parent among those of the level before, (batch, width) int64, returns their children as
             ``(tokens, log_probs)``, (batch, width, children) each, in descending order.
-        budget: limits depth and size.
         top_k: nodes extended per level.
-        depth, nodes: limits of the drafter.
     """
     levels = iter(range(1, depth))
     tokens, log_probs = children(0, token[:, None], torch.zeros_like(token[:, None]))

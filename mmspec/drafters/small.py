@@ -1,9 +1,9 @@
 """Draft-model drafter: a small language model with its own KV cache and recurrent states.
 
 A vision-language model that marks images by the target's tokens gets the target's images and videos, with all of their
-tokens or a share (SpecVLM, arXiv 2508.16201, see ``visual_share.py``); for other models, visual positions of the prompt
-are dropped. Of a long text, too, a share may be left (RAPID, arXiv 2502.20330, see ``text_share.py``). A model with
-another tokenizer drafts the tokens that both vocabularies have (arXiv 2502.05202).
+tokens or a share (see ``prompt_share.py``); for other models, visual positions of the prompt are dropped. Of a long
+text, too, a share may be left. A model with another tokenizer drafts the tokens that both vocabularies have (arXiv
+2502.05202).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.level_passes import LevelPasses
+from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.text_share import relevant
-from mmspec.drafters.visual_share import TOP_P, VisualShare
 from mmspec.drafters.vocabulary import SharedTokens
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device

@@ -116,5 +116,4 @@ class DrafterSpec:
         """
         if self.weights == "none":
             raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {self.name!r}")
-        loaded: Drafter = self.load().from_checkpoint(folder, **settings)
-        return loaded
+        return self.load().from_checkpoint(folder, **settings)

@@ -91,7 +91,6 @@ class Automaton:
         self.last = 0
 
     def append(self, token: int) -> None:
-        """Append a token to the text."""
         new = self._add({}, self._length[self.last] + 1, 0, 0)
         state, self.last = self.last, new
         while state >= 0 and token not in self.next[state]:

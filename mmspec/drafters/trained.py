@@ -20,7 +20,6 @@ class TreeDrafter(CapturedDrafter):
     """Drafter with a network, which grows trees of a configured shape.
 
     Args:
-        network: the trained network.
         **tree: top_k, depth and total_tokens, in place of those of ``usual_tree``, see ``TreeShape``.
     """
 
@@ -36,7 +35,6 @@ class TreeDrafter(CapturedDrafter):
 
     @property
     def target(self) -> Target:
-        """The attached target."""
         assert self._target is not None, "attach comes first"
         return self._target
 
@@ -56,7 +54,6 @@ class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own.
 
     Attributes:
-        config_class, network_class: of the network.
         reads_published: whether ``read_published`` is defined.
         published: target of a published checkpoint, see ``published.check_target``.
 
@@ -83,7 +80,6 @@ class TrainedDrafter(TreeDrafter):
         """Load a checkpoint of ``save`` or a published one.
 
         Args:
-            folder: of the checkpoint.
             changes: fields of the network's configuration, in place of the checkpoint's.
 
         Raises:

@@ -14,7 +14,6 @@ class SharedTokens:
     Tokens are equal if their strings are, apart from the sign of a leading space.
 
     Args:
-        target, draft: the tokenizers.
         sizes: number of the models' tokens, of the target and of the draft model.
 
     Attributes:

@@ -21,7 +21,6 @@ def constrain(rows: Sequence[Sampled], tree: TokenTree, budget: Budget, drafter:
     drafter proposes again. EOS tokens are cut: the target may emit one after any node.
 
     Args:
-        rows: the sequences.
         tree: the draft. A drawn tree is returned unchanged, as cutting it would bias sampling: verification rejects
             forbidden drafts. So is a tree whose sequences are all unconstrained.
         budget: limits what is added.

@@ -35,15 +35,12 @@ class EngineCore:
     """Sequences of one target, and the steps that decode them. One thread at a time runs steps.
 
     Args:
-        target: the target model.
-        max_num_seqs: maximum batch size.
         chunk: prompt tokens prefilled per step while other sequences decode.
         lock: held by other threads that add to the scheduler.
 
     Attributes:
         scheduler: prompts that wait.
         running: decoding sequences; their indices are the rows of target and drafter.
-        mode: of the running sequences.
         touched: sequences that may have changed in this step.
         leads: whether this process has the clients; False on other ranks than 0 of a sharded target.
         broken: why no further steps can be run; None while they can.

@@ -21,7 +21,6 @@ class Drift:
         self._ratios: deque[float] = deque(maxlen=_LATELY)
 
     def add(self, seconds: float, calibrated: float) -> None:
-        """Add a verify pass."""
         self._ratios.append(seconds / calibrated)
 
     @property

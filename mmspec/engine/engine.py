@@ -47,8 +47,6 @@ class Engine:
     A worker thread runs steps while there are sequences. Clients add sequences, and wait for their own.
 
     Args:
-        target: the target model.
-        max_num_seqs: maximum batch size.
         chunk: prompt tokens prefilled per step while other sequences decode.
 
     Attributes:
@@ -82,8 +80,6 @@ class Engine:
     def max_num_seqs(self) -> int:
         return self.core.scheduler.max_num_seqs
 
-    # ------------------------------------------------------------------ clients
-
     def add(
         self,
         prompt: Prompt,
@@ -102,11 +98,9 @@ class Engine:
 
         Args:
             prompt: one or several rows.
-            sampler, stopper: sampling and stopping criteria.
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together.
-            trace: record the verified trees.
             logprobs: record each token's log probability and those of so many alternatives; None records none.
             logits: record the logits of each token.
             call: the request for other ranks; see ``EngineCore.pack``.
@@ -187,8 +181,6 @@ class Engine:
         for task in list(self.idle):
             run_idle(task, task.close)
         self.core.close()
-
-    # ------------------------------------------------------------------ worker
 
     @property
     def waits_for_lost_rank(self) -> bool:

@@ -47,8 +47,7 @@ class _Orders:
 
     @staticmethod
     def unpack(content: bytes) -> _Orders:
-        orders: _Orders = pickle.loads(content) if content else _Orders()
-        return orders
+        return pickle.loads(content) if content else _Orders()
 
 
 class LockstepCore(EngineCore):
@@ -68,8 +67,6 @@ class LockstepCore(EngineCore):
         self._numbers: dict[RequestState, int] = {}
         self._count = 0
         self._state = 0
-
-    # ------------------------------------------------------------------ clients of rank 0
 
     def begin(self, speculation: Speculation) -> None:
         """Let the other ranks decode with their pipelines' drafters; ``speculation`` is that of rank 0's."""
@@ -123,8 +120,6 @@ class LockstepCore(EngineCore):
     @property
     def has_work(self) -> bool:
         return bool(self._arrived) or super().has_work
-
-    # ------------------------------------------------------------------ steps
 
     def step(self) -> None:
         """Run a step at the same time on all ranks; on rank 0, pass on requests before.

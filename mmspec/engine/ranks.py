@@ -21,11 +21,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """All processes of the job, in groups of their own beside those of the model.
-
-    Attributes:
-        rank: of this process.
-    """
+    """All processes of the job, in groups of their own beside those of the model."""
 
     def __init__(self) -> None:
         seconds = float(os.environ.get("MMSPEC_RANK_SECONDS", _SECONDS))

@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any
 
-from mmspec.checks import Checked, Rule, is_text, nearest, number, option, optional, shown, whole
+from mmspec.checks import FLAG, Checked, Rule, is_text, nearest, number, option, optional, shown, whole
 from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -16,7 +16,6 @@ from mmspec.sampling.processors import TreeProcessor
 from mmspec.targets.processor import is_token_ids
 
 _KEYS = ("prompt", "images", "videos", "params")
-_FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _FUNCTIONS = Rule(
     "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
 )
@@ -49,9 +48,9 @@ class Extras(Checked):
     num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
     logits_processor: Sequence[Any] = option((), _PROCESSORS)
     stopping_criteria: Sequence[Any] = option((), _FUNCTIONS)
-    trace: bool = option(False, _FLAG)
+    trace: bool = option(False, FLAG)
     logprobs: int | None = option(None, LOGPROBS)
-    chat_template: bool = option(True, _FLAG)
+    chat_template: bool = option(True, FLAG)
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
 
 
@@ -61,7 +60,6 @@ class Call:
 
     Attributes:
         request: ``prompt``, ``images`` and ``videos``.
-        params, extras: decoding options.
         inputs: further keywords, passed to the processor's ``encode``.
     """
 
@@ -140,7 +138,6 @@ def _is_processor(value: Any) -> bool:
 
 
 def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """Pop the keywords that are fields of a dataclass."""
     return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
 
 

@@ -23,7 +23,6 @@ class RequestState(Sampled):
     """One sequence of a batch: history, stopping, statistics and unread output.
 
     Attributes:
-        stats: statistics.
         finish_reason: set when the sequence has finished.
         cancelled: whether the client has dropped the sequence.
         added: time of queueing, ``perf_counter`` seconds.
@@ -62,7 +61,6 @@ class RequestState(Sampled):
 
     @property
     def token_ids(self) -> list[int]:
-        """All generated tokens."""
         return self.history[self.prompt_length :]
 
     @property

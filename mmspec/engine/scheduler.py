@@ -16,7 +16,6 @@ class Mode:
     """Settings that sequences must share to decode in one batch.
 
     Attributes:
-        speculation: drafter and budgets.
         num_draft_tokens: drafted nodes per step; None chooses adaptively.
         kind: the target's key of the prompt.
     """
@@ -55,7 +54,6 @@ class Scheduler:
     """First come, first served; prompts at the head of the queue that are compatible are stacked.
 
     Args:
-        max_num_seqs: maximum batch size.
         resumes: whether a prompt after others has a known prefix, and takes a prefill of its own.
     """
 
@@ -71,7 +69,6 @@ class Scheduler:
         return iter(self._waiting)
 
     def add(self, batch: PromptBatch) -> None:
-        """Append to the queue."""
         self._waiting.append(batch)
 
     def add_rejected(self, sequences: abc.Iterable[RequestState], mode: Mode) -> None:
@@ -82,14 +79,12 @@ class Scheduler:
             self.add(PromptBatch(sequence.prompt, [sequence], mode))
 
     def clear(self) -> None:
-        """Empty the queue."""
         self._waiting.clear()
 
     def next(self, running: int, mode: Mode | None, tokens: int) -> PromptBatch | None:
         """Remove the next prompts from the queue; None if none of them can join.
 
         Args:
-            running: number of decoding sequences.
             mode: theirs.
             tokens: stacked prompts have at most so many, padding included.
         """

@@ -26,7 +26,6 @@ class Speculation:
     """A drafter and its budgets on one target. Requests that decode together have the same.
 
     Args:
-        target: verifies.
         drafter: proposes trees; None decodes plainly.
 
     Attributes:
@@ -48,8 +47,6 @@ class Speculation:
         if drafter is not None:
             with self:
                 pass
-
-    # ------------------------------------------------------------------ exclusive use
 
     def __enter__(self) -> None:
         """Wait until no other target uses the drafter, then attach it.
@@ -91,15 +88,12 @@ class Speculation:
         """Whether both have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
 
-    # ------------------------------------------------------------------ budgets
-
     def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> CostTable | None:
         """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them, also after
         passes have proved them wrong.
 
         Args:
             adaptive: measure if nothing is stored, or if ``refresh``.
-            refresh: measure again.
         """
         if sharded(self.target):  # ranks that follow their clocks would draft trees of different sizes
             return None
@@ -120,7 +114,6 @@ class Speculation:
         """The budget of a step: ``num_draft_tokens`` draft tokens, or adaptive.
 
         Args:
-            batch: number of sequences.
             num_draft_tokens: None chooses adaptively.
         """
         if self.drafter is None:

@@ -47,8 +47,6 @@ class Stats:
 
         Args:
             drafted: draft tokens in the tree.
-            depth: depth of the tree.
-            accepted: accepted draft tokens.
             emitted: emitted tokens, up to a stop.
         """
         self.num_spec_tokens = max(self.num_spec_tokens, depth)

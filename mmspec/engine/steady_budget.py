@@ -23,7 +23,6 @@ class SteadyBudget(MeasuredBudget):
         cost: verify time of the target.
         sizes: candidate numbers of drafted nodes, ascending; plain decoding is always a candidate.
         depth: as for ``Budget``.
-        batch: batch size.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class TreeRecord:
     Attributes:
         tokens, parents: of each node, root first, with parent -1.
         path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
-        bonus: bonus token.
         probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
             the root.
         bonus_prob: the same for the bonus token.

@@ -20,7 +20,6 @@ class AdditiveTerms(LogitsProcessor):
 
     Args:
         bias: pairs of token id and bias.
-        presence, frequency: penalties.
         prompt_length: tokens before the output.
     """
 

@@ -43,11 +43,7 @@ class _Beginning:
 
 
 class Alignment:
-    """What the outputs of a sequence have shown about its grammar.
-
-    Attributes:
-        rejected: number of outputs.
-    """
+    """What the outputs of a sequence have shown about its grammar."""
 
     def __init__(self) -> None:
         self.rejected = 0

@@ -35,7 +35,6 @@ class BatchSampler:
 
         Args:
             rows: the sequences; each history ends with the root.
-            tree: the draft.
             logits: (batch, nodes, vocab), raw logits of the target.
 
         Returns:
@@ -261,7 +260,6 @@ def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[i
     """Mask scores, (reached, vocab), with the rows' grammars.
 
     Args:
-        rows: of the tree.
         reached: row, node and path of each of the scores.
     """
     scores = scores.clone()

@@ -51,7 +51,6 @@ class Defaults:
         Args:
             params: complete ones.
             input_ids: (1, length) int64, the prompt.
-            custom: the request's own.
         """
         return params.processors(custom, input_ids.shape[1], self._eos_token_ids)
 
@@ -75,9 +74,6 @@ class ModelDefaults(Defaults):
 
     Entries with a field in ``SamplingParams`` are its defaults. transformers makes logits processors of the others,
     as in ``generate``.
-
-    Args:
-        model: of transformers.
 
     Raises:
         UserError: the generation config asks for beam search or the like, for a logits processor that does not run on

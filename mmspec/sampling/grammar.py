@@ -75,14 +75,10 @@ class Grammars:
             return entry.grammar
 
     def spelled(self, token: int) -> bytes:
-        """The bytes of a token."""
-        found: bytes = self._tokenizer.decode_bytes([token])
-        return found
+        return self._tokenizer.decode_bytes([token])
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Tokens of some bytes."""
-        found: list[int] = self._tokenizer.tokenize_bytes(text)
-        return found
+        return self._tokenizer.tokenize_bytes(text)
 
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)

@@ -23,8 +23,6 @@ class TokenLogprob:
     """Natural log probability of one emitted token.
 
     Attributes:
-        token_id: the token.
-        logprob: its log probability.
         top: the most probable tokens at its position with their log probabilities, best first.
     """
 
@@ -38,7 +36,6 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Toke
 
     Args:
         logits: (tokens, vocab), raw logits at the nodes before the tokens.
-        tokens: the emitted tokens.
         top: number of most probable tokens to list at each position.
     """
     logprobs = logits.float().log_softmax(-1)

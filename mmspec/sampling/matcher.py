@@ -41,7 +41,6 @@ class Matcher:
         Args:
             history: all tokens of the sequence, up to the root.
             children: ``{token: node}`` by node.
-            vocab: size of the masks.
 
         Raises:
             Exception: the processor failed on tokens emitted since the last walk.

@@ -133,12 +133,10 @@ class Sampled:
 
     Args:
         history: prompt and emitted tokens.
-        sampler: sampler of its request.
         index: row in the request, which some processors use.
         generator: random generator of the sequence; None uses the sampler's.
 
     Attributes:
-        prompt_length: number of prompt tokens.
         constraint: state of the sampler's grammar, if it has one.
         alignment: what was rejected; None if the grammar rejects no outputs.
         failures: exceptions of processors by node of the last tree; only those on the accepted path take effect.

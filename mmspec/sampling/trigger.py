@@ -38,7 +38,6 @@ class TriggeredGrammar:
         grammar: of the output after the trigger.
         trigger: a text; with ``AT_START`` before it, it counts at the beginning of the output only.
         token: its token, if it is a special one: the same text of other tokens is then no trigger.
-        grammars: of the tokenizer.
     """
 
     def __init__(

@@ -53,7 +53,6 @@ def create_app(
 
     Args:
         pipe: answers; its ``max_num_seqs`` must be at least ``limits.max_running``.
-        limits: limits on requests.
         api_key: the key that requests must carry; None for none.
         hosts: accepted names of this server; None accepts all.
         origins: origins of web pages that may call the server.

@@ -62,7 +62,6 @@ class Catalog:
     """The model of a pipeline under its names.
 
     Args:
-        pipe: answers.
         names: what requests may call the model; responses use the first one. By default the pipeline's name.
     """
 
@@ -91,7 +90,6 @@ class Catalog:
         return {"object": "list", "data": [self.model(name) for name in self._names]}
 
     def page(self) -> str:
-        """The page at ``/``."""
         rows = "".join(f"<tr><td><code>{path}</code><td>{does}" for path, does in ENDPOINTS.items())
         return _PAGE.format(name=html.escape(self.name), rows=rows)
 

@@ -70,13 +70,36 @@ class Drain:
         self.tasks.add(task)
 
 
-class Drained:
-    """Refuses requests to a server that stops, and completes the responses of those that it cancels.
+class Watched:
+    """Sends the messages of a response, and completes one that its application leaves incomplete.
 
     Args:
-        app: the application.
-        drain: of the server.
+        send: of the connection.
     """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = self._stream = self._ended = False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._started = True
+            kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._stream = any(b"event-stream" in kind for kind in kinds)
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+
+    async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
+        """End the response with an error: as the whole response, or as the last event of a stream."""
+        if not self._started:
+            await error.response()(scope, receive, self._send)
+        elif self._stream and not self._ended:
+            await self._send({"type": "http.response.body", "body": as_events(error)})
+
+
+class Drained:
+    """Refuses requests to a server that stops, and completes the responses of those that it cancels."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self.app, self._drain, self._stopping = app, drain, Unready("stopping")
@@ -88,18 +111,8 @@ class Drained:
         if self._drain.closing:
             await self._stopping(scope, receive, send)
             return
-        started = stream = ended = False
-
-        async def watch(message: Message) -> None:
-            nonlocal started, stream, ended
-            await send(message)
-            if message["type"] == "http.response.start":
-                started = True
-                stream = any(b"event-stream" in value for name, value in message["headers"] if name == b"content-type")
-            else:
-                ended = not message.get("more_body", False)
-
-        task = asyncio.ensure_future(self.app(scope, receive, watch))
+        response = Watched(send)
+        task = asyncio.ensure_future(self.app(scope, receive, response))
         self._drain.add(task)
         try:
             await asyncio.wait({task})
@@ -109,8 +122,6 @@ class Drained:
                 task.cancel()
         if not task.cancelled():
             task.result()
-        elif not started:
-            with suppress(OSError):
-                await self._stopping.error.response()(scope, receive, send)
-        elif stream and not ended:
-            await send({"type": "http.response.body", "body": as_events(self._stopping.error)})
+            return
+        with suppress(OSError):
+            await response.complete(self._stopping.error, scope, receive)

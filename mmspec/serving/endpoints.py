@@ -1,4 +1,4 @@
-"""The endpoints: OpenAI's, and vLLM's for tokens."""
+"""The endpoints: OpenAI's, and vLLM's for tokens; and how they read requests' bodies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.responses import HTMLResponse, JSONResponse
 
-from mmspec.serving import body
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.disconnect import EventStream, unless_gone
-from mmspec.serving.errors import as_api_error
+from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
 from mmspec.serving.formats import Format
 from mmspec.serving.protocol import (
@@ -37,10 +36,6 @@ class Endpoints:
     """The endpoints.
 
     Args:
-        runner: runs the requests.
-        requests: makes work of requests.
-        catalog: names of the model.
-        stored: responses that are kept.
         body_bytes: most bytes of a request's body.
         scrape: as for ``create_app``.
     """
@@ -58,7 +53,6 @@ class Endpoints:
         self._stored, self._body_bytes = stored, body_bytes
 
     async def chat(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``."""
         asked, work, form = await self._parsed(request, ChatRequest, self._requests.chat)
         return await self._answer(request, asked, work, form)
 
@@ -68,43 +62,35 @@ class Endpoints:
         return await self._answer(request, asked, work, form)
 
     async def respond(self, request: Request) -> Response:
-        """``POST /v1/responses``."""
         asked, work, form = await self._parsed(request, ResponsesRequest, self._requests.response)
         return await self._answer(request, asked, work, form)
 
     async def response(self, name: str) -> dict[str, Any]:
-        """``GET /v1/responses/ID``."""
         return self._stored.get(name)
 
     async def delete_response(self, name: str) -> dict[str, Any]:
-        """``DELETE /v1/responses/ID``."""
         self._stored.delete(name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        """``POST /tokenize``, as vLLM's."""
         return await self._parsed(request, TokenizeRequest, self._requests.tokens)
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
-        """``POST /detokenize``, as vLLM's."""
         return await self._parsed(request, DetokenizeRequest, self._requests.text)
 
     async def _parsed(self, request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request's body, and call a function with it, in a thread: large ones take long."""
-        content = await body.read(request, self._body_bytes)
+        content = await read_body(request, self._body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
     async def models(self) -> dict[str, Any]:
-        """``GET /v1/models``."""
         return self._catalog.models()
 
     async def model(self, name: str) -> dict[str, Any]:
-        """``GET /v1/models/NAME``."""
         self._catalog.check(name)
         return self._catalog.model(name)
 
     async def page(self) -> Response:
-        """``GET /``: the endpoints."""
         return HTMLResponse(self._catalog.page())
 
     async def health(self) -> Response:
@@ -152,3 +138,32 @@ class Endpoints:
             for chunk in form.failed(found):
                 yield form.event(chunk)
         yield form.end
+
+
+BODY_SECONDS = 60.0
+"""Time in which a body must arrive."""
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """A request's body.
+
+    Args:
+        most: bytes.
+
+    Raises:
+        APIError: it is too large, or takes too long.
+    """
+    error = APIError(413, f"a request's body must have at most {most} bytes: got more")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > most:
+        raise error
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise error
+    except TimeoutError:
+        raise APIError(408, f"a request's body must arrive within {BODY_SECONDS:g} s") from None
+    return bytes(body)

@@ -16,7 +16,6 @@ class APIError(Exception):
     """An error response.
 
     Args:
-        status: HTTP status.
         message: one line: rule, expected, received.
         param: path of the field in the request, as ``messages[0].content``.
         code: OpenAI's code of the error, if it has one.
@@ -52,7 +51,6 @@ def as_events(error: APIError) -> bytes:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The error response to an exception."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):

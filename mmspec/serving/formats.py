@@ -39,7 +39,6 @@ class Format(ABC):
     """Builds the responses of one request.
 
     Args:
-        model: name of the model.
         decode: token id to text.
         n: choices per prompt.
         before: text before each choice's own.

@@ -18,11 +18,7 @@ _KEPT = 64  # results, of at most 128 KiB each
 
 
 class GrammarChecker:
-    """Checks the grammars of untrusted requests. Used from one event loop only.
-
-    Args:
-        trial: compiles the grammars.
-    """
+    """Checks the grammars of untrusted requests. Used from one event loop only."""
 
     def __init__(self, trial: GrammarTrial | None = None) -> None:
         self._trial = trial or GrammarTrial(workers=_WORKERS)
@@ -31,7 +27,6 @@ class GrammarChecker:
         self._results: dict[Constraint, CheckedText | UserError] = {}  # the last used one at the end
 
     def close(self) -> None:
-        """Stop the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 

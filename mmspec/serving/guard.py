@@ -21,7 +21,6 @@ class Guard:
     A page whose name is made to resolve to this machine sends its own name as the host; other pages send their origin.
 
     Args:
-        app: the application.
         hosts: names in the Host header that are accepted, without ports; None accepts all.
         origins: origins of pages that may call the server, such as ``http://localhost:3000``; the server's own may.
         api_key: the key that requests must carry; None for none.

@@ -39,7 +39,6 @@ class MediaReader:
 
     Args:
         io: its decoder reads the files, if the model reads media.
-        limits: limits on requests.
         allow_urls: download files from public addresses.
     """
 
@@ -50,7 +49,6 @@ class MediaReader:
         self._threads = ThreadPoolExecutor(limits.max_running, thread_name_prefix="media")
 
     def close(self) -> None:
-        """Stop the workers."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._decoder is not None:
             self._decoder.close()

@@ -33,10 +33,6 @@ class Metrics:
 
     Args:
         model: label of all metrics.
-        running, waiting: current numbers of choices.
-
-    Attributes:
-        registry: all metrics.
     """
 
     def __init__(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:

@@ -24,12 +24,6 @@ _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.ray_proxy
 
 
 class Replica:
-    """A replica of the server.
-
-    Args:
-        settings: of all replicas.
-    """
-
     def __init__(self, settings: Settings) -> None:
         self._app = settings.app(settings.pipeline(), scrape=self._scrape)
 

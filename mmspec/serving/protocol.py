@@ -127,7 +127,6 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         """Sampling parameters of the first choice, without ``constraint``, which takes long to check.
 
         Args:
-            limits: of the server.
             defaults: the model's, for fields that are left out.
 
         Raises:

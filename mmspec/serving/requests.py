@@ -30,11 +30,6 @@ class Requests:
     """Makes work of requests.
 
     Args:
-        pipe: answers.
-        limits: limits on requests.
-        catalog: names of the model.
-        tools: calls of tools.
-        media: checks images and videos.
         stored: responses that later requests continue.
 
     Raises:

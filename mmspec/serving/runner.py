@@ -1,20 +1,19 @@
-"""Runs the choices of requests on a pipeline, within the server's slots."""
+"""Runs the choices of requests on a pipeline, within the server's slots and the requests' time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter as clock
-from typing import Any
+from typing import Any, TypeVar
 
 from mmspec.answer import Piece
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText
-from mmspec.serving.deadline import Deadline
 from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium
@@ -33,7 +32,6 @@ class Work:
         prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
         params: of the first choice of each prompt; the seed of the i-th is larger by i, as in vLLM.
         constraint: the grammar of the outputs, which is not among ``params`` yet.
-        n: choices per prompt.
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
         trigger: the text after which the grammar begins; None for the beginning of the output.
@@ -59,9 +57,6 @@ class Runner:
 
     Args:
         pipe: answers; its ``max_num_seqs`` is at least as many.
-        media: reads images and videos.
-        grammars: checks grammars.
-        slots, metrics: of the server.
         seconds: in which a request must end; 0 is no limit.
     """
 
@@ -78,7 +73,6 @@ class Runner:
         self._seconds = seconds
 
     def close(self) -> None:
-        """Stop the workers."""
         self.media.close()
         self.grammars.close()
 
@@ -167,3 +161,33 @@ async def _iterate(pieces: asyncio.Queue[tuple[int, Piece | Exception]], choices
             raise piece
         choices -= piece.finish_reason is not None
         yield index, piece
+
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """The end of a request's time, which begins now.
+
+    Args:
+        seconds: from now; 0 is no limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = asyncio.get_running_loop().time() + seconds if seconds else None
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        """Await ``work``, and cancel it at the end of the time.
+
+        Raises:
+            APIError: status 504, the time has passed. Clients should not send the same request again by themselves.
+        """
+        try:
+            async with asyncio.timeout_at(self._end) as limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        message = f"a request must end within {self._seconds:g} s (--request-timeout): this one had not"
+        raise APIError(504, message, code="timeout", headers={"x-should-retry": "false"})

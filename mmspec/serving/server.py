@@ -63,7 +63,6 @@ class Server(uvicorn.Server):
     """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.drain``.
 
     Args:
-        config: of uvicorn.
         grace: seconds that running requests have to end; then they are cancelled.
 
     Attributes:

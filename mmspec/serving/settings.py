@@ -24,7 +24,6 @@ class Settings:
     Attributes:
         model, drafter, device, dtype, trust_remote_code, generation_config, device_map: as for ``open_pipeline``.
         prefix_cache: memory for the states of earlier prompts, in MiB.
-        limits: limits on requests.
         api_key, hosts, origins, allow_urls: as for ``create_app``.
         served_model_name, tool_parser: its ``names`` and ``tool_parser``.
         adapt: drafters learn from all requests; None copies those that learn for each sequence.

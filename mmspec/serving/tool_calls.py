@@ -39,7 +39,6 @@ class CallReader:
     strings are text. White space around calls is left out. What begins like a call and is none is content.
 
     Args:
-        form: of the calls.
         begun: whether the marker precedes the output.
 
     Attributes:

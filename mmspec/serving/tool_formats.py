@@ -102,13 +102,12 @@ def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
     """The format of a model's calls.
 
     Args:
-        io: the model's processor.
         name: of a format; ``AUTO`` recognises the one of the chat template.
 
     Raises:
         UserError: the named format needs a chat template that renders tools, and the model has none.
     """
-    template = io.chat_template_text(tools=True)
+    template = io.chat_template_text()
     if name != AUTO:
         if name != GENERIC.name and "tools" not in template:
             raise UserError(f"the tool parser {name} needs a chat template with tools: the model has none")

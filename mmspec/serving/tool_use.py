@@ -70,7 +70,6 @@ class Use:
     as_text: Sequence[Mapping[str, Any]] | None = None
 
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Messages for the chat template."""
         return list(given) if self.as_text is None else prompted(given, self.as_text)
 
 
@@ -78,7 +77,6 @@ class ToolUse:
     """Tools with one model.
 
     Args:
-        io: the model's processor.
         parser: name of a format of calls, or ``AUTO``.
     """
 

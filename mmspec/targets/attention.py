@@ -133,9 +133,6 @@ class PassAttention:
     Eager attention stays. Layers that compute a mask of their own run with torch's: only for these two do those with
     an indexer (DeepSeek V3.2) mask what it has not selected, and Doge's masks differ by head.
 
-    Args:
-        model: the target's model.
-
     Attributes:
         name: of the implementation in transformers.
     """

@@ -109,8 +109,7 @@ class Decoder:
         return features
 
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
-        hidden: Tensor = self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
-        return hidden
+        return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
     def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
         """Inputs of the layers and the last one's output by ``Stack.states``, if a pass gives that output's norm."""

@@ -35,7 +35,9 @@ def _has_parts(layer: Any) -> bool:
     if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
         return False
     projections = {*PROJECTIONS, "o_proj"}
-    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS) or _softcap(layer.self_attn):
+    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS):
+        return False
+    if getattr(layer.self_attn, "attn_logit_softcapping", None):  # Gemma 2; small scores do not reveal it
         return False
     linear = [
         *(getattr(layer.self_attn, name) for name in projections),
@@ -64,8 +66,3 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
         return False
     rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
-
-
-def _softcap(attention: Any) -> float | None:
-    """The limit of attention scores (Gemma 2), which small ones do not reveal."""
-    return getattr(attention, "attn_logit_softcapping", None)

@@ -24,10 +24,8 @@ class Prefill:
     Attributes:
         prompt: one or several rows.
         visual: (batch, length) bool, positions of image or video features; None without any.
-        names: features to return.
         chunk: most tokens of a pass; None prefills in one pass.
         cache: empty, or with the states of a prefix.
-        decoder, head, embed: of the target.
     """
 
     prompt: Prompt

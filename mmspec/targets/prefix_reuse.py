@@ -21,9 +21,6 @@ class PrefixReuse:
     """Look-ups and insertions of a target in its prefix cache.
 
     Without a prefix cache, its methods do nothing.
-
-    Args:
-        target: whose states they are.
     """
 
     def __init__(self, target: TransformersTarget) -> None:
@@ -60,7 +57,6 @@ class PrefixReuse:
         return given, prefix, shared
 
     def resumes(self, prompt: Prompt, others: Sequence[Prompt]) -> bool:
-        """See ``KeepsPrefixes``."""
         if not self.looks_up(prompt):
             return False
         ids, key = prompt.input_ids[0].tolist(), self._key(prompt)
@@ -73,7 +69,6 @@ class PrefixReuse:
         """Keep the states of a prefilled prompt of one row, and follow the answers of its rows.
 
         Args:
-            output: of the prefill.
             cache: after the prompt; only the rows of this prompt.
         """
         prefixes = self._target.prefix_cache
@@ -105,7 +100,6 @@ class PrefixReuse:
                 answer.features.append(accepted)
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
-        """See ``KeepsPrefixes``."""
         target = self._target
         if target.prefix_cache is None:
             return

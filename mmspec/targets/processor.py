@@ -101,18 +101,13 @@ class Processor:
         return Prompt(ids, None if bool(mask.all()) else mask)
 
     def media_decoder(self, **limits: Any) -> Any:
-        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read.
-
-        Args:
-            **limits: of the decoder.
-        """
+        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read."""
         return None
 
     def decode(self, token_ids: list[int], *, chat_template: bool = True, verbatim: bool = False) -> str:
         """Text of an answer's tokens, without special tokens.
 
         Args:
-            token_ids: the answer.
             chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
                 puts one there, is left out.
             verbatim: keep all white space.
@@ -166,11 +161,11 @@ class Processor:
         if wrong := [token for token in ids if not 0 <= token < size]:
             raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")
 
-    def chat_template_text(self, *, tools: bool = False) -> str:
-        """The chat template, empty without any; of several, that for requests with tools, or the default one."""
+    def chat_template_text(self) -> str:
+        """The chat template; of several, that for requests with tools, or the default one; empty without any."""
         template = getattr(self.plain, "chat_template", None) or ""
         if isinstance(template, Mapping):
-            template = (tools and template.get("tool_use")) or template.get("default", "")
+            template = template.get("tool_use") or template.get("default", "")
         return str(template)
 
     def special_token(self, text: str) -> int | None:
@@ -185,8 +180,7 @@ class Processor:
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._user_text.is_marked(text):
             return self._user_text.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     @cached_property
     def _user_text(self) -> UserText:

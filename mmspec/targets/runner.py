@@ -26,9 +26,6 @@ from mmspec.targets.masks import tail_mask
 class Runner(ABC):
     """Verify passes of a decoder, and the cache of their sequences.
 
-    Args:
-        decoder, head: of the target.
-
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
     """
@@ -64,8 +61,6 @@ class Runner(ABC):
         view._decoder = decoder
         return view
 
-    # ------------------------------------------------------------------ sequences join and leave
-
     @property
     @abstractmethod
     def adopts(self) -> bool:
@@ -93,8 +88,6 @@ class Runner(ABC):
             self._tail_depth = None
             for part in (self._cache, self._position, self._last_position):
                 part.select(rows)
-
-    # ------------------------------------------------------------------ passes
 
     @abstractmethod
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:

@@ -234,7 +234,6 @@ def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: int) -
 
     Args:
         mask: (batch, length), the prompt's.
-        max_new_tokens: most new tokens.
 
     Raises:
         UserError: windows, chunks or biases of transformers would count such padding.

@@ -40,7 +40,6 @@ class TransformersTarget:
     Attributes:
         auto_class: the class of transformers that loads these models.
         processor_class: the ``Processor`` of these models.
-        decoder: the stack of layers.
         runner: runs the verify passes; of another class where the model moves to a device with other shapes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.

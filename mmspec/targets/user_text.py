@@ -26,7 +26,6 @@ class UserText:
     """Marks and encodes prompts for one tokenizer.
 
     Args:
-        tokenizer: of transformers.
         media: further strings that the processor expands, such as ``<image>``.
     """
 

@@ -21,7 +21,6 @@ def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
 
     Args:
         model: of any dtype; left unchanged.
-        processor: its processor or tokenizer.
         folder: created if missing; other files in it are kept.
     """
     small: Any = copy.deepcopy(model)

@@ -56,7 +56,6 @@ class TokenBatch:
 
     @property
     def label_count(self) -> int:
-        """Number of labels."""
         return int((self.labels != IGNORE).sum())
 
 

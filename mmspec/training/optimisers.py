@@ -87,7 +87,6 @@ class Optimisers:
             optimiser.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict]:
-        """Returns the state of every optimiser."""
         return [optimiser.state_dict() for optimiser in self.all]
 
     def load_state_dict(self, states: list[dict]) -> None:

@@ -21,7 +21,6 @@ class CurriculumSampler:
 
     Args:
         lengths: length of each example by kind, in any unit.
-        batch: examples per batch.
         seed: of the shuffling.
         mixed_share: maps the run's progress (0 to 1) to the probability that an example is `MIXED`. Only used where
             there are examples of both kinds.

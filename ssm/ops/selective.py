@@ -7,6 +7,7 @@ is computed from its parents. States at nodes are temporaries, those of a tile o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from mmspec.ops import kernels
 from mmspec.ssm.ops.decay import exp2
-from mmspec.ssm.ops.tiles import tiles
 
 
 @dataclass(frozen=True)
@@ -146,3 +146,20 @@ def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
     expected = (batch, channels, size)
     if state.shape != expected or state.dtype != torch.float32:
         raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")
+
+
+_TILE = 2**18, 2**24
+"""State elements of a tile at all nodes: on a CPU, in whose cache they stay, and elsewhere."""
+
+_NARROWEST = 512
+"""Channels of the smallest tile: in narrower ones, calls take longer than their work."""
+
+
+def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]:
+    """Groups, and slices of their channels, given the elements that a channel takes."""
+    groups, channels = b.shape[2], x.shape[2] // b.shape[2]
+    tile = max(_NARROWEST, _TILE[x.device.type != "cpu"] // per_channel)
+    for group in range(groups):
+        for start in range(0, channels, tile):
+            first = group * channels
+            yield group, slice(first + start, first + min(start + tile, channels))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.ssm.ops.tiles import tiles
+from mmspec.ssm.ops.selective import tiles
 
 _NODES = 64
 """Most nodes whose states are in registers."""

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from mmspec.ssm.recurrences import normalised
 from mmspec.ssm.training.delta import chunk_delta
 
 CHUNK = 32
@@ -173,13 +174,7 @@ def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **opti
     assert options["initial_state"] is None
     assert not options["output_final_state"]
     assert options["use_qk_l2norm_in_kernel"]
-    return chunk_delta(_normalised(q) * q.shape[-1] ** -0.5, _normalised(k), v, g, beta), None
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """L2-normalised over the last axis in float32, with transformers' epsilon."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return chunk_delta(normalised(q) * q.shape[-1] ** -0.5, normalised(k), v, g, beta), None
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **options: Any) -> Tensor:
@@ -196,7 +191,6 @@ def _norm_around_one(self: Any, x: Tensor) -> Tensor:
 
 
 def _gated_norm(self: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """The norm of the gated inputs."""
     assert getattr(self, "group_size", x.shape[-1]) == x.shape[-1]  # older releases have one group
     return _RMSNorm.apply(x * F.silu(gate), self.weight, self.variance_epsilon)
 

@@ -1,24 +1,29 @@
-"""Training task of the embedded hybrid language model: generated texts, next-token loss, export."""
+"""Training task of the embedded hybrid language model: generated texts, next-token loss, export.
+
+The prompt format is a plain chat:
+
+<s>USER: Work out: 3 + 4; 6 x 7 ASSISTANT: 3 + 4 = 7 ... </s>
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
-from mmspec.ssm.texts import KINDS, example
+from mmspec.ssm.texts import KINDS, TextExample, example
 from mmspec.ssm.training.architecture import Architecture, new_model
-from mmspec.ssm.training.encoding import EncodedText, encode, make_tokenizer
 from mmspec.ssm.training.layers import CHUNK, fast_layers
 from mmspec.training.export import export
 from mmspec.training.loss import LossOutput, TokenBatch, next_token_loss, pad_tokens
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
-from mmspec.training.tokenizer import folder_tokenizer
+from mmspec.training.tokenizer import chat_template, folder_tokenizer, train_tokenizer
 
 TOKENIZER_EXAMPLES = 6000
 """Examples that the tokenizer is trained on."""
@@ -36,9 +41,7 @@ class HybridTask:
     Args:
         folder: of the run; the tokenizer is saved there.
         examples: number of training examples; an eighth as many of `FIRST_KIND` are added.
-        batch: examples per step.
         rate: learning rate of matrices; that of other parameters is half of it.
-        architecture: sizes of the model.
         held_out: held-out examples of each kind per evaluation.
         bfloat16: compute losses in bfloat16; on a CPU without AVX-512, float32 is several times faster.
     """
@@ -76,7 +79,6 @@ class HybridTask:
         return collate([self.data[kind][index] for kind, index in examples])
 
     def weight(self, batch: TokenBatch) -> int:
-        """Returns the number of labels."""
         return batch.label_count
 
     def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator, progress: float) -> LossOutput:
@@ -112,3 +114,30 @@ def text_loss(network: nn.Module, batch: TokenBatch) -> LossOutput:
 def collate(rows: Sequence[EncodedText]) -> TokenBatch:
     """Pads examples to one length, a multiple of the scan's chunk."""
     return pad_tokens([(ids, np.arange(len(ids)) >= prompt) for ids, prompt in rows], 0, CHUNK)
+
+
+EncodedText = tuple[np.ndarray, int]
+"""Token ids of prompt and answer, and the number of prompt tokens."""
+
+
+def make_tokenizer(examples: Iterable[TextExample], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Trains a tokenizer on these examples; every digit is a token of its own."""
+    texts = (f"{example.prompt} {example.answer}" for example in examples)
+    tokenizer = train_tokenizer(texts, vocabulary, r"[0-9]")
+    tokenizer.chat_template = chat_template()
+    return tokenizer
+
+
+def encode(examples: Sequence[TextExample], tokenizer: PreTrainedTokenizerFast) -> list[EncodedText]:
+    """Returns the token ids of single-turn conversations, `</s>` at the end."""
+    backend = tokenizer.backend_tokenizer
+    prompts = [f"USER: {example.prompt} ASSISTANT:" for example in examples]
+    answers = [f" {example.answer}</s>" for example in examples]
+    encoded = []
+    for prompt, answer in zip(
+        backend.encode_batch(prompts, add_special_tokens=True),
+        backend.encode_batch(answers, add_special_tokens=False),
+        strict=True,
+    ):
+        encoded.append((np.array(prompt.ids + answer.ids, dtype=np.int16), len(prompt.ids)))
+    return encoded

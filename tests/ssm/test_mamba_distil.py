@@ -20,7 +20,7 @@ from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.ssm.cli.drafters import mamba
-from mmspec.ssm.distil.objective import forward_kl
+from mmspec.ssm.distil.mamba import forward_kl
 from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork

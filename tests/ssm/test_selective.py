@@ -3,7 +3,7 @@
 import pytest
 
 from mmspec.ssm import ops
-from mmspec.ssm.ops import tiles
+from mmspec.ssm.ops import selective
 from tests.ssm.ops_grid import RULES, Allocations, Case, check_commit, check_tree, draw
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -12,8 +12,8 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 def test_tiles_of_channels(monkeypatch):
     """Several tiles per group, the last one narrower."""
-    monkeypatch.setattr(tiles, "_TILE", (1, 1))
-    monkeypatch.setattr(tiles, "_NARROWEST", 5)
+    monkeypatch.setattr(selective, "_TILE", (1, 1))
+    monkeypatch.setattr(selective, "_NARROWEST", 5)
     case = Case(batch=2, nodes=9, heads=4, groups=2)
     check_tree(RULES[3], case)
     check_commit(RULES[3], case)
@@ -34,7 +34,7 @@ def test_levels_are_parents_before_children():
 
 def test_temporaries_are_limited(monkeypatch):
     """Those of a tile, not of all channels: its states at all nodes, or one in a commit."""
-    monkeypatch.setattr(tiles, "_TILE", (1, 1))
+    monkeypatch.setattr(selective, "_TILE", (1, 1))
     i = draw(Case(batch=1, nodes=64, heads=16, groups=2, head_dim=256, state=16, strided=False))
     inputs, state = i.selective, i.selective_state
     levels = ops.depth_index(i.tree.ancestors)
@@ -42,7 +42,7 @@ def test_temporaries_are_limited(monkeypatch):
         ops.tree_selective(*inputs, state, levels)
     with Allocations() as committed:
         ops.commit_selective(*inputs[:4], state, i.deepest)
-    tile = tiles._NARROWEST * 16
+    tile = selective._NARROWEST * 16
     assert 0 < max(scanned.sizes) <= tile * 65
     assert tile * 65 < 0.2 * 64 * state.numel()
     assert 0 < max(committed.sizes) <= max(tile, i.deepest.shape[1] * 4096) < 0.6 * state.numel()

@@ -13,9 +13,8 @@ from click.testing import CliRunner
 
 from mmspec.ssm.texts import KINDS, SPLITS, TextExample, correct, example
 from mmspec.ssm.texts.__main__ import main
-from mmspec.ssm.texts.checking import runs_right
+from mmspec.ssm.texts.checking import outputs, runs_right
 from mmspec.ssm.texts.problems import final, problem, steps_of, worked
-from mmspec.ssm.texts.running import outputs
 from mmspec.ssm.texts.words import plural
 
 EACH = {kind: [example(index, "heldout", kind) for index in range(150)] for kind in KINDS}

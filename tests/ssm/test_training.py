@@ -25,9 +25,8 @@ from mmspec.ssm.cli.models import tiny_hybrid
 from mmspec.ssm.texts import KINDS, example
 from mmspec.ssm.training.architecture import GATED_DELTANET, MAMBA2, STEP_SIZES, Architecture, new_model
 from mmspec.ssm.training.delta import chunk_delta
-from mmspec.ssm.training.encoding import encode, make_tokenizer
 from mmspec.ssm.training.layers import chunk_scan, fast_layers
-from mmspec.ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, text_loss
+from mmspec.ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, encode, make_tokenizer, text_loss
 from mmspec.training.loss import IGNORE
 from mmspec.training.plan import TrainingPlan
 from mmspec.training.sampler import MIXED, POOL, TEXT

@@ -29,8 +29,6 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
 
     Args:
         texts: tokens of each.
-        vocab_size: of the model.
-        model: its name.
         folder: of the store; must not exist.
 
     Raises:

@@ -27,7 +27,6 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
-from mmspec.drafters.dflash.native import NativeMarkov
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import Published, convert, read_published
 from mmspec.drafters.hidden_state.entries import take
@@ -38,17 +37,12 @@ from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
 from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
+from mmspec.ops import cpu_growth
+from mmspec.quantisation.blocks import BlockLinear
 
 
 class DFlash(PositionedDrafter):
-    """DFlash drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the output layer; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level
-            per drafted position.
-    """
+    """DFlash drafter; trees have at most a level per drafted position."""
 
     name: ClassVar[str] = "dflash"
     counts_tokens = False
@@ -75,8 +69,6 @@ class DFlash(PositionedDrafter):
         drafter.published = found
         return drafter
 
-    # ------------------------------------------------------------------ the target
-
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         network, decoder = self.network, target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
@@ -92,18 +84,14 @@ class DFlash(PositionedDrafter):
         return head
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        context: Tensor = self.network.project(states)
-        return context
+        return self.network.project(states)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
         if rows := self.network.config.embedding:
             # A target may have more tokens than the drafter was trained for.
-            embeds: Tensor = self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
-            return embeds
+            return self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
         return plain_embedding(self.target, tokens).to(self.like.dtype)
-
-    # ------------------------------------------------------------------ rows
 
     def reserve(self, width: int) -> None:
         block = self.network.config.block_size
@@ -114,8 +102,6 @@ class DFlash(PositionedDrafter):
         config = self.network.config
         alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
         return super()._native_layers(kind) if alike else None
-
-    # ------------------------------------------------------------------ steps
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Write keys and values of a context; trees grow from nothing else."""
@@ -193,8 +179,7 @@ class DFlash(PositionedDrafter):
             read = ops.tree_attention(q, keys, values, bounds.lengths, masks[layer], start=bounds.start, **window)
             return read.transpose(1, 2)
 
-        outputs: Tensor = self.network(x, rotation, attend)
-        return outputs
+        return self.network(x, rotation, attend)
 
     def _block_mask(self, batch: int) -> Tensor | None:
         """What a block attends to in all layers, (batch, 1, block, slots) bool; None is causal."""
@@ -219,3 +204,38 @@ def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[T
     block = (place[:, None] - place).expand(len(prefix), -1, -1)
     slots = allowed_slots(cache, torch.ones_like(block, dtype=torch.bool))
     return [slots & mask[:, None] for mask in attended(torch.cat([prefix, block], dim=2), config)]
+
+
+class NativeMarkov:
+    """See the module.
+
+    Args:
+        out: from a token's embedding to the draft vocabulary.
+        table: (tokens, rank), embeddings of the target's tokens.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's.
+    """
+
+    def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
+        self._arguments = out, table, draft_ids
+        self._table, self._draft_ids = table.float().contiguous(), draft_ids
+        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
+
+    @classmethod
+    def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
+        """The native form of a network's head; None where the kernels do not take it: it is gated or recurrent, or a
+        confidence head adds to the scores."""
+        config = network.config
+        alone = config.markov_type == "vanilla" and config.confidence == "none"
+        if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):
+            return None
+        return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeMarkov, self._arguments  # pointers belong to this process
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeMarkov:
+        return self  # copies of a drafter share weights
+
+    def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)

@@ -6,11 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.drafter import DFlash
@@ -24,9 +21,7 @@ def export(drafter: DFlash, target: Any, folder: Path, layout: str) -> None:
     """Write a DFlash drafter for other engines. Without an output layer of its own, it drafts all tokens there.
 
     Args:
-        drafter: loaded from a checkpoint.
         target: configuration of transformers of the target, with ``name_or_path``.
-        folder: to write.
         layout: ``"z-lab"`` or ``"speculators"``.
 
     Raises:
@@ -36,7 +31,7 @@ def export(drafter: DFlash, target: Any, folder: Path, layout: str) -> None:
     source = drafter.verifier or drafter.published or {}
     check_exported({"hidden_size": network.hidden_size, **source}, target)
     network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
-    tensors = published_tensors(drafter.network.state_dict(), network)
+    tensors = unstack(drafter.network.state_dict(), published_parts(network), network)
     if layout == "z-lab":
         config = _z_lab(network, decoder)
     else:
@@ -44,15 +39,6 @@ def export(drafter: DFlash, target: Any, folder: Path, layout: str) -> None:
         if drafter.draft_ids is not None and network.head:
             tensors |= vocabularies(drafter.draft_ids, decoder.vocab_size)
     write_exported(folder, config, tensors)
-
-
-def published_tensors(state: Mapping[str, Tensor], network: DFlashConfig, renamed: bool = False) -> dict[str, Tensor]:
-    """Tensors of a network under published names; those that are stacked here are apart there.
-
-    Args:
-        renamed: as for ``published_parts``.
-    """
-    return unstack(state, published_parts(network, renamed), network)
 
 
 def _layers(network: DFlashConfig, decoder: Any) -> dict[str, Any]:

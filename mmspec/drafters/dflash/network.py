@@ -152,8 +152,7 @@ class DFlashNetwork(nn.Module):
 
     def _markov_embeds(self, tokens: Tensor) -> Tensor:
         # A target may have more tokens than the drafter was trained for.
-        embeds: Tensor = self.markov_embed(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
-        return embeds
+        return self.markov_embed(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
 
     def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""

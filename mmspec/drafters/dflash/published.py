@@ -147,8 +147,7 @@ def _network(
 
 
 def _number(settings: Mapping[str, Any], name: str, source: str, low: int = 1) -> int:
-    value: int = whole(low).check(f"{source}/config.json: {name}", settings.get(name))
-    return value
+    return whole(low).check(f"{source}/config.json: {name}", settings.get(name))
 
 
 def _layer_ids(settings: Mapping[str, Any], source: str) -> list[int]:
@@ -203,5 +202,4 @@ def _heads(
 
 def _flag(settings: Mapping[str, Any], name: str, default: bool, source: str) -> bool:
     value = default if settings.get(name) is None else settings[name]
-    checked: bool = FLAG.check(f"{source}/config.json: {name}", value)
-    return checked
+    return FLAG.check(f"{source}/config.json: {name}", value)

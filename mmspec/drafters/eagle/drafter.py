@@ -47,13 +47,7 @@ class Entries:
 
 
 class Eagle(HiddenStateDrafter):
-    """EAGLE drafter, for any target that provides hidden states.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, draft vocabulary, for a smaller head; None is the full vocabulary.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
+    """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
     reads_published = True
@@ -90,12 +84,10 @@ class Eagle(HiddenStateDrafter):
 
     @property
     def slots(self) -> int:
-        slots: int = self.network.config.slots
-        return slots
+        return self.network.config.slots
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        inputs: Tensor = self.network.combine(self.target.embed(tokens), self.network.states(states))
-        return inputs
+        return self.network.combine(self.target.embed(tokens), self.network.states(states))
 
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         if not self.network.config.confidence:
@@ -105,8 +97,7 @@ class Eagle(HiddenStateDrafter):
 
     def prompt_inputs(self, entries: Entries) -> Tensor:
         """Network inputs of a prompt, (batch, kept entries, hidden); subclasses may drop some of its entries."""
-        inputs: Tensor = self.network.combine(entries.embeds, entries.hidden)
-        return inputs
+        return self.network.combine(entries.embeds, entries.hidden)
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:

@@ -90,8 +90,7 @@ class EagleNetwork(DecoderLayer):
             embeds: (batch, nodes, hidden) input embeddings of the target, one position ahead of ``hidden``.
             hidden: (batch, nodes, hidden) last hidden states, of the target or predicted.
         """
-        fused: Tensor = self.fc(torch.cat([embeds, hidden], dim=-1))
-        return fused
+        return self.fc(torch.cat([embeds, hidden], dim=-1))
 
     def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Split the layer's output into predictions and the first slots' carried states (empty for one slot)."""

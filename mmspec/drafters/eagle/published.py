@@ -93,7 +93,6 @@ def convert(
 
     Args:
         config: contents of ``config.json``.
-        layout: of the checkpoint.
         source: name of the checkpoint in error messages.
 
     Returns:

@@ -37,14 +37,6 @@ _LEAST = 1.1
 
 
 class Eagle3(PositionedDrafter):
-    """EAGLE-3 drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the network's output layer; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
-
     name: ClassVar[str] = "eagle3"
 
     config_class = Eagle3Config
@@ -59,8 +51,6 @@ class Eagle3(PositionedDrafter):
     @classmethod
     def read_published(cls, folder: Path) -> Published:
         return read_published(folder)
-
-    # ------------------------------------------------------------------ the target
 
     def check_width(self, width: int) -> None:
         config = self.network.config
@@ -96,8 +86,6 @@ class Eagle3(PositionedDrafter):
         ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
         return self.network.combine(self._embed(ids), predicted)
 
-    # ------------------------------------------------------------------ steps
-
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         if self.network.config.mask_token_id is None:
             return super().grow(token, budget)
@@ -117,8 +105,6 @@ class Eagle3(PositionedDrafter):
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
         chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
         return self.run(x, self.rotation(batch, count), allowed_slots(self.cache, chain, self.window), self.cache)
-
-    # ------------------------------------------------------------------ rows
 
     def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
         return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))

@@ -22,9 +22,7 @@ def export(drafter: Eagle3, target: Any, folder: Path, layout: str, tokens: int)
     """Write an EAGLE-3 head for other engines.
 
     Args:
-        drafter: loaded from a checkpoint.
         target: configuration of transformers of the target, with ``name_or_path``.
-        folder: to write.
         layout: ``"speculators"`` or ``"eagle"``.
         tokens: draft tokens per step, the default of vLLM with this head.
 

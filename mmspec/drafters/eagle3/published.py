@@ -131,8 +131,7 @@ def _mask_token(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source
     if "mask_hidden" not in tensors and not any("peagle" in str(name).lower() for name in named):
         return None
     token = next((config[name] for name in _MASKS if config.get(name) is not None), None)
-    checked: int = whole(0).check(f"{source}/config.json: {_MASKS[0]}", token)
-    return checked
+    return whole(0).check(f"{source}/config.json: {_MASKS[0]}", token)
 
 
 def _window(config: Mapping[str, Any], layer: Mapping[str, Any], layers: int, eagle4: bool, source: str) -> int:
@@ -146,8 +145,7 @@ def _window(config: Mapping[str, Any], layer: Mapping[str, Any], layers: int, ea
         raise UserError(f"{source}/config.json: layer_types must be all {_SLIDING} or none: got {kinds}")
     if sliding != {True}:
         return 0
-    checked: int = whole(1).check(f"{source}/config.json: sliding_window", layer.get("sliding_window"))
-    return checked
+    return whole(1).check(f"{source}/config.json: sliding_window", layer.get("sliding_window"))
 
 
 def _retrieval(config: Mapping[str, Any], tensors: Mapping[str, Tensor], draft: int, source: str) -> dict[str, int]:

@@ -146,8 +146,6 @@ class Gemma4(TreeDrafter):
             )
         return {kind: sources[kind] for kind in self._text.layer_types}
 
-    # ------------------------------------------------------------------ rows
-
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         self._state = RowTensor(static_shapes)  # (rows, hidden), the target's at each row's last token but one
@@ -160,8 +158,6 @@ class Gemma4(TreeDrafter):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         self.join(len(history), kernels.static_shapes(prompt.input_ids.device))
         self._state.append(output.features["last"][:, -1])
-
-    # ------------------------------------------------------------------ steps
 
     @property
     def _version(self) -> tuple[Any, ...]:

@@ -45,7 +45,8 @@ class HiddenStateDrafter(TrainedDrafter):
         network: the trained network, moved to the target's device and dtype.
         rotary: rotary positions of its layers.
         layers: number of its layers; without any, entries have no keys and values.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
+        draft_ids: (n,) int64, draft vocabulary, the target's token of each row of the output layer; None is the
+            target's whole vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
@@ -96,8 +97,6 @@ class HiddenStateDrafter(TrainedDrafter):
         with torch.inference_mode():
             self._scores = self.scoring(target, probe)
 
-    # ------------------------------------------------------------------ defined by subclasses
-
     @staticmethod
     def shape_of(network: Any) -> Any:
         """Shape of a network's layers, a ``LayerShape``; by default, its configuration is one."""
@@ -147,8 +146,6 @@ class HiddenStateDrafter(TrainedDrafter):
                 f"{self.network.config.hidden_size}"
             )
 
-    # ------------------------------------------------------------------ rows
-
     @property
     def parts(self) -> tuple[RowState, ...]:
         return self.cache, self._output, self._position
@@ -160,7 +157,6 @@ class HiddenStateDrafter(TrainedDrafter):
 
         Args:
             x: (batch, entries, any), their inputs.
-            rotation: of their positions.
             mask: (batch, entries) bool, False at padding on the left; None without any.
             position: (batch,) int64, of each row's next entry.
             history: see ``Drafter.begin``.
@@ -189,8 +185,6 @@ class HiddenStateDrafter(TrainedDrafter):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self._history = [self._history[row] for row in rows]
-
-    # ------------------------------------------------------------------ steps
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Run the network on new entries; returns its outputs, (batch, entries, any)."""

@@ -20,8 +20,6 @@ class NativeLayers:
     """See the module. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
 
     Args:
-        layers: the modules of each.
-        shape: of all layers.
         kind: of their weights, see ``BLOCKS``.
     """
 
@@ -106,8 +104,7 @@ def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinea
 
 
 def _weight(layer: Any) -> Tensor:
-    weight: Tensor = layer.weight.detach()
-    return weight
+    return layer.weight.detach()
 
 
 def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:

@@ -44,9 +44,7 @@ def run(
     Args:
         network: takes inputs, rotation and attention.
         x: (batch, nodes, any), inputs.
-        rotation: rotation of their positions.
         allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
-        cache: the KV cache.
         window: of static shapes, whose mask has no prefix; see ``HiddenStateDrafter.window``.
 
     Returns:
@@ -68,5 +66,4 @@ def run(
             return read.transpose(1, 2)
         return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
 
-    outputs: Tensor = network(x, rotation, attend)
-    return outputs
+    return network(x, rotation, attend)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
-from mmspec.drafters.hidden_state.layer import Rotation
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import Rotation, rotary_of
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 
@@ -43,8 +42,6 @@ class PositionedDrafter(HiddenStateDrafter):
         """Network inputs of a prompt's entries, (batch, length, any).
 
         Args:
-            prompt: the prompt.
-            step: its prefill.
             first: (batch, 1) int64, the tokens after the prompt.
         """
         return self.inputs(first, self.states(output))

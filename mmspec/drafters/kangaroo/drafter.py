@@ -27,14 +27,6 @@ from mmspec.drafters.kangaroo.published import read_published
 
 
 class Kangaroo(PositionedDrafter):
-    """Kangaroo drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
-    """
-
     name: ClassVar[str] = "kangaroo"
 
     config_class = KangarooConfig
@@ -49,13 +41,9 @@ class Kangaroo(PositionedDrafter):
         config, tensors, target = read_published(folder)
         return config, tensors, None, target
 
-    # ------------------------------------------------------------------ the target
-
     def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
         self._first = FirstLayers(target, self.network.config.exit_layer)
         return self.target_head(target)
-
-    # ------------------------------------------------------------------ rows and steps
 
     def join(self, rows: int, static_shapes: bool) -> None:
         super().join(rows, static_shapes and self._first.static_shapes)

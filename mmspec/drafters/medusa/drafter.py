@@ -23,8 +23,8 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.hidden_state.rope import rotary_of
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.medusa.published import Published, read_published
@@ -34,13 +34,7 @@ from mmspec.errors import UserError
 
 
 class Medusa(PositionedDrafter):
-    """Medusa drafter.
-
-    Args:
-        network: the trained network, moved to the target's device and dtype.
-        draft_ids: (n,) int64, the target's token of each row of the output layers; None is the identity.
-        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``; trees have at most a level per head.
-    """
+    """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
 
@@ -53,8 +47,6 @@ class Medusa(PositionedDrafter):
     @classmethod
     def read_published(cls, folder: Path) -> Published:
         return read_published(folder, cls.name)
-
-    # ------------------------------------------------------------------ the target
 
     @staticmethod
     def shape_of(network: MedusaNetwork) -> RotaryShape:
@@ -81,8 +73,6 @@ class Medusa(PositionedDrafter):
         self.keep_to(own or (self.published or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
 
-    # ------------------------------------------------------------------ steps
-
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width)
         self._rotary.reserve(max(map(len, self._history)) + self.beyond + width, self.like)
@@ -96,8 +86,7 @@ class Medusa(PositionedDrafter):
 
     def _state(self, batch: int) -> Tensor:
         """What heads read of each row, (batch, 1, hidden)."""
-        state: Tensor = self.network.state(self._output.data[:batch, None])
-        return state
+        return self.network.state(self._output.data[:batch, None])
 
     def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments

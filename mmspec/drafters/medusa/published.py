@@ -91,7 +91,6 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: st
 
     Args:
         config: contents of ``config.json``.
-        tensors: the published ones.
         layout: ``"medusa"`` or ``"hydra"``.
         folder: of the checkpoint, for error messages.
 

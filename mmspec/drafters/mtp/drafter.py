@@ -76,8 +76,6 @@ class MTP(TreeDrafter):
         self._target, self._scores = target, target.head
         self.reset()
 
-    # ------------------------------------------------------------------ rows
-
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         count = self.network.count
@@ -138,8 +136,6 @@ class MTP(TreeDrafter):
     def _of_layer(self, number: int, masks: Any) -> Any:
         """A layer's mask of those by its kind."""
         return masks[self.network.config.layer_types[number]] if isinstance(masks, dict) else masks
-
-    # ------------------------------------------------------------------ steps
 
     def reserve(self, width: int) -> None:
         for cache in self.caches:
@@ -222,10 +218,7 @@ class MTP(TreeDrafter):
         else:
             masks = tree_mask(config, cache, depth, tail, reach, states.dtype)  # type: ignore[assignment]
         positions = self._position.data[: len(depth), None] + depth
-        outputs: Tensor = self.network(
-            number, embeds, states, positions, self._of_layer(number, masks), cache, **options
-        )
-        return outputs
+        return self.network(number, embeds, states, positions, self._of_layer(number, masks), cache, **options)
 
     def _children(self, states: Tensor) -> tuple[Tensor, Tensor]:
         return ops.top_log_probs(self._scores(states), self.top_k)

@@ -64,11 +64,6 @@ class MTPNetwork(nn.Module):
 
     Args:
         built: from ``build``.
-
-    Attributes:
-        config: of the layers.
-        count: number of layers.
-        attention: their attention implementation.
     """
 
     def __init__(self, built: Any) -> None:
@@ -97,12 +92,10 @@ class MTPNetwork(nn.Module):
         """Outputs of a layer, (batch, nodes, hidden).
 
         Args:
-            number: of the layer.
             embeds: (batch, nodes, hidden), embeddings of tokens.
             states: (batch, nodes, hidden), at the tokens before.
             positions: (batch, nodes) or (axes, batch, nodes) int64.
             mask: (batch, 1, nodes, slots); None for causal attention of a prompt, or a node that attends to everything.
-            cache: of this layer.
             **options: further arguments of the attention.
         """
         rotation = None

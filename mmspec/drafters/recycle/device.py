@@ -75,10 +75,6 @@ class Rankings:
 class Recycled(CapturedDrafter):
     """``Recycle`` with static shapes.
 
-    Args:
-        drafter: provides the settings.
-        vocab: vocabulary size.
-
     Attributes:
         last: (rows, 2) int64, the token before the root, and the root.
     """
@@ -106,7 +102,6 @@ class Recycled(CapturedDrafter):
         return _DEPTH, _NODES
 
     def forget(self) -> None:
-        """Clear the table."""
         self._any.key.fill_(-1)
         self._pairs.key.fill_(-1)
 
@@ -186,8 +181,6 @@ class Recycled(CapturedDrafter):
 
     def _slot(self, key: Tensor) -> Tensor:
         return ((key * _HASH) >> 40) & (len(self._pairs.key) - 2)
-
-    # ------------------------------------------------------------------ to the host and back
 
     def fill(self, table: Mapping[Context, Ranking]) -> None:
         """Copy the host table; the last of colliding contexts wins."""

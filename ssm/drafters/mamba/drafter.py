@@ -139,7 +139,6 @@ class Mamba(TrainedDrafter):
         return grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _first(self, rows: int) -> State:
-        """State of the first rows."""
         return tuple((window.data[:rows], s.data[:rows]) for window, s in self._state)
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,6 @@ class MambaNetwork(nn.Module):
             self._table = torch.cat([embeds, self.layers[0].project(embeds)], dim=1)
 
     def initial_state(self, rows: int) -> State:
-        """Initial state."""
         c, weight = self.config, self.embed.weight
         window = weight.new_zeros(rows, c.window - 1, c.channels)
         s = torch.zeros(rows, c.state, c.heads, c.head_dim, device=weight.device)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.dflash.network import DFlashNetwork

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec import plugins
 from mmspec.core.target import Prompt
-from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters.dflash.drafter import DFlash
 from tests.tiny import shared_model

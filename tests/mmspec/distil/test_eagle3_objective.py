@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from mmspec.distil.eagle3_objective import Eagle3Objective
+from mmspec.distil.eagle3 import Eagle3Objective
 from mmspec.distil.features import Features
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3.network import Eagle3Network

@@ -13,7 +13,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.distil.features import Features
-from mmspec.distil.medusa_objective import MedusaObjective
+from mmspec.distil.medusa import MedusaObjective
 from mmspec.distil.start import head_weight
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.medusa.drafter import Hydra, Medusa

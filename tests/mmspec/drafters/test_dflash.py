@@ -13,11 +13,13 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.distil.dflash_objective import DFlashObjective
+from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters.dflash.config import default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
-from mmspec.drafters.dflash.export import export, published_tensors
+from mmspec.drafters.dflash.export import export
+from mmspec.drafters.dflash.published import published_parts
+from mmspec.drafters.parts import unstack
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.slots import grow_slots
 from mmspec.ops import kernels
@@ -191,7 +193,7 @@ def test_a_trained_chain_accepts_what_generate_accepts_and_a_tree_more(tmp_path)
         intermediate_size=config.mlp,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
-    plain.load_state_dict(published_tensors(drafter.network.state_dict(), config, renamed=True))
+    plain.load_state_dict(unstack(drafter.network.state_dict(), published_parts(config, renamed=True), config))
     lengths = {}
     for kind in ("chain", "tree"):
         mine = make_drafter(str(tmp_path))

@@ -14,7 +14,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
 from mmspec.drafters.eagle3.config import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.hidden_state.rope import rotary_of
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import chain_of_five
 from tests.eagle3 import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.drafters import text_share
+from mmspec.drafters import prompt_share
+from mmspec.drafters.prompt_share import relevant
 from mmspec.drafters.small import Small
-from mmspec.drafters.text_share import relevant
 from tests.draft_checks import check_drafts
 from tests.targets import row_of
 from tests.tiny import shared_model
@@ -24,7 +24,7 @@ SIZES = {"LONG": 24, "CHUNK": 4, "BEGINNING": 3, "END": 6}
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in SIZES.items():
-        monkeypatch.setattr(text_share, name, size)
+        monkeypatch.setattr(prompt_share, name, size)
 
 
 def kept_by_loop(tokens: list[int], share: float) -> list[int]:
@@ -100,7 +100,7 @@ def test_drafts_follow_what_is_kept(share: float) -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for size, value in {"LONG": 6, "CHUNK": 2, "BEGINNING": 1, "END": 2}.items():
-        monkeypatch.setattr(text_share, size, value)
+        monkeypatch.setattr(prompt_share, size, value)
     model, inputs = shared_model(name), vision_inputs(name, 2)
     drafter, prompts = Small(vision_model(name, seed=1), share=0.3), []
     begin = drafter._begin_with_media

@@ -7,7 +7,7 @@ import torch
 
 from mmspec import UserError, plugins
 from mmspec.core.target import TargetOutput
-from mmspec.drafters.visual_share import VisualShare, attended, evenly
+from mmspec.drafters.prompt_share import VisualShare, attended, evenly
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs

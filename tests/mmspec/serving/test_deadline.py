@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mmspec.pipeline import Pipeline
-from mmspec.serving.deadline import Deadline
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
+from mmspec.serving.runner import Deadline
 from tests.served import LONG, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

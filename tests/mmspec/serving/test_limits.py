@@ -13,7 +13,7 @@ import pytest
 from starlette.requests import Request
 
 from mmspec.errors import UserError
-from mmspec.serving import body
+from mmspec.serving import endpoints
 from mmspec.serving.catalog import Catalog
 from mmspec.serving.download import _limited
 from mmspec.serving.errors import APIError
@@ -43,7 +43,7 @@ def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wai
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
-    return asyncio.run(body.read(request, LIMITS.body_bytes))
+    return asyncio.run(endpoints.read_body(request, LIMITS.body_bytes))
 
 
 def pieces(size: int) -> list[bytes]:
@@ -85,8 +85,8 @@ def test_a_body_that_says_to_be_too_large_is_not_read(length: int, status: int |
 
 
 def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert body.SECONDS == 60
-    monkeypatch.setattr(body, "SECONDS", 0.05)
+    assert endpoints.BODY_SECONDS == 60
+    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
     assert body_of([b"a", b"b"], []) == b"ab"
     with pytest.raises(APIError, match=r"a request's body must arrive within 0\.05 s") as caught:
         body_of([b"a", b"b", b"c"], [], wait=0.03)

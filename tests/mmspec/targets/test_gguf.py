@@ -17,7 +17,7 @@ from mmspec import plugins
 from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
-from mmspec.targets import gguf, gguf_size
+from mmspec.targets import gguf
 from tests.compiled import needs_kernels
 from tests.model_folders import save_gguf, save_text_model
 
@@ -100,7 +100,7 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     with pytest.raises(mmspec.UserError, match=f"expected {end} bytes, found {end - 1}$"):
         mmspec.load(str(part), drafter=None)
     part.write_bytes(whole[:end])
-    gguf_size.check_complete(part, package.GGML_QUANT_SIZES)
+    gguf.check_complete(part, package.GGML_QUANT_SIZES)
     assert not list((cache / "gguf").glob("*/*/model.safetensors"))
 
 
