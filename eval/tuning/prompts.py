@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError, explained
-from mmspec.eval.suite.tasks.local import rows_of
+from mmspec.eval.suite.tasks.rows import rows_of
 
 
 def read_requests(path: Path) -> list[dict[str, Any]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.suite.sample import Sample
-from mmspec.eval.suite.scoring.words import last_number
-from mmspec.eval.suite.tasks.local import DatasetRow
-from mmspec.eval.suite.tasks.remote import HubDataset
+from mmspec.eval.suite.scoring import last_number
+from mmspec.eval.suite.tasks.rows import DatasetRow, HubDataset
 from mmspec.eval.suite.tasks.task import EvalTask
 
 

@@ -1,0 +1,163 @@
+"""Benchmarks of images and videos: captions, short answers, multiple choice, yes or no, open-ended.
+
+The official scores of the open-ended ones come from large judge models. Here their score is the overlap with the
+reference, which shows whether methods differ, not how good a model is.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+
+from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.suite import scoring
+from mmspec.eval.suite.sample import Sample, Scorer
+from mmspec.eval.suite.tasks.rows import DatasetRow, HubDataset, lmms_lab
+from mmspec.eval.suite.tasks.task import EvalTask, single_turn
+
+# The prompts are those of LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
+_CAPTION = "Provide a one-sentence caption for the provided image."
+_SHORT_ANSWER = "\nAnswer the question using a single word or phrase."
+_LETTER = "\nAnswer with the option's letter from the given choices directly."
+
+
+def _caption_task(name: str, description: str, field: str, hub: HubDataset) -> EvalTask:
+    def read(row: DatasetRow) -> Sample:
+        return single_turn(row, _CAPTION, row.texts(field))
+
+    return EvalTask(name, f"{description}; image, {field} (list of captions)", True, scoring.cider, 64, read, hub)
+
+
+def _references(row: DatasetRow, field: str) -> list[str]:
+    """Accepted answers: texts, or VQAv2's objects with an ``answer`` each."""
+    value = row[field]
+    if isinstance(value, list):
+        return [str(entry["answer"] if isinstance(entry, dict) else entry) for entry in value]
+    return [str(value)]
+
+
+def _answer_task(
+    name: str, description: str, score: Scorer, hub: HubDataset, field: str = "answer", category: str = ""
+) -> EvalTask:
+    def read(row: DatasetRow) -> Sample:
+        question = str(row["question"]) + _SHORT_ANSWER
+        return single_turn(row, question, _references(row, field), str(row.get(category, "")))
+
+    return EvalTask(name, f"{description}; image, question, {field}", True, score, 32, read, hub)
+
+
+def _video_sample(row: DatasetRow) -> Sample:
+    question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
+    clip = row.videos("video") or row.videos("video_name")
+    references = (tuple(_references(row, "answer")),)
+    return Sample(row.id, Conversation((question,), videos=clip), str(row.get("type", "")), references)
+
+
+def _video_task(name: str, description: str) -> EvalTask:
+    # The hub's rows only name the videos, which must be downloaded elsewhere.
+    fields = f"{description}; video_name, question, answer"
+    return EvalTask(name, fields, True, scoring.contained, 32, _video_sample)
+
+
+def _list_options(options: Sequence[str]) -> str:
+    return "\n".join(f"{chr(ord('A') + k)}. {option}" for k, option in enumerate(options))
+
+
+def _letter(answer: object) -> str:
+    """The letter of an option, given by index or letter."""
+    return chr(ord("A") + int(answer)) if str(answer).isdecimal() else str(answer)  # type: ignore[call-overload]
+
+
+def _ai2d(row: DatasetRow) -> Sample:
+    options = row.texts("options")
+    question = f"{row['question']}\n{_list_options(options)}{_LETTER}"
+    return single_turn(row, question, [_letter(row["answer"])], metadata=options)
+
+
+def _scienceqa(row: DatasetRow) -> Sample:
+    options = row.texts("choices")
+    context = f"Context: {row['hint']}\n" if row.get("hint") else ""
+    question = f"{context}{row['question']}\n{_list_options(options)}{_LETTER}"
+    return single_turn(row, question, [_letter(row["answer"])], str(row.get("subject", "")), metadata=options)
+
+
+def _mmmu(row: DatasetRow) -> Sample:
+    options = row.get("options", [])
+    options = list(ast.literal_eval(options)) if isinstance(options, str) else list(options)
+    prompt = f"{_list_options(options)}{_LETTER}" if options else "Answer with a word, a phrase or a number."
+    question = f"{row['question']}\n{prompt}"
+    images = row.images(*(f"image_{k}" for k in range(1, 8)))
+    answers = ast.literal_eval(row["answer"]) if str(row["answer"]).startswith("[") else row["answer"]
+    references = tuple(map(str, answers)) if isinstance(answers, list) else (str(answers),)
+    return Sample(row.id, Conversation((question,), images), str(row.get("subfield", "")), (references,), options)
+
+
+def _choice_task(
+    name: str, description: str, max_new_tokens: int, read: Callable[[DatasetRow], Sample], hub: HubDataset
+) -> EvalTask:
+    return EvalTask(name, description, True, scoring.choice_accuracy, max_new_tokens, read, hub)
+
+
+def _pope(row: DatasetRow) -> Sample:
+    return single_turn(row, f"{row['question']}{_SHORT_ANSWER}", [str(row["answer"])], str(row.get("category", "")))
+
+
+def _mme(row: DatasetRow) -> Sample:
+    # MME asks two questions per image, and also scores both together.
+    question = str(row["question"]).replace(" Please answer yes or no.", "") + _SHORT_ANSWER
+    return single_turn(row, question, [str(row["answer"])], str(row.get("category", "")), metadata=row.id)
+
+
+def _mmvet(row: DatasetRow) -> Sample:
+    return single_turn(row, str(row["question"]), [str(row["answer"])], str(row.get("capability", "")))
+
+
+def _llava_bench(row: DatasetRow) -> Sample:
+    return single_turn(row, str(row["question"]), [str(row["gpt_answer"])], str(row.get("category", "")))
+
+
+def _video_detail(row: DatasetRow) -> Sample:
+    question = str(row.get("question", "Describe the video in detail."))
+    clip = row.videos("video") or row.videos("video_name")
+    return Sample(row.id, Conversation((question,), videos=clip), "", ((str(row["answer"]),),))
+
+
+def _benchmark(row: DatasetRow) -> Sample:
+    turns = tuple(row.texts("turns"))
+    return Sample(row.id, Conversation(turns, row.images("image")), str(row.get("category", "")))
+
+
+def _open_task(
+    name: str, fields: str, max_new_tokens: int, read: Callable[[DatasetRow], Sample], hub: HubDataset | None = None
+) -> EvalTask:
+    return EvalTask(name, fields, True, scoring.rouge_l, max_new_tokens, read, hub)
+
+
+_GQA = lmms_lab("GQA", "testdev", "testdev_balanced_instructions", ("testdev_balanced_images", "imageId"))
+_SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hint"
+_MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
+_YES_NO = "image, question, answer (yes or no), category"
+_MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
+_LLAVA_BENCH = "LLaVA-Bench (in the wild); image, question, gpt_answer, category"
+TASKS = (
+    _caption_task("coco", "COCO captions 2017", "answer", lmms_lab("COCO-Caption2017", "val")),
+    _caption_task("flickr30k", "Flickr30k captions", "caption", lmms_lab("flickr30k", "test")),
+    _caption_task("nocaps", "NoCaps", "annotations_captions", lmms_lab("NoCaps", "validation")),
+    _answer_task("vqav2", "VQAv2", scoring.vqa_accuracy, lmms_lab("VQAv2", "validation"), "answers", "question_type"),
+    _answer_task("gqa", "GQA, test-dev balanced", scoring.exact, _GQA),
+    _answer_task("textvqa", "TextVQA", scoring.vqa_accuracy, lmms_lab("textvqa", "validation"), "answers"),
+    _answer_task("vizwiz", "VizWiz-VQA", scoring.vqa_accuracy, lmms_lab("VizWiz-VQA", "val"), "answers", "category"),
+    _answer_task("chartqa", "ChartQA", scoring.relaxed, lmms_lab("ChartQA", "test"), "answer", "type"),
+    _answer_task("docvqa", "DocVQA", scoring.anls, lmms_lab("DocVQA", "validation", "DocVQA"), "answers"),
+    _video_task("activitynet-qa", "ActivityNet-QA"),
+    _video_task("msvd-qa", "MSVD-QA"),
+    _choice_task("ai2d", "AI2D; image, question, options, answer (index)", 16, _ai2d, lmms_lab("ai2d", "test")),
+    _choice_task("scienceqa", _SCIENCEQA, 16, _scienceqa, lmms_lab("ScienceQA", "test", "ScienceQA-IMG")),
+    _choice_task("mmmu", _MMMU, 32, _mmmu, lmms_lab("MMMU", "validation")),
+    EvalTask("pope", f"POPE; {_YES_NO}", True, scoring.pope, 16, _pope, lmms_lab("POPE", "test")),
+    EvalTask("mme", f"MME; {_YES_NO}", True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
+    _open_task("mm-vet", "MM-Vet; image, question, answer, capability", 256, _mmvet, lmms_lab("MMVet", "test")),
+    _open_task("llava-bench", _LLAVA_BENCH, 512, _llava_bench, lmms_lab("llava-bench-in-the-wild", "train")),
+    _open_task("video-detail", "VideoDetailCaption; video_name, question, answer", 512, _video_detail),
+    EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
+)
