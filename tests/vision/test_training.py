@@ -205,7 +205,7 @@ def test_network_equals_transformers_own_forward(tokenizer_folder: Path) -> None
         held_out_examples(CONVERSATIONS["video4"], partial(encode, tokenizer=tokenizer), 3), tokenizer.pad_token_id
     )
     with torch.no_grad():
-        ours = network(batch, 0.0).metrics["language"]
+        ours = network(batch).metrics["language"]
         out = network.llava(input_ids=batch.tokens, pixel_values=batch.pixels)
         theirs = torch.nn.functional.cross_entropy(
             out.logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE

@@ -21,8 +21,6 @@ from mmspec.vision.pictures.nouns import classes
 from mmspec.vision.scenes.scene import Scene, seeded
 from mmspec.vision.training.batches import (
     ConversationSampler,
-    EncodedExample,
-    held_out_examples,
     perception_scenes,
     render,
 )
@@ -37,7 +35,7 @@ from mmspec.vision.training.picture_batches import (
 )
 from mmspec.vision.training.smol_export import chat_format, export_connector
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.task import HELD_OUT, SceneSampler
+from mmspec.vision.training.task import HELD_OUT, ConversationTask, SceneSampler
 from mmspec.vision.training.text import encode
 from mmspec.vision.training.words import class_words, picture_words, scene_words, word_loss
 
@@ -138,8 +136,14 @@ class WordsTask:
         """Exports nothing: the next stage does."""
 
 
-class ConversationsTask:
-    """Trains connector and norms on conversations. Implements `mmspec.training.plan.TrainingTask`.
+def conversation_task(
+    network: SmolLlava,
+    tokenizer: PreTrainedTokenizerFast,
+    library: Sequence[Picture],
+    size: float = 1.0,
+    seed: int = 0,
+) -> ConversationTask:
+    """Returns the task of the second stage: connector and norms.
 
     Args:
         network: whose connector has learnt words.
@@ -148,40 +152,8 @@ class ConversationsTask:
         size: factor on the batch sizes.
         seed: of the conversations.
     """
-
-    def __init__(
-        self,
-        network: SmolLlava,
-        tokenizer: PreTrainedTokenizerFast,
-        library: Sequence[Picture],
-        size: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        self.network, self.tokenizer, self.kinds = network, tokenizer, conversation_kinds(library)
-        self.optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
-        self.encode = partial(encode, tokenizer=tokenizer, chat=chat_format())
-        self.sampler = ConversationSampler(self.encode, size, self.kinds, 0.0, seed)
-        self.save = partial(export_connector, network, tokenizer)
-
-    def batch(self, examples: list[EncodedExample]) -> PictureBatch:
-        """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id)
-
-    def weight(self, batch: PictureBatch) -> int:
-        """Returns the number of labels."""
-        return batch.label_count
-
-    def loss(self, network: Any, batch: PictureBatch, generator: torch.Generator | None, progress: float) -> LossOutput:
-        """Returns the next-token loss."""
-        with torch.autocast("cpu", torch.bfloat16):
-            return network(batch)
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
-        report = {"loss": 0.0}
-        for name, kind in self.kinds.items():
-            output = self.loss(self.network, self.batch(held_out_examples(kind, self.encode, HELD_OUT)), None, 1.0)
-            report["loss"] += output.total.item() / len(self.kinds)
-            report |= {f"{name} loss": output.total.item(), f"{name} right": output.metrics["right"]}
-        return report
+    optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
+    encoded = partial(encode, tokenizer=tokenizer, chat=chat_format())
+    sampler = ConversationSampler(encoded, size, conversation_kinds(library), 0.0, seed)
+    batch = partial(collate, pad=tokenizer.pad_token_id)
+    return ConversationTask(network, optimisers, sampler, batch, partial(export_connector, network, tokenizer))

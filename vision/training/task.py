@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from mmspec.training.export import export
-from mmspec.training.loss import LossOutput
+from mmspec.training.loss import LossOutput, TokenBatch
 from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
@@ -25,7 +25,6 @@ from mmspec.vision.scenes.scene import seeded
 from mmspec.vision.training.architecture import Architecture, llava_config
 from mmspec.vision.training.batches import (
     CONVERSATIONS,
-    ConversationBatch,
     ConversationSampler,
     EncodedExample,
     collate,
@@ -41,10 +40,6 @@ TOKENIZER_SCENES = 3000
 
 HELD_OUT = 12
 """Held-out conversations of each kind per evaluation; four times as many scenes for the tower."""
-
-PERCEPTION_WEIGHT = 0.1
-"""Weight of the tower's auxiliary loss while the whole model is trained."""
-
 
 TOWER_SHARE = 0.1
 """Share of a run's minutes in which the tower is trained alone."""
@@ -90,8 +85,12 @@ def stages(
 
 def llava_task(network: TrainedLlava, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> ConversationTask:
     """Returns the task of the second stage: tower, connector and language model."""
-    rates = {"tower": 0.25, "connector": 0.75, "language": 0.75}
-    return ConversationTask(network, rates, tokenizer, partial(export, network.llava, make_processor(tokenizer)), size)
+    model = network.llava.model
+    rates = [(model.vision_tower, 0.25), (network.heads, 0.25)]
+    rates += [(model.multi_modal_projector, 0.75), (model.language_model, 0.75)]
+    sampler = ConversationSampler(partial(encode, tokenizer=tokenizer), size)
+    write = partial(export, network.llava, make_processor(tokenizer))
+    return ConversationTask(network, Optimisers(rates), sampler, partial(collate, pad=tokenizer.pad_token_id), write)
 
 
 def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTrainedTokenizerFast]:
@@ -171,56 +170,43 @@ class TowerTask:
 
 
 class ConversationTask:
-    """Trains a model on drawn conversations. Implements `mmspec.training.plan.TrainingTask`.
+    """Trains a model on conversations. Implements `mmspec.training.plan.TrainingTask`.
 
     Args:
-        network: with a trained tower.
-        rates: factors on the learning rates of "tower" and heads, "connector" and "language" model.
-        tokenizer: of the model.
+        network: returns the losses of a batch.
+        optimisers: of its parameters.
+        sampler: of the conversations, of whose kinds held-out ones are evaluated.
+        collate: makes a batch of conversations.
         export: writes the trained model to a folder.
-        size: factor on the batch sizes.
     """
 
     def __init__(
         self,
-        network: TrainedLlava,
-        rates: Mapping[str, float],
-        tokenizer: PreTrainedTokenizerFast,
+        network: nn.Module,
+        optimisers: Optimisers,
+        sampler: ConversationSampler,
+        collate: Callable[[list[EncodedExample]], Any],
         export: Callable[[Path], None],
-        size: float = 1.0,
     ) -> None:
-        self.network, self.tokenizer = network, tokenizer
-        model = network.llava.model
-        towers = [(part, rates["tower"]) for part in (model.vision_tower, network.heads)]
-        rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
-        self.optimisers = Optimisers([*towers, *rest])
-        self.encode = partial(encode, tokenizer=tokenizer)
-        self.sampler = ConversationSampler(self.encode, size)
-        self.save = export
+        self.network, self.optimisers, self.sampler = network, optimisers, sampler
+        self.batch, self.save = collate, export
 
-    def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
-        """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id)
-
-    def weight(self, batch: ConversationBatch) -> int:
+    def weight(self, batch: TokenBatch) -> int:
         """Returns the number of labels."""
         return batch.label_count
 
-    def loss(
-        self, network: Any, batch: ConversationBatch, generator: torch.Generator | None, progress: float
-    ) -> LossOutput:
-        """Returns next-token and perception loss."""
+    def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator | None, progress: float) -> LossOutput:
+        """Returns the network's losses."""
         with torch.autocast("cpu", torch.bfloat16):
-            return network(batch, PERCEPTION_WEIGHT)
+            return network(batch)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
         report = {"loss": 0.0}
-        for name, kind in CONVERSATIONS.items():
-            with torch.autocast("cpu", torch.bfloat16):
-                output = self.network(self.batch(held_out_examples(kind, self.encode, HELD_OUT)), 0.0)
-            loss = output.metrics["language"]
-            report["loss"] += loss / len(CONVERSATIONS)
-            report |= {f"{name} loss": loss, f"{name} right": output.metrics["right"]}
+        for name, kind in self.sampler.kinds.items():
+            batch = self.batch(held_out_examples(kind, self.sampler.encode, HELD_OUT))
+            metrics = self.loss(self.network, batch, None, 1.0).metrics
+            report["loss"] += metrics["language"] / len(self.sampler.kinds)
+            report |= {f"{name} loss": metrics["language"], f"{name} right": metrics["right"]}
         return report
