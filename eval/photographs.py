@@ -21,10 +21,8 @@ import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.picture import cached, photograph_packages
-from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
-from mmspec.eval.pictures.stamps import held_out_stamps
+from mmspec.eval.pictures.judging import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
+from mmspec.eval.pictures.picture import blank_pictures, cached, held_out_stamps, photograph_packages
 from mmspec.vision.pictures.fetching import fetch, is_fetched
 
 _SHARES: list[Column] = [

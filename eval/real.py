@@ -33,9 +33,9 @@ from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
 from mmspec.eval.harness.interleaved import interleaved
-from mmspec.eval.harness.llama_server import LlamaServer
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.peers import LlamaServer
 from mmspec.loading import load_target
 from mmspec.targets import gguf
 from mmspec.targets.processor import Processor

@@ -20,9 +20,7 @@ from mmspec.compare import first_difference
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.engine.stats import Stats
 from mmspec.errors import first_line
-from mmspec.eval.harness.llama_server import LlamaServer
-from mmspec.eval.harness.openvino import OpenVino
-from mmspec.eval.harness.peers import Peer
+from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods

@@ -7,11 +7,8 @@ from statistics import mean
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
-from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.judging import claimed_things, coloured_shapes
-from mmspec.eval.pictures.picture import Picture, cached, photograph_packages
-from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, THINGS, judge
-from mmspec.eval.pictures.stamps import held_out_stamps
+from mmspec.eval.pictures.judging import KIND, NAMED, PROMPT, SHAPES, THINGS, claimed_things, coloured_shapes, judge
+from mmspec.eval.pictures.picture import Picture, blank_pictures, cached, held_out_stamps, photograph_packages
 from mmspec.eval.suite.sample import Answered, Sample, Scorer
 from mmspec.eval.suite.tasks.task import EvalTask
 

@@ -16,7 +16,7 @@ from mmspec.eval import gpu
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.eval.kernels.gpu_parts import run_parts
-from mmspec.eval.scale_up import pipeline
+from mmspec.eval.scale_up import drafters as scaled
 from mmspec.eval.scale_up.axes import Weights
 from mmspec.pipeline import Pipeline
 
@@ -60,8 +60,8 @@ def without_contents(monkeypatch):
         return Prompt(on_fake_cuda(prompt.input_ids), None, {k: on_fake_cuda(v) for k, v in prompt.inputs.items()})
 
     patch = monkeypatch.setattr
-    patch(pipeline.mmspec, "load", lambda name, **_: small[name])
-    patch(pipeline, "parse_drafters", lambda specs, folder: drafters[specs])
+    patch(scaled.mmspec, "load", lambda name, **_: small[name])
+    patch(scaled, "parse_drafters", lambda specs, folder: drafters[specs])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     patch(Pipeline, "encode", encode)
     # The fake device is one thread's: clients run the steps themselves.
