@@ -20,8 +20,8 @@ from mmspec.demos.controls import Controls
 from mmspec.demos.conversation import Conversation, KeptConversation, Turn
 from mmspec.demos.methods import FEWEST
 from mmspec.demos.racing import Race
-from mmspec.demos.recording import recording
 from mmspec.demos.service import Service
+from mmspec.demos.streaming import recording
 from mmspec.errors import UserError
 
 _OPENING_TOKENS = 64
