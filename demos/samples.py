@@ -16,8 +16,8 @@ from mmspec.demos.chat_request import ChatRequest, Kind, Upload
 from mmspec.demos.previews import write_video
 from mmspec.vision.embedded import photograph, samples
 from mmspec.vision.scenes.clips import sample_clip
-from mmspec.vision.scenes.drawing import draw
-from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
+from mmspec.vision.scenes.drawing import picture
+from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.video import load_video
 
 _SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
@@ -82,20 +82,16 @@ def media(kind: Kind, folder: Path) -> list[Example]:
         drawn = [Example("A sign", str(shipped), str(shipped))]
         for index, label in _SCENES.items():
             path = str(folder / f"scene-{index}.png")
-            _drawn(sample_scene(seeded("heldout", index))).save(path)
+            picture(sample_scene(seeded("heldout", index)), _SCALE).save(path)
             drawn.append(Example(label, path, path))
         return drawn
     clips = [("A clip", Path(shutil.copyfile(samples() / "clip.mp4", folder / "clip.mp4")))]
     for index, label in _CLIPS.items():
         clip = folder / f"clip-{index}.mp4"
         frames = sample_clip(seeded("heldout", index)).frames(_FRAMES)
-        write_video([_drawn(scene) for scene in frames], clip, _RATE)
+        write_video([picture(scene, _SCALE) for scene in frames], clip, _RATE)
         clips.append((label, clip))
     return [Example(label, str(path), _still(path)) for label, path in clips]
-
-
-def _drawn(scene: Scene) -> Image.Image:
-    return Image.fromarray(draw(scene, _SCALE))
 
 
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:

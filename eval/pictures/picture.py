@@ -13,8 +13,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from mmspec.errors import UserError
 from mmspec.vision.pictures import library
 from mmspec.vision.pictures.compose import Composed, Placed
-from mmspec.vision.pictures.fetching import located
-from mmspec.vision.pictures.listing import Package, listed_packages
+from mmspec.vision.pictures.fetching import Package, listed_packages, located
 from mmspec.vision.pictures.nouns import general
 
 _LIST = Path(__file__).parent / "photographs.json"

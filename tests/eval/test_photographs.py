@@ -14,7 +14,7 @@ from mmspec.eval import photographs
 from mmspec.eval.pictures.picture import blank_pictures
 from mmspec.eval.suite.tasks import TASKS, pictures
 from mmspec.vision.pictures import fetching
-from mmspec.vision.pictures.listing import Package, Photograph
+from mmspec.vision.pictures.fetching import Package, Photograph
 
 
 @pytest.fixture

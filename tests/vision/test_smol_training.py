@@ -30,9 +30,8 @@ from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, drawn, enlarged
 from mmspec.vision.training.smol import SHARES, class_labels, stages, statistics_pictures
-from mmspec.vision.training.smol_export import IMAGE, chat_format, make_processor
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.smol_tasks import WordsTask, conversation_task
+from mmspec.vision.training.smol_tasks import IMAGE, WordsTask, chat_format, conversation_task, make_processor
 from mmspec.vision.training.task import ConversationTask
 from mmspec.vision.training.text import encode
 from mmspec.vision.training.words import class_words, phrase, picture_words, scene_words, word_loss

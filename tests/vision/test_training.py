@@ -20,12 +20,11 @@ from mmspec.training.optimisers import lr_factor
 from mmspec.training.trainer import CHECKPOINT, LOG, MODEL, Trainer
 from mmspec.vision.cli.models import tiny_llava
 from mmspec.vision.scenes.conversations import one_image, several_images, video
-from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.drawing import draw, picture
 from mmspec.vision.scenes.reading import Mention, ReadEvent, read_events, read_objects
 from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, sample_scene, seeded
 from mmspec.vision.scenes.vocabulary import CHARACTERS, COLOURS, SHAPES
-from mmspec.vision.training.accuracy import answer, match, picture
-from mmspec.vision.training.architecture import Architecture, llava_config
+from mmspec.vision.training.accuracy import answer, match
 from mmspec.vision.training.batches import (
     CONVERSATIONS,
     LISTS_UNTIL,
@@ -38,7 +37,7 @@ from mmspec.vision.training.batches import (
 )
 from mmspec.vision.training.network import TrainedLlava
 from mmspec.vision.training.perception import TASKS, patch_labels, perception_accuracy, perception_loss
-from mmspec.vision.training.task import TOWER_SHARE, TowerTask, llava_task, stages
+from mmspec.vision.training.task import TOWER_SHARE, Architecture, TowerTask, llava_config, llava_task, stages
 from mmspec.vision.training.text import IMAGE_TOKENS, corpus, encode, make_processor, token_ids, train_tokenizer
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]

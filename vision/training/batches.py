@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
-from mmspec.vision.pictures.conversations import PictureConversation
 from mmspec.vision.scenes.conversations import (
-    SceneConversation,
+    DrawnConversation,
     lists_only,
     one_image,
     questions_only,
@@ -31,7 +30,6 @@ from mmspec.vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, 
 from mmspec.vision.scenes.vocabulary import SIDE
 from mmspec.vision.training.perception import SLOTS, TASKS, patch_labels
 
-Conversation = SceneConversation | PictureConversation
 Encode = Callable[[Any], tuple[list[int], list[bool]]]
 """Token ids of a conversation, and for each whether it belongs to an answer."""
 
@@ -91,10 +89,10 @@ class ConversationKind:
         held_out: draws one for evaluations, where that is not `make` with another random state.
     """
 
-    make: Callable[[random.Random], Conversation]
+    make: Callable[[random.Random], DrawnConversation]
     batch: int
     share: float
-    held_out: Callable[[random.Random], Conversation] | None = None
+    held_out: Callable[[random.Random], DrawnConversation] | None = None
 
 
 FIRST_CONVERSATIONS: Mapping[str, ConversationKind] = {

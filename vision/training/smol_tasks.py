@@ -1,7 +1,11 @@
-"""Training tasks of smol-llava: the connector learns words, then it and the norms learn from conversations."""
+"""Training of smol-llava and its export: the connector learns words, then it and the norms learn from conversations.
+
+What packages carry, the weights of tower and language model, is not exported.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
+from mmspec import files
+from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
+from mmspec.training.export import replacing
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import Optimisers
-from mmspec.vision.pictures.compose import Composed
+from mmspec.vision.efficientnet import MEAN, STD, STRIDE
+from mmspec.vision.pictures.compose import SIDE, Composed
 from mmspec.vision.pictures.conversations import STRONG, WEAK, Pictures
 from mmspec.vision.pictures.library import Picture
 from mmspec.vision.pictures.nouns import classes
@@ -33,11 +42,76 @@ from mmspec.vision.training.picture_batches import (
     enlarged,
     to_pixels,
 )
-from mmspec.vision.training.smol_export import chat_format, export_connector
 from mmspec.vision.training.smol_network import SmolLlava
 from mmspec.vision.training.task import HELD_OUT, ConversationTask, SceneSampler
-from mmspec.vision.training.text import encode
+from mmspec.vision.training.text import ChatFormat, encode, square_processor
 from mmspec.vision.training.words import class_words, picture_words, scene_words, word_loss
+
+IMAGE = "<empty_output>"
+"""Placeholder of a visual token: a special token of SmolLM2 that texts do not contain."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "\n{% endif %}"
+    "{% if part['type'] == 'video' %}{% for frame in range(part.get('num_frames', 8)) %}" + IMAGE + "\n{% endfor %}"
+    "{% endif %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat_format(image_tokens: int = VISUAL_TOKENS) -> ChatFormat:
+    """Returns SmolLM2's format of conversations, without a system message."""
+    return ChatFormat(
+        image=IMAGE,
+        image_tokens=image_tokens,
+        start="",
+        user="<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n",
+        answer="{text}<|im_end|>",
+        between="\n",
+    )
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    """Returns the model's processor."""
+    return square_processor(
+        tokenizer,
+        SIDE,
+        STRIDE,
+        MEAN,
+        STD,
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
+        num_additional_image_tokens=0,
+    )
+
+
+def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes connector, norms, configuration and processor; tower and language model stay in their packages.
+
+    Args:
+        network: the trained model.
+        tokenizer: of the language model; not written.
+        folder: created if missing; other files in it are kept.
+    """
+    with replacing(folder) as part:
+        make_processor(tokenizer).save_pretrained(part)
+        for file in part.glob("tokenizer*"):
+            file.unlink()
+        config = network.config
+        config.architectures, config.dtype = [type(network.model).__name__], torch.float32
+        config.text_config.name_or_path = ""  # a folder of this machine
+        config.save_pretrained(part)
+        gains = "model.language_model."
+        weights = {name: x if name.startswith(gains) else x.bfloat16() for name, x in network.folded().items()}
+        weights[LABELS] = network.labels.int()
+        save_file({name: x.contiguous() for name, x in weights.items()}, part / WEIGHTS, {"format": "pt"})
+        files.write_text(part / PARTS, json.dumps({"language_model": "smollm2", "vision_tower": "efficientnet-lite0"}))
+
 
 _CLASSES_PER_PICTURE, _POSITIONS = 24, 12
 """Imagined classes per picture of a batch, and the positions, drawn anew for each batch, at which they are learnt."""

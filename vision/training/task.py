@@ -1,18 +1,18 @@
-"""Training tasks of vision-language models: the vision tower alone, then the whole model."""
+"""Training tasks of vision-language models, the vision tower alone, then the whole model, and its architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
 
 from mmspec.training.export import export
 from mmspec.training.loss import LossOutput, TokenBatch
@@ -20,9 +20,9 @@ from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from mmspec.vision.scenes.conversations import SceneConversation
+from mmspec.vision.scenes.conversations import DrawnConversation
 from mmspec.vision.scenes.scene import seeded
-from mmspec.vision.training.architecture import Architecture, llava_config
+from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 from mmspec.vision.training.batches import (
     CONVERSATIONS,
     ConversationSampler,
@@ -34,6 +34,67 @@ from mmspec.vision.training.batches import (
 from mmspec.vision.training.network import TrainedLlava
 from mmspec.vision.training.perception import perception_accuracy, perception_loss
 from mmspec.vision.training.text import corpus, encode, make_processor, token_ids, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of the model; `context` and `vocabulary` in tokens."""
+
+    width: int = 192
+    """Hidden size of both the tower and the language model."""
+    tower_layers: int = 4
+    tower_heads: int = 6
+    tower_mlp: int = 512
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    mlp: int = 384
+    context: int = 2048
+    vocabulary: int = 896
+
+
+def llava_config(size: Architecture, tokens: dict[str, int]) -> LlavaConfig:
+    """Returns the transformers configuration.
+
+    Args:
+        size: sizes of the model.
+        tokens: ids of the tokens named "bos", "eos", "pad" and "image".
+    """
+    text = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokens["bos"],
+        eos_token_id=tokens["eos"],
+        pad_token_id=tokens["pad"],
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=size.width,
+        intermediate_size=size.tower_mlp,
+        num_hidden_layers=size.tower_layers,
+        num_attention_heads=size.tower_heads,
+        image_size=SIDE,
+        patch_size=SLOT,
+        projection_dim=size.width,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    return LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=tokens["image"],
+        image_seq_length=(SIDE // SLOT) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+
 
 TOKENIZER_SCENES = 3000
 """Scenes whose conversations, one of each kind, the tokenizer is trained on."""
@@ -102,12 +163,12 @@ def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTra
     return TrainedLlava(llava_config(size, token_ids(tokenizer))), tokenizer
 
 
-def _examples() -> Iterator[SceneConversation]:
+def _examples() -> Iterator[DrawnConversation]:
     """Training conversations, one of each kind per scene index."""
     for index in count():
         rng = seeded("train", index)
         for kind in CONVERSATIONS.values():
-            yield cast(SceneConversation, kind.make(rng))
+            yield kind.make(rng)
 
 
 class SceneSampler:

@@ -14,12 +14,13 @@ from statistics import mean
 
 from PIL import Image, ImageDraw
 
-from mmspec.eval.harness.prompts import Conversation, picture, video
+from mmspec.eval.harness.prompts import Conversation, video
 from mmspec.eval.suite.sample import Answered, Sample, Scorer
 from mmspec.eval.suite.tasks.task import EvalTask
 from mmspec.ssm.texts import correct, example
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.questions import Question, ask
 from mmspec.vision.scenes.reading import read_events, read_objects, read_sign
 from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
