@@ -115,7 +115,6 @@ def _opened(service: Service, first: Tab) -> Iterator[None]:
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
-    """Options of gradio's application."""
     restricted = Middleware(RequestFilter, uploads=uploads)
     if api is None:
         return {"middleware": [restricted]}

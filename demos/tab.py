@@ -131,7 +131,6 @@ class Tab:
 
     @staticmethod
     def clear() -> tuple[Any, ...]:
-        """Start a new conversation."""
         empty = Conversation(opened=True)
         return empty, views.result_html([]), gr.skip(), *_buttons(empty)
 
@@ -238,7 +237,6 @@ class Tab:
         yield from self._run(Conversation(), chat, self.service.opening(chat), plays=True)
 
     def opening_request(self) -> ChatRequest:
-        """The request of the opening race."""
         first = self.controls.examples(self.service.catalog.default_model(self.kind))[0].value
         if self.kind == "text":
             return ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)

@@ -129,7 +129,6 @@ class GpuBenchmark:
         yield {"copy_gb_per_second": self.bandwidth / 1e9}
 
     def attention(self) -> Rows:
-        """Tree attention."""
         plan = self.plan
         for preset in plan.shapes:
             shape = self.shape(preset)
@@ -143,17 +142,14 @@ class GpuBenchmark:
                             }
 
     def verification(self) -> Rows:
-        """Kernels of verification."""
         for batch in (self.plan.batches[0], self.plan.batches[-1]):
             yield from gpu_kernels.time_verification(self.timer, batch, self.plan.nodes[-1], self.plan.vocab)
 
     def growing(self) -> Rows:
-        """Kernels of tree growth."""
         for batch in (self.plan.batches[0], self.plan.batches[-1]):
             yield from gpu_kernels.time_growth(self.timer, batch, self.plan.vocab)
 
     def compaction(self) -> Rows:
-        """KV compaction."""
         shape = self.shape("7b")
         for batch in self.plan.batches:
             yield gpu_kernels.time_compaction(self.timer, shape, batch, self.plan.nodes[-1], 1024)
@@ -233,5 +229,4 @@ def main(out: Path | None, device: str, minutes: float, quick: bool, skip: tuple
 
 
 def failures(content: dict[str, Any]) -> list[str]:
-    """Names of the parts that failed."""
     return [name for name, part in content["parts"].items() if "error" in part]

@@ -104,7 +104,6 @@ def _ratio(slow: Method, fast: Method) -> float:
 
 
 def trees_and_chains_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """One line per drafter."""
     columns: list[Column] = [("drafter", "{drafter}")]
     for kind in ("chain", "tree"):
         columns.append((f"best {kind}", f"{{{kind}}}"))

@@ -185,7 +185,6 @@ def _relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def step_table(shape: str, dtype: str, rows: list[dict[str, Any]]) -> Table:
-    """One line per prefix, number of threads and tree size."""
     columns: list[Column] = [
         ("prefix", "{prefix}"),
         ("threads", "{threads}"),

@@ -96,7 +96,6 @@ def _measured(
 def _row(
     clients: int, found: Sequence[tuple[list[StreamedRequest], float, int | None]], expected: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures of one load over its rounds."""
     seen = [request for requests, _, _ in found for request in requests]
     gaps = [gap for request in seen for gap in request.gaps]
     accepted, steps = (

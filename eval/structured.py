@@ -172,7 +172,6 @@ class TimedPipeline(Pipeline):
         return None if grammar is None else _TimedGrammar(grammar, self)
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts."""
 
         def call(*args: Any) -> Any:
             start = clock()

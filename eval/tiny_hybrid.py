@@ -72,7 +72,6 @@ def greedy_decoder(model: str, batch: int) -> Answer:
 
 
 def accuracy_table(report: dict[str, float]) -> Table:
-    """One line per kind of text."""
     rows = [{"kind": name, "percent": 100 * share} for name, share in report.items()]
     columns: list[Column] = [("held-out texts", "{kind}"), ("right", "{percent:.1f} %")]
     return make_table(columns, rows, title="greedy decoding, texts never trained on")

@@ -27,23 +27,12 @@ def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: in
     return seconds
 
 
-def interleaved_medians(
-    calls: Mapping[T, Callable[[], Any]],
-    rounds: int,
-    warm_up: int = 1,
-    synchronize: Callable[[], None] = lambda: None,
-) -> dict[T, float]:
-    """Median seconds of each call, interleaved.
-
-    Args:
-        warm_up: as for ``interleaved``.
-        synchronize: waits for a device; called before each time is taken.
-    """
+def interleaved_medians(calls: Mapping[T, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[T, float]:
+    """Median seconds of each call, interleaved; see ``interleaved``."""
 
     def timed(call: Callable[[], Any]) -> float:
         start = clock()
         call()
-        synchronize()
         return clock() - start
 
     times = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)

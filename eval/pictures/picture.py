@@ -39,7 +39,6 @@ class Picture:
 
 
 def photograph_packages() -> list[Package]:
-    """The packages whose photographs are described."""
     return listed_packages(_LIST)
 
 

@@ -63,7 +63,6 @@ class Evaluator:
 
     @property
     def visual(self) -> bool:
-        """Whether the model takes images."""
         return self.pipe.io.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:

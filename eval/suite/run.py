@@ -42,7 +42,6 @@ def suite_jobs(settings: SuiteSettings, counts: dict[str, int]) -> list[Job]:
 
 
 def job_key(job: Job) -> tuple[Any, ...]:
-    """The unique key of a job."""
     return job["task"], job["temperature"], job["batch"], job["group"]
 
 
@@ -79,12 +78,10 @@ class RunRecords:
         self.records = {job_key(record): record for record in records}
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a job's record."""
         append_row(self._path, record)
         self.records[job_key(record)] = record
 
     def missing(self, jobs: Sequence[Job]) -> list[Job]:
-        """Jobs without a record."""
         return [job for job in jobs if job_key(job) not in self.records]
 
     def ordered(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, drawn, enlarged
 from mmspec.vision.training.smol import SHARES, class_labels, stages, statistics_pictures
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.smol_tasks import IMAGE, WordsTask, chat_format, conversation_task, make_processor
+from mmspec.vision.training.smol_tasks import CHAT_FORMAT, IMAGE, WordsTask, conversation_task, make_processor
 from mmspec.vision.training.task import ConversationTask
 from mmspec.vision.training.text import encode
 from mmspec.vision.training.words import class_words, phrase, picture_words, scene_words, word_loss
@@ -147,7 +147,7 @@ def test_training_prompt_equals_the_processors_prompt(language: tuple[Any, Any])
         chat += [{"role": "user", "content": parts}, {"role": "assistant", "content": reply}]
     text = processor.apply_chat_template(chat)
     inputs = processor(text=text, images=[draw(scene) for scene in example.scenes], return_tensors="pt")
-    ids, answers = encode(example, language[1], chat_format())
+    ids, answers = encode(example, language[1], CHAT_FORMAT)
     assert inputs["input_ids"][0].tolist()[: len(ids)] == ids  # the template's ends with a line break
     predicted = language[1].decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
     assert predicted == "".join(f"{text}<|im_end|>" for _, text in example.turns)

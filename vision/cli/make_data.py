@@ -167,7 +167,6 @@ class Dataset:
             file.truncate(whole)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
-        """Appends records and flushes them to disk."""
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
         self.done.update(conversation.id for conversation in conversations)
         with self.path.open("a", encoding="utf-8") as file:
@@ -177,7 +176,6 @@ class Dataset:
 
 
 def _with_known_answers(job: PendingConversation) -> data.Conversation:
-    """The conversation with its reference answers."""
     for answer in job.known:
         job.add_answer(answer, None)
     return job.result()

@@ -107,7 +107,6 @@ _SECONDS = 900
 
 
 def folder_of(package: Package) -> Path:
-    """Where a package's photographs are cached."""
     return cache_folder() / "photographs" / package.slug
 
 

@@ -157,7 +157,6 @@ def _question_accuracy(model: Any, processor: Any, count: int) -> dict[str, floa
 
 
 def is_right(question: Question, text: str) -> bool:
-    """Returns whether an answer contains the question's key."""
     words = text.lower().replace(".", " ").replace(",", " ").split()
     if not question.key:
         return bool({"nothing", "no"} & set(words)) and not read_names(text) and read_sign(text) is None

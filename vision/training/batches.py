@@ -227,7 +227,6 @@ def _draw_kinds(kinds: Mapping[str, ConversationKind], offset: float) -> list[st
 
 
 def held_out_examples(kind: ConversationKind, encode: Encode, count: int) -> list[EncodedExample]:
-    """Returns the first held-out conversations of a kind."""
     return _make(kind, "heldout", range(count), encode)
 
 

@@ -172,7 +172,6 @@ class SmolLlava(nn.Module):
         return LossOutput(loss, {"language": loss.item(), "right": accuracy})
 
     def trained(self) -> set[str]:
-        """Returns the names of the parameters that are trained."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +180,6 @@ class SmolLlava(nn.Module):
         return {name: x for name, x in state.items() if name in trained}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Restores a `state_dict()`."""
         return super().load_state_dict({**super().state_dict(), **state}, strict, assign)
 
     def folded(self) -> dict[str, Tensor]:

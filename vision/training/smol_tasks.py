@@ -64,20 +64,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def chat_format(image_tokens: int = VISUAL_TOKENS) -> ChatFormat:
-    """Returns SmolLM2's format of conversations, without a system message."""
-    return ChatFormat(
-        image=IMAGE,
-        image_tokens=image_tokens,
-        start="",
-        user="<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n",
-        answer="{text}<|im_end|>",
-        between="\n",
-    )
+CHAT_FORMAT = ChatFormat(
+    image=IMAGE,
+    image_tokens=VISUAL_TOKENS,
+    start="",
+    user="<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n",
+    answer="{text}<|im_end|>",
+    between="\n",
+)
+"""SmolLM2's format of conversations, without a system message."""
 
 
 def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Returns the model's processor."""
     return square_processor(
         tokenizer,
         SIDE,
@@ -161,7 +159,6 @@ class WordsTask:
         return self._ids[text]
 
     def weight(self, batch: tuple[PictureBatch, Tensor, Tensor]) -> int:
-        """Returns the number of scenes and pictures."""
         return len(batch[1])
 
     def loss(
@@ -227,7 +224,7 @@ def conversation_task(
         seed: of the conversations.
     """
     optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
-    encoded = partial(encode, tokenizer=tokenizer, chat=chat_format())
+    encoded = partial(encode, tokenizer=tokenizer, chat=CHAT_FORMAT)
     sampler = ConversationSampler(encoded, size, conversation_kinds(library), 0.0, seed)
     batch = partial(collate, pad=tokenizer.pad_token_id)
     return ConversationTask(network, optimisers, sampler, batch, partial(export_connector, network, tokenizer))

@@ -179,7 +179,6 @@ class SceneSampler:
         self.info: dict[str, Any] = {}
 
     def next(self, progress: float) -> list[int]:
-        """Returns the indices of the next scenes."""
         self._next += self._batch
         return list(range(self._next - self._batch, self._next))
 
@@ -208,7 +207,6 @@ class TowerTask:
         return perception_batch(examples)
 
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        """Returns the number of scenes."""
         return len(batch[0])
 
     def loss(
@@ -253,7 +251,6 @@ class ConversationTask:
         self.batch, self.save = collate, export
 
     def weight(self, batch: TokenBatch) -> int:
-        """Returns the number of labels."""
         return batch.label_count
 
     def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator | None, progress: float) -> LossOutput:

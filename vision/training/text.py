@@ -85,7 +85,6 @@ def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def corpus(examples: Iterable[DrawnConversation]) -> Iterable[str]:
-    """Yields the texts of conversations, one per turn."""
     for example in examples:
         for user, answer in example.turns:
             yield f"{user} {answer}"
