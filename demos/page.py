@@ -67,12 +67,7 @@ def _number(query: Mapping[str, str], name: str, default: float) -> float:
 
 
 def build(service: Service, folder: Path) -> tuple[gr.Blocks, Tab]:
-    """Build the page and the API endpoints; returns the page, and the tab that it opens on.
-
-    Args:
-        service: answers the requests.
-        folder: where example media are rendered.
-    """
+    """Build the page and the API endpoints; returns the page, and the tab that it opens on."""
     kinds = [kind for kind in get_args(Kind) if service.catalog.models_for(kind)]
     kinds.sort(key=lambda kind: (kind == "text") != service.catalog.opens_on_text)
     with gr.Blocks(title="mmspec", analytics_enabled=False) as page:

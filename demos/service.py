@@ -22,13 +22,7 @@ _OPENING_RACES = 2  # at most
 
 
 class Service:
-    """Answers requests: several at once, races alone.
-
-    Args:
-        models: cache of loaded models.
-        catalog: models and drafters that a request may name.
-        uploads: folder that a request's file must be in.
-    """
+    """Answers requests: several at once, races alone."""
 
     def __init__(self, models: ModelCache, catalog: Catalog, uploads: UploadFolder) -> None:
         self.models = models

@@ -36,12 +36,7 @@ def running(work: Callable[[Event], None], patience: float | None = None) -> Ite
 
 
 class UploadFolder:
-    """Folder of uploads with a limit on their total size.
-
-    Args:
-        folder: where the server stores uploads.
-        limit: maximum total size of uploads, in bytes.
-    """
+    """Folder of uploads with a limit on their total size, in bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder.resolve()

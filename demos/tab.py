@@ -32,11 +32,7 @@ UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visi
 
 
 class Tab:
-    """One tab and its event handlers.
-
-    Args:
-        folder: where the examples are rendered.
-    """
+    """One tab and its event handlers."""
 
     def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
         self.service, self.kind, self.folder = service, kind, folder

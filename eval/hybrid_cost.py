@@ -30,7 +30,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.calibrate import describe
 from mmspec.eval.decoding.unrolled import UnrolledTarget, unroll
-from mmspec.eval.harness.interleaved import interleaved_medians
+from mmspec.eval.harness.measuring import interleaved_medians
 from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
 from mmspec.eval.kernels.gpu_kernels import binary_tree
@@ -58,13 +58,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06, torch.float16: 0.01}
 
 
 class StepBenchmark:
-    """Times the steps of one hybrid model after a prompt of random tokens.
-
-    Args:
-        model: the hybrid.
-        prefix: prompt length in tokens.
-        nodes: tree sizes.
-    """
+    """Times the steps of one hybrid model after a prompt of random tokens."""
 
     def __init__(self, model: PreTrainedModel, prefix: int, nodes: Sequence[int]) -> None:
         self.model = model

@@ -32,7 +32,7 @@ from mmspec.cli.options import Value
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
-from mmspec.eval.harness.interleaved import interleaved
+from mmspec.eval.harness.measuring import interleaved
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer

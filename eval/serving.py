@@ -21,7 +21,7 @@ import numpy as np
 
 import mmspec
 from mmspec.engine.calibrate import describe
-from mmspec.eval.harness.memory import peak_memory_of, reset_peak_memory_of
+from mmspec.eval.harness.measuring import peak_memory_of, reset_peak_memory_of
 from mmspec.eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
 from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
-from mmspec.eval.harness.interleaved import interleaved_medians
+from mmspec.eval.harness.measuring import interleaved_medians
 from mmspec.eval.scale_up.axes import Shape
 from mmspec.ssm import ops as mamba_ops
 

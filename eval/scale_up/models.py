@@ -145,12 +145,7 @@ def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FeatureMap:
-    """Axes of all weights of a scaled-up language model.
-
-    Args:
-        config: of the small model.
-        shape: of the big model.
-    """
+    """Axes of all weights of a scaled-up language model."""
 
     def __init__(self, config: Any, shape: Shape) -> None:
         small = shape_of(config)

@@ -48,10 +48,6 @@ def job_key(job: Job) -> tuple[Any, ...]:
 class RunRecords:
     """The records of a run, kept in its folder.
 
-    Args:
-        folder: of the run; created if missing.
-        settings: of the run.
-
     Raises:
         UserError: the folder holds a run with other settings.
     """

@@ -241,12 +241,7 @@ def _make(kind: ConversationKind, split: str, indices: Iterable[int], encode: En
 
 
 def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
-    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row.
-
-    Args:
-        rows: the conversations.
-        pad: id of the padding token.
-    """
+    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
     text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
     unlabelled = np.full((len(TASKS), SLOTS**2), IGNORE)

@@ -20,11 +20,7 @@ PERCEPTION_WEIGHT = 0.1
 
 
 class TrainedLlava(nn.Module):
-    """A LLaVA model with random weights in training, and the auxiliary heads of its vision tower.
-
-    Args:
-        config: of the model.
-    """
+    """A LLaVA model with random weights in training, and the auxiliary heads of its vision tower."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()

@@ -214,15 +214,7 @@ def conversation_task(
     size: float = 1.0,
     seed: int = 0,
 ) -> ConversationTask:
-    """Returns the task of the second stage: connector and norms.
-
-    Args:
-        network: whose connector has learnt words.
-        tokenizer: of the language model.
-        library: named pictures.
-        size: factor on the batch sizes.
-        seed: of the conversations.
-    """
+    """Returns the task of the second stage: connector and norms."""
     optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
     encoded = partial(encode, tokenizer=tokenizer, chat=CHAT_FORMAT)
     sampler = ConversationSampler(encoded, size, conversation_kinds(library), 0.0, seed)

@@ -114,13 +114,7 @@ class ChatFormat:
 def encode(
     example: DrawnConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer.
-
-    Args:
-        example: the conversation.
-        tokenizer: of the model.
-        chat: by default the format of the embedded model.
-    """
+    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer."""
     chat = chat or ChatFormat()
     pieces: list[str] = []
     wanted: list[bool] = []

@@ -6,7 +6,7 @@ import pytest
 
 import mmspec
 from mmspec.drafters.recycle.drafter import Recycle
-from mmspec.eval.harness.interleaved import interleaved_medians
+from mmspec.eval.harness.measuring import interleaved_medians
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, time_ratios
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
@@ -85,7 +85,7 @@ def test_transformers_answers_are_counted(pipe):
 
 def test_calls_are_interleaved_in_rotating_order_after_a_warm_up(monkeypatch):
     now, order = [0.0], []
-    monkeypatch.setattr("mmspec.eval.harness.interleaved.clock", lambda: now[0])
+    monkeypatch.setattr("mmspec.eval.harness.measuring.clock", lambda: now[0])
 
     def call(name, seconds):
         order.append(name)
