@@ -21,6 +21,13 @@ from mmspec import plugins
 from mmspec.errors import UserError, explained
 from mmspec.targets.gguf import file_in
 
+CONTEXT = 8192
+"""Tokens of a prompt and its answer."""
+
+_HOST = "127.0.0.1"
+_COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
+_TIMEOUT = 600.0  # seconds, for loading the model and for each request
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -57,14 +64,6 @@ def gguf_file(engine: str, model: str) -> str:
     if file is None:
         raise UserError(f"{engine} decodes GGUF files: expected a model of that format, received {model!r}")
     return str(file)
-
-
-CONTEXT = 8192
-"""Tokens of a prompt and its answer."""
-
-_HOST = "127.0.0.1"
-_COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
-_TIMEOUT = 600.0  # seconds, for loading the model and for each request
 
 
 class LlamaServer:

@@ -17,6 +17,16 @@ from mmspec.vision.pictures.fetching import Package, listed_packages, located
 from mmspec.vision.pictures.nouns import general
 
 _LIST = Path(__file__).parent / "photographs.json"
+WIDTH, HEIGHT = 384, 288
+_COLOURS = {"white": 0xFFFFFF, "black": 0x000000, "grey": 0x808080, "sky-blue": 0x87CEEB, "dark-red": 0x8B0000}
+_GRADIENTS = {
+    "black-to-white": (0x000000, 0xFFFFFF),
+    "blue-to-white": (0x1E50C8, 0xFFFFFF),
+    "red-to-yellow": (0xC81E1E, 0xFAE11E),
+    "green-to-black": (0x1EA032, 0x000000),
+}
+_TEXTS = {"hello": "Hello", "time": "12:45", "thanks": "Thank you!", "letters": "A B C", "sum": "3 + 4 = 7"}
+_STAMP = 0.95  # size of a stamp in its picture
 
 
 @dataclass(frozen=True)
@@ -46,17 +56,6 @@ def cached(packages: Sequence[Package]) -> tuple[list[Picture], list[str]]:
     """The photographs of packages that are in the cache, and the names of those that are missing or corrupt."""
     found, missing = located(packages)
     return [Picture(one.name, str(path), one.names, one.kinds, one.group) for one, path in found], missing
-
-
-WIDTH, HEIGHT = 384, 288
-_COLOURS = {"white": 0xFFFFFF, "black": 0x000000, "grey": 0x808080, "sky-blue": 0x87CEEB, "dark-red": 0x8B0000}
-_GRADIENTS = {
-    "black-to-white": (0x000000, 0xFFFFFF),
-    "blue-to-white": (0x1E50C8, 0xFFFFFF),
-    "red-to-yellow": (0xC81E1E, 0xFAE11E),
-    "green-to-black": (0x1EA032, 0x000000),
-}
-_TEXTS = {"hello": "Hello", "time": "12:45", "thanks": "Thank you!", "letters": "A B C", "sum": "3 + 4 = 7"}
 
 
 def blank_pictures() -> list[Picture]:
@@ -111,9 +110,6 @@ def _text(text: str) -> Image.Image:
     return image
 
 
-_SIZE = 0.95
-
-
 def held_out_stamps() -> list[Picture]:
     """The stamps on white, each with its noun; its kinds are WordNet's, and the folders it lies in ("plants/flowers").
 
@@ -127,7 +123,7 @@ def held_out_stamps() -> list[Picture]:
     return [
         Picture(
             one.path.stem,
-            Image.fromarray(Composed((Placed(one, 0.5, 0.5, _SIZE, 0),), "plain white").draw()),
+            Image.fromarray(Composed((Placed(one, 0.5, 0.5, _STAMP, 0),), "plain white").draw()),
             (one.noun.name, _head(one.noun.name)),
             (one.noun.kind, general(one.noun.kind), *_themes(one.path)),
             general(one.noun.kind),
