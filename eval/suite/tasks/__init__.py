@@ -10,10 +10,10 @@ A new task is an ``EvalTask`` in one of this folder's modules, listed in ``_MODU
 from __future__ import annotations
 
 from mmspec.errors import UserError
-from mmspec.eval.suite.tasks import drawn, images, pictures, texts
+from mmspec.eval.suite.tasks import benchmarks, drawn, pictures
 from mmspec.eval.suite.tasks.task import EvalTask
 
-_MODULES = (drawn, pictures, images, texts)
+_MODULES = (drawn, pictures, benchmarks)
 
 TASKS: dict[str, EvalTask] = {task.name: task for module in _MODULES for task in module.TASKS}
 

@@ -1,4 +1,4 @@
-"""Benchmarks of images and videos: captions, short answers, multiple choice, yes or no, open-ended.
+"""Published benchmarks of images and videos (captions, short answers, choices, yes or no, open-ended) and of texts.
 
 The official scores of the open-ended ones come from large judge models. Here their score is the overlap with the
 reference, which shows whether methods differ, not how good a model is.
@@ -133,12 +133,43 @@ def _open_task(
     return EvalTask(name, fields, True, scoring.rouge_l, max_new_tokens, read, hub)
 
 
+def _turns(row: DatasetRow) -> Sample:
+    """A conversation from ``turns`` (Spec-Bench, SPEED-Bench, FastChat) or ``prompt`` (MT-Bench on the hub)."""
+    turns = row.texts("turns" if row.get("turns") else "prompt")
+    return Sample(row.id, Conversation(tuple(turns)), str(row.get("category", "")))
+
+
+def _gsm8k(row: DatasetRow) -> Sample:
+    final = str(row["answer"]).split("####")[-1].strip()
+    question = f"{row['question']}\nThink step by step and end with the number that answers the question."
+    return Sample(row.id, Conversation((question,)), "math", ((final,),))
+
+
+def _human_eval(row: DatasetRow) -> Sample:
+    question = f"Complete this Python function.\n\n{row['prompt']}"
+    return Sample(row.id, Conversation((question,)), "coding")
+
+
+def _text_task(
+    name: str,
+    fields: str,
+    max_new_tokens: int,
+    read: Callable[[DatasetRow], Sample],
+    hub: HubDataset | None = None,
+    score: Scorer | None = None,
+) -> EvalTask:
+    return EvalTask(name, fields, False, score, max_new_tokens, read, hub)
+
+
 _GQA = lmms_lab("GQA", "testdev", "testdev_balanced_instructions", ("testdev_balanced_images", "imageId"))
 _SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hint"
 _MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
 _YES_NO = "image, question, answer (yes or no), category"
 _MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
 _LLAVA_BENCH = "LLaVA-Bench (in the wild); image, question, gpt_answer, category"
+_GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
+_HUMAN_EVAL = "HumanEval, speed only (its programs are not run); task_id, prompt"
+_MT_BENCH = HubDataset("HuggingFaceH4/mt_bench_prompts", "train")
 TASKS = (
     _caption_task("coco", "COCO captions 2017", "answer", lmms_lab("COCO-Caption2017", "val")),
     _caption_task("flickr30k", "Flickr30k captions", "caption", lmms_lab("flickr30k", "test")),
@@ -160,4 +191,9 @@ TASKS = (
     _open_task("llava-bench", _LLAVA_BENCH, 512, _llava_bench, lmms_lab("llava-bench-in-the-wild", "train")),
     _open_task("video-detail", "VideoDetailCaption; video_name, question, answer", 512, _video_detail),
     EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
+    _text_task("mt-bench", "MT-Bench, speed only; turns (list), category", 512, _turns, _MT_BENCH),
+    _text_task("gsm8k", _GSM8K, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main"), scoring.last_number),
+    _text_task("humaneval", _HUMAN_EVAL, 384, _human_eval, HubDataset("openai/openai_humaneval", "test")),
+    _text_task("spec-bench", "Spec-Bench, speed only; question_id, category, turns (list)", 512, _turns),
+    _text_task("speed-bench", "SPEED-Bench, speed only; question_id, category, turns (list)", 512, _turns),
 )
