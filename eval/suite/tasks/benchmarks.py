@@ -7,7 +7,7 @@ reference, which shows whether methods differ, not how good a model is.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.suite import scoring
@@ -92,12 +92,6 @@ def _mmmu(row: DatasetRow) -> Sample:
     return Sample(row.id, Conversation((question,), images), str(row.get("subfield", "")), (references,), options)
 
 
-def _choice_task(
-    name: str, description: str, max_new_tokens: int, read: Callable[[DatasetRow], Sample], hub: HubDataset
-) -> EvalTask:
-    return EvalTask(name, description, True, scoring.choice_accuracy, max_new_tokens, read, hub)
-
-
 def _pope(row: DatasetRow) -> Sample:
     return single_turn(row, f"{row['question']}{_SHORT_ANSWER}", [str(row["answer"])], str(row.get("category", "")))
 
@@ -127,12 +121,6 @@ def _benchmark(row: DatasetRow) -> Sample:
     return Sample(row.id, Conversation(turns, row.images("image")), str(row.get("category", "")))
 
 
-def _open_task(
-    name: str, fields: str, max_new_tokens: int, read: Callable[[DatasetRow], Sample], hub: HubDataset | None = None
-) -> EvalTask:
-    return EvalTask(name, fields, True, scoring.rouge_l, max_new_tokens, read, hub)
-
-
 def _turns(row: DatasetRow) -> Sample:
     """A conversation from ``turns`` (Spec-Bench, SPEED-Bench, FastChat) or ``prompt`` (MT-Bench on the hub)."""
     turns = row.texts("turns" if row.get("turns") else "prompt")
@@ -150,26 +138,21 @@ def _human_eval(row: DatasetRow) -> Sample:
     return Sample(row.id, Conversation((question,)), "coding")
 
 
-def _text_task(
-    name: str,
-    fields: str,
-    max_new_tokens: int,
-    read: Callable[[DatasetRow], Sample],
-    hub: HubDataset | None = None,
-    score: Scorer | None = None,
-) -> EvalTask:
-    return EvalTask(name, fields, False, score, max_new_tokens, read, hub)
-
-
 _GQA = lmms_lab("GQA", "testdev", "testdev_balanced_instructions", ("testdev_balanced_images", "imageId"))
 _SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hint"
+_SCIENCEQA_HUB = lmms_lab("ScienceQA", "test", "ScienceQA-IMG")
+_AI2D = "AI2D; image, question, options, answer (index)"
 _MMMU = "MMMU; image_1 .. image_7, question, options, answer (letter or text)"
 _YES_NO = "image, question, answer (yes or no), category"
 _MMSPEC = "The MMSpec benchmark (arXiv 2603.14989), unrelated to this package; id, image, turns, category, topic"
 _LLAVA_BENCH = "LLaVA-Bench (in the wild); image, question, gpt_answer, category"
+_LLAVA_BENCH_HUB = lmms_lab("llava-bench-in-the-wild", "train")
+_MM_VET = "MM-Vet; image, question, answer, capability"
+_VIDEO_DETAIL = "VideoDetailCaption; video_name, question, answer"
+_TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
 _HUMAN_EVAL = "HumanEval, speed only (its programs are not run); task_id, prompt"
-_MT_BENCH = HubDataset("HuggingFaceH4/mt_bench_prompts", "train")
+_MT_BENCH_HUB = HubDataset("HuggingFaceH4/mt_bench_prompts", "train")
 TASKS = (
     _caption_task("coco", "COCO captions 2017", "answer", lmms_lab("COCO-Caption2017", "val")),
     _caption_task("flickr30k", "Flickr30k captions", "caption", lmms_lab("flickr30k", "test")),
@@ -182,18 +165,18 @@ TASKS = (
     _answer_task("docvqa", "DocVQA", scoring.anls, lmms_lab("DocVQA", "validation", "DocVQA"), "answers"),
     _video_task("activitynet-qa", "ActivityNet-QA"),
     _video_task("msvd-qa", "MSVD-QA"),
-    _choice_task("ai2d", "AI2D; image, question, options, answer (index)", 16, _ai2d, lmms_lab("ai2d", "test")),
-    _choice_task("scienceqa", _SCIENCEQA, 16, _scienceqa, lmms_lab("ScienceQA", "test", "ScienceQA-IMG")),
-    _choice_task("mmmu", _MMMU, 32, _mmmu, lmms_lab("MMMU", "validation")),
+    EvalTask("ai2d", _AI2D, True, scoring.choice_accuracy, 16, _ai2d, lmms_lab("ai2d", "test")),
+    EvalTask("scienceqa", _SCIENCEQA, True, scoring.choice_accuracy, 16, _scienceqa, _SCIENCEQA_HUB),
+    EvalTask("mmmu", _MMMU, True, scoring.choice_accuracy, 32, _mmmu, lmms_lab("MMMU", "validation")),
     EvalTask("pope", f"POPE; {_YES_NO}", True, scoring.pope, 16, _pope, lmms_lab("POPE", "test")),
     EvalTask("mme", f"MME; {_YES_NO}", True, scoring.mme, 16, _mme, lmms_lab("MME", "test")),
-    _open_task("mm-vet", "MM-Vet; image, question, answer, capability", 256, _mmvet, lmms_lab("MMVet", "test")),
-    _open_task("llava-bench", _LLAVA_BENCH, 512, _llava_bench, lmms_lab("llava-bench-in-the-wild", "train")),
-    _open_task("video-detail", "VideoDetailCaption; video_name, question, answer", 512, _video_detail),
+    EvalTask("mm-vet", _MM_VET, True, scoring.rouge_l, 256, _mmvet, lmms_lab("MMVet", "test")),
+    EvalTask("llava-bench", _LLAVA_BENCH, True, scoring.rouge_l, 512, _llava_bench, _LLAVA_BENCH_HUB),
+    EvalTask("video-detail", _VIDEO_DETAIL, True, scoring.rouge_l, 512, _video_detail),
     EvalTask("mmspec-benchmark", _MMSPEC, True, None, 512, _benchmark),
-    _text_task("mt-bench", "MT-Bench, speed only; turns (list), category", 512, _turns, _MT_BENCH),
-    _text_task("gsm8k", _GSM8K, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main"), scoring.last_number),
-    _text_task("humaneval", _HUMAN_EVAL, 384, _human_eval, HubDataset("openai/openai_humaneval", "test")),
-    _text_task("spec-bench", "Spec-Bench, speed only; question_id, category, turns (list)", 512, _turns),
-    _text_task("speed-bench", "SPEED-Bench, speed only; question_id, category, turns (list)", 512, _turns),
+    EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),
+    EvalTask("gsm8k", _GSM8K, False, scoring.last_number, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main")),
+    EvalTask("humaneval", _HUMAN_EVAL, False, None, 384, _human_eval, HubDataset("openai/openai_humaneval", "test")),
+    EvalTask("spec-bench", f"Spec-Bench, speed only; {_TURNS}", False, None, 512, _turns),
+    EvalTask("speed-bench", f"SPEED-Bench, speed only; {_TURNS}", False, None, 512, _turns),
 )
