@@ -25,9 +25,6 @@ _POLL = 0.02  # seconds between looks at the queue: requests of the page end in 
 class SharedSlots:
     """Slots of the API's choices among the turns of the page's requests; see ``mmspec.serving.slots.Admission``.
 
-    Args:
-        turns: of the page.
-
     Attributes:
         waiting: choices that wait for their turn.
     """
@@ -102,12 +99,7 @@ class API:
 
 
 class Dispatcher:
-    """ASGI middleware: requests for the API's paths go to the API, all others to the page.
-
-    Args:
-        app: the page.
-        api: the API.
-    """
+    """ASGI middleware: requests for the API's paths go to the API, all others to the page."""
 
     def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
         self.app, self.api = app, api

@@ -68,7 +68,6 @@ class Controls:
         return self._photographs if plugins.sees_photographs(model) else self._drawn
 
     def shown(self, example: str) -> Any:
-        """An example as the value of its component."""
         return example if self.kind == "text" else [Upload(example, Path(example).name)]
 
     def _add_inputs(self) -> None:

@@ -60,7 +60,6 @@ class Conversation:
         return Conversation(running=self.running, opened=True)
 
     def with_turn(self, turn: Turn) -> Conversation:
-        """The conversation after a turn."""
         return replace(self, turns=[*self.turns, turn])
 
     @property

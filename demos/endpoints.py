@@ -75,7 +75,6 @@ _PARAMETERS = {
 
 
 def add_endpoints(page: gr.Blocks, service: Service) -> None:
-    """Add the endpoints to the page that is being built."""
     for endpoint in (*_caption_endpoints(service), *_text_endpoints(service)):
         event = gr.api(endpoint, api_name=endpoint.__name__, concurrency_limit=None)
         names = inspect.signature(endpoint).parameters
@@ -187,7 +186,6 @@ def _parse_request(arguments: dict[str, Any]) -> ChatRequest:
 
 
 def _parse_upload(file: Any, kind: Kind) -> Sequence[Upload]:
-    """The upload for a client's file data, if there is any."""
     if file is None:
         return ()
     path = file.get("path") if isinstance(file, dict) else None
@@ -197,7 +195,6 @@ def _parse_upload(file: Any, kind: Kind) -> Sequence[Upload]:
 
 
 def answer_result(answer: StreamedAnswer) -> Answer:
-    """Convert an answer to an endpoint's result."""
     stats = answer.stats
     return {
         "text": answer.text.strip(),
@@ -213,7 +210,6 @@ def answer_result(answer: StreamedAnswer) -> Answer:
 
 
 def comparison_result(race: Race) -> Comparison:
-    """Convert a race to an endpoint's result."""
     fastest = race.fastest if race.finished else None
     return {
         "lanes": [answer_result(lane) for lane in race.lanes],

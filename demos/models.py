@@ -16,7 +16,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.cli.session import SINGLE_THREADED, open_pipeline
 from mmspec.demos.turns import Turns
 from mmspec.drafters.per_sequence import per_sequence
-from mmspec.drafters.registry import make_drafter, registered_name
+from mmspec.drafters.registry import make_drafter
 from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -135,11 +135,6 @@ class ModelCache:
         pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options)
         pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
-
-
-def label(pipe: Pipeline) -> str:
-    """The registered name of a pipeline's drafter, or "none"."""
-    return registered_name(pipe.drafter) or "none"
 
 
 def _cached(

@@ -12,7 +12,6 @@ _PHASES = {"prefill": "read prompt", "draft": "guess", "verify": "check", "commi
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in milliseconds or seconds."""
     return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import av
 from PIL import Image
 
 from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, Upload, decoder
-from mmspec.vision.video import Video
 
 SPACE = 1 << 20  # bytes that a preview may take
 _SUFFIXES: dict[Kind, str] = {"image": ".preview.png", "video": ".preview.mp4"}
@@ -45,7 +45,8 @@ def write(upload: Upload, kind: Kind) -> None:
     else:
         options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
         video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
-        _write_video(video, part)
+        rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
+        write_video([_small(frame) for frame in video.frames], part, rate)
     part.replace(target)
 
 
@@ -57,9 +58,8 @@ def _small(image: Image.Image) -> Image.Image:
     return copy.resize((width, height))
 
 
-def _write_video(video: Video, path: Path) -> None:
-    rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
-    frames = [_small(frame) for frame in video.frames]
+def write_video(frames: Sequence[Image.Image], path: Path, rate: int | Fraction) -> None:
+    """Write frames of one size, of even width and height, as an H.264 video."""
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate)
         stream.width, stream.height = frames[0].size

@@ -31,10 +31,6 @@ class RequestFilter:
 
     gradio's server has further routes: one stores recordings outside of the upload folder and never removes them,
     others write state files there, or download URLs on behalf of clients.
-
-    Args:
-        app: gradio's application.
-        uploads: the folder of uploads.
     """
 
     def __init__(self, app: ASGIApp, uploads: UploadFolder) -> None:

@@ -13,10 +13,10 @@ from PIL import Image
 
 from mmspec import plugins
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
+from mmspec.demos.previews import write_video
 from mmspec.vision.embedded import photograph, samples
-from mmspec.vision.scenes.__main__ import SCALE, write_clip
 from mmspec.vision.scenes.clips import sample_clip
-from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.video import load_video
 
@@ -31,6 +31,8 @@ _PHOTOGRAPHS = {
 """Of this package and of gradio; smol-llava did not see them in training."""
 
 _LARGEST = 640
+_SCALE = 4  # of drawn images
+_FRAMES, _RATE = 32, 8  # of drawn clips, and how many of them per second
 
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -80,13 +82,14 @@ def media(kind: Kind, folder: Path) -> list[Example]:
         drawn = [Example("A sign", str(shipped), str(shipped))]
         for index, label in _SCENES.items():
             path = str(folder / f"scene-{index}.png")
-            Image.fromarray(draw(sample_scene(seeded("heldout", index)), SCALE)).save(path)
+            picture(sample_scene(seeded("heldout", index)), _SCALE).save(path)
             drawn.append(Example(label, path, path))
         return drawn
     clips = [("A clip", Path(shutil.copyfile(samples() / "clip.mp4", folder / "clip.mp4")))]
     for index, label in _CLIPS.items():
         clip = folder / f"clip-{index}.mp4"
-        write_clip(sample_clip(seeded("heldout", index)), clip)
+        frames = sample_clip(seeded("heldout", index)).frames(_FRAMES)
+        write_video([picture(scene, _SCALE) for scene in frames], clip, _RATE)
         clips.append((label, clip))
     return [Example(label, str(path), _still(path)) for label, path in clips]
 

@@ -25,9 +25,8 @@ from mmspec.demos.models import ModelCache
 from mmspec.demos.page import build
 from mmspec.demos.request_filter import RequestFilter, refuse_urls
 from mmspec.demos.service import Service
-from mmspec.demos.storage import UploadFolder, temporary_folder
+from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.demos.tab import Tab
-from mmspec.demos.threads import running
 from mmspec.demos.turns import RUNNING, WAITING
 from mmspec.errors import UserError
 from mmspec.serving.limits import Limits
@@ -116,7 +115,6 @@ def _opened(service: Service, first: Tab) -> Iterator[None]:
 
 
 def _app_options(uploads: UploadFolder, api: FastAPI | None) -> dict[str, Any]:
-    """Options of gradio's application."""
     restricted = Middleware(RequestFilter, uploads=uploads)
     if api is None:
         return {"middleware": [restricted]}

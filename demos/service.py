@@ -22,13 +22,7 @@ _OPENING_RACES = 2  # at most
 
 
 class Service:
-    """Answers requests: several at once, races alone.
-
-    Args:
-        models: cache of loaded models.
-        catalog: models and drafters that a request may name.
-        uploads: folder that a request's file must be in.
-    """
+    """Answers requests: several at once, races alone."""
 
     def __init__(self, models: ModelCache, catalog: Catalog, uploads: UploadFolder) -> None:
         self.models = models
@@ -38,22 +32,16 @@ class Service:
 
     def answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         """Stream an answer by ``chat.drafter``. All errors are raised as ``UserError``."""
-
-        def waiting(ahead: int) -> StreamedAnswer:
-            return StreamedAnswer(chat.model, chat.drafter, ahead=ahead)
-
-        return self.models.turns.run(_user_errors(self._answer(chat)), waiting)
+        return self.models.turns.run(
+            _user_errors(self._answer(chat)), lambda ahead: StreamedAnswer(chat.model, chat.drafter, ahead=ahead)
+        )
 
     def race(self, chat: ChatRequest, methods: Sequence[str] | None = None) -> Iterator[Race]:
         """Stream a race of methods, by default the model's first two, while no other request runs; see ``answer``."""
-
         return self._alone(self._race(chat, methods))
 
     def _alone(self, races: Iterator[Race]) -> Iterator[Race]:
-        def waiting(ahead: int) -> Race:
-            return Race([], ahead=ahead)
-
-        return self.models.turns.run(_user_errors(races), waiting, alone=True)
+        return self.models.turns.run(_user_errors(races), lambda ahead: Race([], ahead=ahead), alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
         """The race that a tab opens on: it runs for the first visitor, later ones get its result.

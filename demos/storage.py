@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
-from threading import Event, Lock
+from threading import Event, Lock, Thread
 from time import time
-
-from mmspec.demos.threads import running
-
-try:
-    import fcntl
-except ImportError:  # Windows: folders of killed servers are not removed
-    fcntl = None  # type: ignore[assignment]
 
 _PREFIX = "mmspec-demo-"
 _IN_USE_SECONDS = 300  # seconds after its last use in which an upload is not evicted: its request may be queued
 _MIN_COUNTED_BYTES = 1 << 16  # bytes that each file counts at least, which limits the number of files
 
 
-class UploadFolder:
-    """Folder of uploads with a limit on their total size.
+@contextmanager
+def running(work: Callable[[Event], None], patience: float | None = None) -> Iterator[None]:
+    """Run ``work`` in a daemon thread while the block runs.
 
     Args:
-        folder: where the server stores uploads.
-        limit: maximum total size of uploads, in bytes.
+        work: called with an event that is set when the block ends; it then returns.
+        patience: seconds to wait for that; None waits until it has returned.
     """
+    ended = Event()
+    thread = Thread(target=work, args=(ended,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(patience)
+
+
+class UploadFolder:
+    """Folder of uploads with a limit on their total size, in bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder.resolve()
@@ -130,11 +137,10 @@ def temporary_folder(port: int = 0) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
+        os.close(lock)
 
 
-def _new_folder(parent: Path, port: int) -> tuple[Path, int | None]:
+def _new_folder(parent: Path, port: int) -> tuple[Path, int]:
     while True:
         try:
             folder = parent / f"{_PREFIX}{port}"
@@ -142,7 +148,7 @@ def _new_folder(parent: Path, port: int) -> tuple[Path, int | None]:
         except FileExistsError:
             folder = Path(mkdtemp(prefix=_PREFIX, dir=parent))
         lock = _try_lock(folder)
-        if lock is not None or fcntl is None:
+        if lock is not None:
             return folder, lock
 
 
@@ -151,8 +157,6 @@ def _try_lock(folder: Path) -> int | None:
 
     The lock is on the folder itself: the system releases it with the process, and there is no lock file.
     """
-    if fcntl is None:
-        return None
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -20,8 +20,8 @@ from mmspec.demos.controls import Controls
 from mmspec.demos.conversation import Conversation, KeptConversation, Turn
 from mmspec.demos.methods import FEWEST
 from mmspec.demos.racing import Race
-from mmspec.demos.recording import recording
 from mmspec.demos.service import Service
+from mmspec.demos.streaming import recording
 from mmspec.errors import UserError
 
 _OPENING_TOKENS = 64
@@ -32,11 +32,7 @@ UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visi
 
 
 class Tab:
-    """One tab and its event handlers.
-
-    Args:
-        folder: where the examples are rendered.
-    """
+    """One tab and its event handlers."""
 
     def __init__(self, service: Service, kind: Kind, folder: Path) -> None:
         self.service, self.kind, self.folder = service, kind, folder
@@ -131,7 +127,6 @@ class Tab:
 
     @staticmethod
     def clear() -> tuple[Any, ...]:
-        """Start a new conversation."""
         empty = Conversation(opened=True)
         return empty, views.result_html([]), gr.skip(), *_buttons(empty)
 
@@ -238,7 +233,6 @@ class Tab:
         yield from self._run(Conversation(), chat, self.service.opening(chat), plays=True)
 
     def opening_request(self) -> ChatRequest:
-        """The request of the opening race."""
         first = self.controls.examples(self.service.catalog.default_model(self.kind))[0].value
         if self.kind == "text":
             return ChatRequest(self.kind, first, max_new_tokens=_OPENING_TOKENS)

@@ -129,7 +129,6 @@ def result_html(
 
 
 def stopped_html(text: str) -> str:
-    """HTML of an answer that the visitor stopped."""
     return f'{text} <span class="mm-mark">stopped</span>'
 
 
@@ -241,7 +240,6 @@ def _lane(lane: StreamedAnswer, stopped: bool) -> str:
 
 
 def _legend(lanes: Sequence[StreamedAnswer]) -> str:
-    """Legend of the colours that the answers contain."""
     origins = {"plain" if token.origin == "first" else token.origin for lane in lanes for token in lane.tokens}
     if not origins - {"plain"}:
         return ""
@@ -288,7 +286,6 @@ def _table(race: Race) -> str:
 
 
 def _plots(lane: StreamedAnswer) -> str:
-    """Plots of accepted draft tokens and of time."""
     assert lane.stats is not None
     plots = histogram(lane.stats.acceptance_histogram) + time_split(lane.stats)
     return f'<h3 class="mm-part">{escape(label(lane.drafter))} in detail</h3><div class="mm-plots">{plots}</div>'

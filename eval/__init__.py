@@ -1,10 +1,10 @@
 """Benchmarks. ``eval/NAME.py`` is a command, ``python -m mmspec.eval NAME``; the sub-packages are their libraries.
 
-- ``harness``: interleaved timing, bootstrap intervals, acceptance statistics, held-out prompts, tables and results
+- ``harness``: interleaved timing, other engines, intervals, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports
-- ``decoding``: speed tables, step cost, trees against chains, coverage of model classes
+- ``decoding``: speed tables, unrolled verification, random drafts, every model class built small
 - ``pictures``: photographs and blank pictures, and how captions of them are judged
-- ``kernels``: the GPU benchmark
+- ``kernels``: kernels and models of the GPU benchmark
 - ``scale_up``: small trained models in big shapes
 - ``adapters``: lmms-eval and lm-evaluation-harness
 """

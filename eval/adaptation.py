@@ -8,7 +8,6 @@ random order after random pauses; the adapting one learns in its own.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
@@ -33,9 +32,10 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
 from mmspec.eval.harness.intervals import median_interval
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import picture
+from mmspec.eval.tuning.race import read_requests
 from mmspec.pipeline import Pipeline
 from mmspec.vision.scenes.conversations import LIST, ORDERED
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import sample_scene, seeded
 
 _FIRST_INDEX = 2_300_000  # of the held-out scenes
@@ -56,11 +56,7 @@ def scenes(limit: int) -> dict[str, list[dict[str, Any]]]:
 
 def texts(files: tuple[Path, ...], limit: int) -> dict[str, list[dict[str, Any]]]:
     """The first turns of files in Spec-Bench's format, a subject each."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for file in files:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        found[file.stem] = [{"prompt": line["turns"][0]} for line in lines[:limit]]
-    return found
+    return {file.stem: read_requests(file)[:limit] for file in files}
 
 
 def pipelines(model: str, dtype: str, drafter: str) -> tuple[Pipeline, Pipeline]:

@@ -102,7 +102,6 @@ def _methods(pipe: mmspec.Pipeline, drafters: str, sizes: Sequence[int], nodes: 
 
 
 def _figures(batches: Sequence[TimedBatch], expected: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Figures of one method over its rounds."""
     last = batches[-1]
     steps = Stats.combined(last.stats)
     return {

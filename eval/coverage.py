@@ -64,7 +64,6 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
 
 
 def environment() -> dict[str, Any]:
-    """Versions that the outcomes depend on."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     versions["torchvision"] = version("torchvision") if is_torchvision_available() else "none"
     return {**versions, "commit": git_commit(), "dtype": "float32", "new_tokens": NEW_TOKENS}
@@ -110,7 +109,6 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The documentation page."""
     about, rows = result["environment"], result["models"]
     text = [_INTRODUCTION.format(**about)]
     text.append(_table(("", *OUTCOMES), [(kind, *by.values()) for kind, by in result["counts"].items()]))

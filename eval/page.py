@@ -7,10 +7,7 @@ browser, from the start of navigation), and the opening result: until the first 
 
 from __future__ import annotations
 
-import re
 import shutil
-import subprocess
-import sys
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -18,6 +15,7 @@ from typing import Any
 import click
 
 from mmspec.errors import UserError
+from mmspec.eval.harness.mmspec_server import serving
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.extras import missing
 
@@ -64,21 +62,12 @@ def main(models: tuple[str, ...], rounds: int) -> dict[str, Any]:
 def _first_view(browser: Any, model: str) -> dict[str, float]:
     """Seconds of one visit to a server of its own."""
     begin = clock()
-    command = [sys.executable, "-m", "mmspec", "demo", "--model", model, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            assert server.stderr is not None
-            address = re.search(r"http://\S+", server.stdout.readline())
-            if address is None:
-                raise UserError(server.stderr.read().strip().removeprefix("error: "))
-            start = clock() - begin
-            page = browser.new_page()
-            page.set_default_timeout(1000 * _PATIENCE)
-            begin = clock()
-            page.goto(address[0])
-            page.locator(".mm-play:visible").wait_for()
-            opening = clock() - begin
-            return {"start": start, "paint": page.evaluate(_PAINT) / 1000, "opening": opening}
-        finally:
-            server.terminate()
+    with serving("demo", model=model) as server:
+        start = clock() - begin
+        page = browser.new_page()
+        page.set_default_timeout(1000 * _PATIENCE)
+        begin = clock()
+        page.goto(server.url)
+        page.locator(".mm-play:visible").wait_for()
+        opening = clock() - begin
+        return {"start": start, "paint": page.evaluate(_PAINT) / 1000, "opening": opening}

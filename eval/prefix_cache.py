@@ -16,8 +16,9 @@ import click
 import mmspec
 from mmspec.engine.calibrate import describe
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import Conversation, picture
+from mmspec.eval.harness.prompts import Conversation
 from mmspec.vision.scenes.conversations import DESCRIBE, describe_prompt
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.questions import ask
 from mmspec.vision.scenes.scene import sample_scene, seeded
 

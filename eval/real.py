@@ -14,42 +14,154 @@ repository's CONTRIBUTING.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from time import perf_counter as clock
 from typing import Any
 
 import click
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import mmspec
 from mmspec import plugins
 from mmspec.checks import choice, listed
 from mmspec.cli.options import Value
+from mmspec.core.target import Prompt
+from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
-from mmspec.eval.decoding.passes import (
-    UNPACKED,
-    divergence,
-    load_as,
-    plain_step,
-    ratio,
-    read_bytes,
-    start,
-    verify_pass,
-)
-from mmspec.eval.decoding.prefixes import PREFIX_COLUMNS, measure_prefixes
-from mmspec.eval.harness.interleaved import interleaved
-from mmspec.eval.harness.llama_server import LlamaServer
+from mmspec.eval.harness.measuring import interleaved
 from mmspec.eval.harness.options import SIZES, llama_server_option
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.peers import LlamaServer
+from mmspec.loading import load_target
+from mmspec.targets import gguf
 from mmspec.targets.processor import Processor
+from mmspec.targets.support import read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
-FORMS = ("auto", "bfloat16", "int8", "int4", UNPACKED)
-PACKED = FORMS[:-1]
+UNPACKED = "bfloat16, F.linear"
+PACKED = ("auto", "bfloat16", "int8", "int4")
+TREE = 8
+"""Nodes of the larger pass after a long prompt."""
+
+_PASSES = 5  # of each size after such a prefill, of which the fastest counts
 _LLAMA, _READ = "llama.cpp", "read"
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
+
+
+def load_as(folder: str, form: str) -> tuple[TransformersTarget, Processor]:
+    """A target with weights as ``form``, a dtype of ``mmspec.load`` or ``UNPACKED``, and its processor."""
+    if form != UNPACKED:
+        return load_target(folder, "cpu", form)
+    folder = gguf.resolved(folder)
+    model: Any = read_whole(AutoModelForCausalLM, folder)
+    return TransformersTarget(model.bfloat16().eval()), Processor.read(folder)
+
+
+@torch.inference_mode()
+def divergence(target: TransformersTarget, exact: Tensor, ids: Tensor) -> float:
+    """Mean Kullback-Leibler divergence in nats of a target's next tokens in a text from exact ones.
+
+    Args:
+        exact: (1, length, vocab), logits of the exact weights.
+        ids: (1, length) int64, the text.
+    """
+    expected, actual = (logits.float().log_softmax(-1) for logits in (exact, target.model(ids).logits))
+    return float((expected.exp() * (expected - actual)).sum(-1).mean())
+
+
+def start(target: TransformersTarget, prefix: int, max_new_tokens: int) -> None:
+    """Prefill so many tokens; each size of a pass is then timed as it is."""
+    target.cost = None
+    target.prefill(Prompt(torch.arange(prefix)[None] + 1000), max_new_tokens=max_new_tokens)
+
+
+def verify_pass(target: TransformersTarget, nodes: int) -> Callable[[], float]:
+    """A pass over a chain of so many nodes, with the host reading the choices; it returns its seconds.
+
+    As in decoding, it follows another one, so that both find the same part of the weights in caches.
+    """
+    tree = TokenTree(torch.arange(nodes)[None] + 500, torch.arange(nodes)[None] - 1)
+
+    def run() -> float:
+        target.forward_tree(tree)
+        start = clock()
+        target.forward_tree(tree).logits.max(-1).indices.tolist()
+        return clock() - start
+
+    return run
+
+
+def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
+    """llama.cpp's plain decoding after a prompt of so many tokens; it returns the seconds per token."""
+    prompt = range(1000, 1000 + prefix)
+    return lambda: server.complete(prompt, 32, ignore_eos=True).token_seconds
+
+
+def read_bytes(count: int) -> Callable[[], float]:
+    """Reads so many bytes of memory, by a sum; it returns the seconds."""
+    data = torch.ones(count // 4)
+
+    def run() -> float:
+        start = clock()
+        data.sum().item()
+        return clock() - start
+
+    return run
+
+
+def ratio(found: Mapping[Any, Sequence[float]], name: Any, other: Any) -> float:
+    """Median over the rounds of the ratio of two calls' times."""
+    return median(a / b for a, b in zip(found[name], found[other], strict=True))
+
+
+def measure_prefixes(
+    targets: Mapping[str, TransformersTarget], prefixes: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of the table, one per target and length: medians over the rounds, ratios to the first length's."""
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for _ in range(rounds + 1):  # the first is not measured
+        for prefix in prefixes:
+            for form, target in targets.items():
+                found.setdefault((form, prefix), []).append(seconds_after(target, prefix))
+    rows: list[dict[str, Any]] = []
+    for (form, prefix), rounds_of in found.items():
+        one, tree, prefill = (median(row[name] for row in rounds_of[1:]) for name in ("one", "tree", "prefill"))
+        row: dict[str, Any] = {"form": form, "prefix": prefix, "milliseconds": 1000 * one, "tree": 1000 * tree}
+        row |= {"passes": tree / one, "prefill": prefix / prefill}
+        first = next((other for other in rows if other["form"] == form), row)
+        row["speed"] = first["milliseconds"] / row["milliseconds"]
+        row["prefill_speed"] = row["prefill"] / first["prefill"]
+        rows.append(row)
+    return rows
+
+
+def seconds_after(target: TransformersTarget, prefix: int) -> dict[str, float]:
+    """Seconds of a prefill of so many tokens (``prefill``), then of passes over one node (``one``) and ``TREE``."""
+    begun = clock()
+    start(target, prefix, max_new_tokens=TREE)
+    seconds = {"prefill": clock() - begun}
+    for name, nodes in (("one", 1), ("tree", TREE)):
+        run = verify_pass(target, nodes)
+        seconds[name] = min(run() for _ in range(_PASSES))
+    target.select([])
+    return seconds
+
+
+PREFIX_COLUMNS: list[Column] = [
+    ("weights", "{form}"),
+    ("prefix", "{prefix}"),
+    ("1 node, ms", "{milliseconds:.1f}"),
+    ("speed", "{speed:.2f}"),
+    (f"{TREE} nodes, ms", "{tree:.1f}"),
+    ("in passes", "{passes:.2f}"),
+    ("prefill, tokens/s", "{prefill:.0f}"),
+    ("prefill speed", "{prefill_speed:.2f}"),
+]
 
 
 @benchmark

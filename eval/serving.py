@@ -21,7 +21,7 @@ import numpy as np
 
 import mmspec
 from mmspec.engine.calibrate import describe
-from mmspec.eval.harness.memory import peak_memory_of, reset_peak_memory_of
+from mmspec.eval.harness.measuring import peak_memory_of, reset_peak_memory_of
 from mmspec.eval.harness.mmspec_server import RunningServer, StreamedRequest, chat_body, load, serving
 from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import Column, benchmark, make_table, milliseconds, wide_console
@@ -59,7 +59,7 @@ def main(
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
     loads: dict[int, list[tuple[list[StreamedRequest], float, int | None]]] = {size: [] for size in clients}
-    with serving(**options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
+    with serving("serve", **options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
         load(server.url, bodies[:_WARM_UP], 2)
         for _ in range(rounds):
             for size in clients:
@@ -96,7 +96,6 @@ def _measured(
 def _row(
     clients: int, found: Sequence[tuple[list[StreamedRequest], float, int | None]], expected: Sequence[str]
 ) -> dict[str, Any]:
-    """Figures of one load over its rounds."""
     seen = [request for requests, _, _ in found for request in requests]
     gaps = [gap for request in seen for gap in request.gaps]
     accepted, steps = (

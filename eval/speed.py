@@ -30,7 +30,7 @@ from mmspec.eval.harness.output import benchmark, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from mmspec.eval.scale_up.axes import SHAPES
-from mmspec.eval.scale_up.pipeline import prompt_tokens, scaled_pipeline
+from mmspec.eval.scale_up.drafters import prompt_tokens, scaled_pipeline
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.loading import pick_device
 

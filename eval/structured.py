@@ -34,7 +34,7 @@ from mmspec.engine.calibrate import describe
 from mmspec.errors import explained
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.schemas import SchemaRequest, schema_requests
-from mmspec.eval.suite.tasks.local import rows_of
+from mmspec.eval.suite.tasks.rows import rows_of
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.grammar import Grammar
 from mmspec.sampling.params import SamplingParams
@@ -172,7 +172,6 @@ class TimedPipeline(Pipeline):
         return None if grammar is None else _TimedGrammar(grammar, self)
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts."""
 
         def call(*args: Any) -> Any:
             start = clock()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+import mmspec
 from mmspec.eval.harness.output import Column, benchmark, make_table
 from mmspec.ssm.texts import KINDS, TextExample, correct, example
 from mmspec.ssm.texts.checking import runs_right
@@ -60,21 +61,17 @@ def _share(right: Sequence[bool]) -> float:
 
 def greedy_decoder(model: str, batch: int) -> Answer:
     """Greedy plain decoding of a model in float32, ``batch`` prompts at once."""
-    import mmspec
+    pipe = mmspec.load(model, drafter=None, dtype="float32", max_num_seqs=batch)
 
-    pipe = mmspec.load(model, drafter=None, dtype="float32")
+    def answer(prompts: Sequence[str]) -> list[str]:
+        requests = [{"prompt": prompt} for prompt in prompts]
+        answers = pipe.generate_batch(requests, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
+        return [generation.text.strip() for generation in answers]
 
-    def every(prompts: Sequence[str]) -> Iterator[str]:
-        for start in range(0, len(prompts), batch):
-            requests = [{"prompt": prompt} for prompt in prompts[start : start + batch]]
-            answers = pipe.generate_batch(requests, max_new_tokens=MAX_NEW_TOKENS, temperature=0.0)
-            yield from (generation.text.strip() for generation in answers)
-
-    return lambda prompts: list(every(prompts))
+    return answer
 
 
 def accuracy_table(report: dict[str, float]) -> Table:
-    """One line per kind of text."""
     rows = [{"kind": name, "percent": 100 * share} for name, share in report.items()]
     columns: list[Column] = [("held-out texts", "{kind}"), ("right", "{percent:.1f} %")]
     return make_table(columns, rows, title="greedy decoding, texts never trained on")

@@ -186,7 +186,6 @@ def _pad_token(tokenizer: Any) -> Iterator[None]:
 
 
 def _plain_text(prompt: Any, pictures: Sequence[Any], clips: Sequence[Any]) -> str:
-    """The prompt of a request that no chat template renders."""
     if isinstance(prompt, str) and not pictures and not clips:
         return prompt
     raise UserError("chat messages, images and videos need a chat template: got chat_template=False")

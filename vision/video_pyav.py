@@ -5,13 +5,15 @@ from contextlib import ExitStack
 from fractions import Fraction
 
 import av
+import numpy as np
 from av.container import InputContainer
+from av.filter import Graph
+from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.vision.display_matrix import display_matrix
 from mmspec.vision.images import composite_on_white
 from mmspec.vision.media import MediaSource
 from mmspec.vision.video_container import SEEKABLE, PacketScan, open_video
@@ -25,6 +27,9 @@ TimedFrames = list[tuple[Fraction, Image.Image]]
 # A file counts as truncated if its packets end earlier than declared by more than both of these.
 _TOLERANCE_SECONDS = Fraction(1, 2)
 _TOLERANCE_FRACTION = Fraction(1, 100)
+
+_DISPLAY_MATRIX = 6  # AV_FRAME_DATA_DISPLAYMATRIX of libavutil/frame.h
+_OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
 
 
 def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction]:
@@ -203,7 +208,7 @@ def _to_upright_rgb(frame: VideoFrame) -> Image.Image:
         image = composite_on_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    matrix = display_matrix(frame)
+    matrix = _display_matrix(frame)
     if matrix is None:
         return image
     # ISO 14496-12, 8.5.2: (x, y, 1) times the matrix, 16.16 fixed point: x' = a x + c y, y' = b x + d y.
@@ -217,3 +222,34 @@ def _to_upright_rgb(frame: VideoFrame) -> Image.Image:
     if d < 0:
         image = image.transpose(turn.FLIP_TOP_BOTTOM)
     return image
+
+
+def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
+    """The 9 values of a frame's display matrix, or None if it has none.
+
+    PyAV's `frame.side_data` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19) and
+    raises on types of side data that PyAV does not list. FFmpeg's `sidedata` filter removes all other types first.
+    """
+    if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
+        return None
+    stripped = _filtered(frame, [f"mode=delete:type={kind}" for kind in _OTHER_SIDE_DATA])
+    assert stripped is not None
+    matrix = stripped.side_data.get("DISPLAYMATRIX")
+    assert isinstance(matrix, SideData)
+    return np.frombuffer(bytes(matrix), np.int32)
+
+
+def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
+    """Apply FFmpeg's `sidedata` filter once per step; returns None if a step drops the frame."""
+    graph = Graph()
+    source = graph.add_buffer(
+        width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
+    )
+    graph.link_nodes(source, *(graph.add("sidedata", step) for step in steps), graph.add("buffersink")).configure()
+    graph.push(frame)
+    try:
+        filtered = graph.pull()
+    except av.BlockingIOError:
+        return None
+    assert isinstance(filtered, VideoFrame)
+    return filtered

@@ -1,14 +1,5 @@
 """mmspec as a model of EleutherAI's lm-evaluation-harness, registered by an entry point.
 
-    lm-eval run --model mmspec --model_args pretrained=tiny-hybrid,drafter=auto --tasks gsm8k --batch_size 4
-
-Harness releases up to 0.4.13 do not load entry points; use ``python -m mmspec.eval lm_eval_model`` instead of
-``lm-eval``.
-
-``model_args``: ``pretrained`` (as ``model`` of ``mmspec.load``), ``drafter`` (``none`` for plain decoding), ``nodes``
-(draft tokens per step; adaptive by default), ``device``, ``dtype``, and the options of the harness's ``hf`` model that
-do not load the model.
-
 Only decoding is replaced: the harness prepares prompts, batches and transformers' ``generate``, whose decoding method
 is ours, and it computes likelihoods by plain passes of the same model.
 """

@@ -1,10 +1,6 @@
 """mmspec as a model of lmms-eval, registered by an entry point.
 
-    lmms-eval --model mmspec --model_args pretrained=llava-hf/llava-1.5-7b-hf,drafter=auto --tasks pope --batch_size 1
-
-``model_args``: ``pretrained`` (as ``model`` of ``mmspec.load``), ``drafter`` (``none`` for plain decoding), ``nodes``
-(draft tokens per step; adaptive by default), ``device``, ``dtype``, ``frames`` (per video). Acceptance over all
-requests is logged at the end. This module imports lmms-eval only when its registry calls ``manifest``.
+This module imports lmms-eval only when its registry calls ``manifest``.
 """
 
 from __future__ import annotations

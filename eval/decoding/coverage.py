@@ -65,7 +65,6 @@ class Model:
         return Path(self.name).stem if self.kind == PUBLISHED else self.name
 
     def config(self) -> PreTrainedConfig:
-        """The cut configuration."""
         return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
 
     def build(self) -> PreTrainedModel:
@@ -127,7 +126,6 @@ class Outcome:
     note: str = ""
 
     def row(self, model: Model) -> dict[str, Any]:
-        """As a JSON object."""
         return {"kind": model.kind, "name": model.label, **asdict(self)}
 
 

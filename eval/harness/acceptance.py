@@ -34,7 +34,6 @@ class AcceptanceStats:
     equal: int = 0
 
     def add(self, group: Hashable, stats: Stats, equal: bool) -> None:
-        """Add a request."""
         self.groups.append(group)
         self.tokens.append(sum(stats.accept_lengths))
         self.steps.append(stats.num_spec_steps)

@@ -66,9 +66,6 @@ def tree_sizes(drafter: Drafter, nodes: str) -> dict[str, int]:
 class ProfiledDrafter(Wrapper):
     """A drafter wrapper that counts and times ``propose``.
 
-    Args:
-        drafter: the drafter that all calls go to.
-
     Attributes:
         proposals, seconds: drafted trees and the time they took, ``begin`` left out.
     """

@@ -1,4 +1,4 @@
-"""``mmspec serve`` in a process of its own, and clients that load it."""
+"""``mmspec serve`` or ``demo`` in a process of its own, and clients that load the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunningServer:
     """A server process.
 
     Attributes:
-        url: base URL of its API.
+        url: address that it prints: base URL of the API, or the page.
         pid: of the process.
     """
 
@@ -36,23 +36,24 @@ class RunningServer:
 
 
 @contextmanager
-def serving(**options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` on a free port.
+def serving(command: str, **options: Any) -> Iterator[RunningServer]:
+    """Run ``mmspec serve`` or ``demo`` on a free port.
 
     Args:
+        command: its name.
         **options: of the command; None leaves an option out.
 
     Raises:
         UserError: the server does not start, with its own message.
     """
     arguments = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
-    command = [sys.executable, "-c", "import sys; from mmspec.cli import main; sys.exit(main())", "serve", "--port=0"]
-    command += [f"--{name}={value}" for name, value in arguments.items()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    program = [sys.executable, "-m", "mmspec", command, "--port=0"]
+    program += [f"--{name}={value}" for name, value in arguments.items()]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            match = re.search(r"http://\S+/v1", process.stdout.readline())
+            match = re.search(r"http://\S+", process.stdout.readline())
             if match is None:
                 lines = process.stderr.read().strip().splitlines()
                 raise UserError(lines[-1].removeprefix("error: ") if lines else "the server did not start")

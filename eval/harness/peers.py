@@ -1,14 +1,32 @@
-"""Other engines as baselines: they decode the same GGUF file."""
+"""Other engines as baselines: they decode the same GGUF file, llama.cpp in a server, OpenVINO GenAI in this process."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from http.client import HTTPConnection, HTTPException
+from typing import Any, Protocol
+
+import numpy as np
 
 from mmspec import plugins
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.targets.gguf import file_in
+
+CONTEXT = 8192
+"""Tokens of a prompt and its answer."""
+
+_HOST = "127.0.0.1"
+_COMPLAINT = re.compile(r"^(?!.* exiting ).*(error|fail|couldn't)", re.IGNORECASE)
+_TIMEOUT = 600.0  # seconds, for loading the model and for each request
 
 
 @dataclass(frozen=True)
@@ -46,3 +64,130 @@ def gguf_file(engine: str, model: str) -> str:
     if file is None:
         raise UserError(f"{engine} decodes GGUF files: expected a model of that format, received {model!r}")
     return str(file)
+
+
+class LlamaServer:
+    """A llama-server process with one slot. It caches no prompt: every request pays for its prefill.
+
+    Args:
+        program: its path.
+        model: a GGUF file, or a name that stands for one.
+        threads: of prefill and decoding.
+        speculation: its ``--spec-type``, and further options after blanks; empty for plain decoding.
+
+    Raises:
+        UserError: the model is not a GGUF file, or the server does not start.
+    """
+
+    def __init__(self, program: str, model: str, threads: int, speculation: str = "") -> None:
+        file = gguf_file("llama.cpp", model)
+        with socket.socket() as unused:
+            unused.bind((_HOST, 0))
+            self._port = unused.getsockname()[1]
+        options: dict[str, Any] = {"host": _HOST, "port": self._port, "model": file, "ctx-size": CONTEXT}
+        options |= {"parallel": 1, "threads": threads, "threads-batch": threads, "cache-ram": 0}
+        command = [program, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+        command += ["--spec-type", *speculation.split()] if speculation else []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        weakref.finalize(self, self._log.close)
+        with explained(f"cannot run {program}", OSError):
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
+            )
+        weakref.finalize(self, _end, self._process)
+        self._wait_until_loaded()
+
+    def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
+        """Decode a prompt of token ids.
+
+        Raises:
+            UserError: the server refuses the request, or has ended.
+        """
+        request: dict[str, Any] = {"prompt": list(prompt), "n_predict": max_new_tokens, "ignore_eos": ignore_eos}
+        request |= {"samplers": ["top_k"], "top_k": 1, "cache_prompt": False, "return_tokens": True}
+        try:
+            status, reply = self._ask("/completion", request)
+        except (OSError, HTTPException) as error:
+            raise self._failure("did not answer") from error
+        if status != 200:
+            raise UserError(f"llama-server refused a request of {len(prompt)} tokens: {reply['error']['message']}")
+        return Completion(reply["tokens"], reply["timings"]["predicted_ms"] / 1000)
+
+    def _wait_until_loaded(self) -> None:
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline and self._process.poll() is None:
+            with contextlib.suppress(OSError, HTTPException):  # before it listens
+                if self._ask("/health")[0] == 200:
+                    return
+            time.sleep(0.05)
+        raise self._failure("did not load the model")
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        """Status and JSON value of a reply; a body is posted."""
+        connection = HTTPConnection(_HOST, self._port, timeout=_TIMEOUT)
+        try:
+            content = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            return reply.status, json.loads(reply.read())
+        finally:
+            connection.close()
+
+    def _failure(self, what: str) -> UserError:
+        """The error for a server that does not answer, with the last complaint in its log."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1)  # for the status of a process that is ending
+        _end(self._process)
+        self._log.seek(0)
+        lines = list(filter(None, map(str.strip, self._log.read().decode(errors="replace").split("\n"))))
+        complaints = [line for line in lines if _COMPLAINT.search(line)] or lines or ["no message"]
+        return UserError(f"llama-server {what} and ended with status {self._process.returncode}: {complaints[-1]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+LOOKUP = "lookup"
+
+
+class OpenVino:
+    """A pipeline of OpenVINO GenAI on the CPU, with its own default precision.
+
+    Args:
+        model: a GGUF file, or a name that stands for one.
+        threads: of prefill and decoding.
+        speculation: ``"lookup"``, its prompt lookup, with 5 candidates after 3 tokens, as in its documentation; empty
+            for plain decoding.
+
+    Raises:
+        UserError: it is not installed or cannot read the weights, the model is not a GGUF file, or the speculation is
+            another.
+    """
+
+    def __init__(self, model: str, threads: int, speculation: str = "") -> None:
+        file = gguf_file("OpenVINO", model)
+        if speculation not in ("", LOOKUP):
+            raise UserError(f"openvino's speculation must be {LOOKUP}: got {speculation!r}")
+        try:
+            import openvino
+            import openvino_genai
+        except ImportError as error:
+            raise UserError("the method openvino needs OpenVINO GenAI: run pip install 'mmspec[peers]'") from error
+        self._tensor = openvino.Tensor
+        self._lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3} if speculation else {}
+        options: dict[str, Any] = {"prompt_lookup": True} if speculation else {}
+        with explained(f"OpenVINO cannot load {file}", RuntimeError):
+            self._pipeline = openvino_genai.LLMPipeline(file, "CPU", INFERENCE_NUM_THREADS=threads, **options)
+
+    def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:
+        """Decode a prompt of token ids; every request pays for its prefill."""
+        config = self._pipeline.get_generation_config()
+        wanted = {"max_new_tokens": max_new_tokens, "do_sample": False, "ignore_eos": ignore_eos, **self._lookup}
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        result = self._pipeline.generate(self._tensor(np.array([prompt], dtype=np.int64)), config)
+        (tokens,), times = result.tokens, result.perf_metrics
+        milliseconds = times.get_generate_duration().mean - times.get_ttft().mean
+        return Completion(list(tokens), milliseconds / 1000)

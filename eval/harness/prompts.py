@@ -22,12 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from mmspec.ssm.texts import example
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import one_image
-from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
 from mmspec.vision.video import Video
 
@@ -86,11 +84,6 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
         prompt = "Describe the image." if index % 2 else example.turns[0][0]
         requests.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
     return requests
-
-
-def picture(scene: Scene) -> Image.Image:
-    """The image of a scene."""
-    return Image.fromarray(draw(scene))
 
 
 def video(scenes: list[Scene]) -> Video:

@@ -19,8 +19,7 @@ from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
-from mmspec.eval.harness.interleaved import rotated
-from mmspec.eval.harness.memory import peak_memory, reset_peak_memory
+from mmspec.eval.harness.measuring import peak_memory, reset_peak_memory, rotated
 from mmspec.eval.harness.peers import Peer
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
@@ -54,7 +53,7 @@ class TimedBatch:
         stats: of each row. For transformers they hold acceptance lengths only. None for its batches and other engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``mmspec.eval.harness.memory``; None for other engines.
+        memory: peak memory in bytes, see ``mmspec.eval.harness.measuring``; None for other engines.
     """
 
     answers: list[list[int]]

@@ -7,10 +7,10 @@ kernel is checked against its torch reference before it is timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
-from mmspec.eval.harness.interleaved import interleaved_medians
+from mmspec.eval.harness.measuring import interleaved_medians
 from mmspec.eval.scale_up.axes import Shape
 from mmspec.ssm import ops as mamba_ops
 
@@ -49,18 +49,9 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
 
 
-@contextmanager
-def reference_kernels() -> Iterator[None]:
-    """Use the torch reference of every operation."""
-    before = os.environ.get("MMSPEC_KERNELS")
-    os.environ["MMSPEC_KERNELS"] = "reference"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["MMSPEC_KERNELS"]
-        else:
-            os.environ["MMSPEC_KERNELS"] = before
+def reference_kernels() -> Any:
+    """A context in which the torch reference of every operation runs."""
+    return mock.patch.dict(os.environ, {"MMSPEC_KERNELS": "reference"})
 
 
 def check_against_reference(run: Callable[[], Tensor], tolerance: float = 0.0) -> None:

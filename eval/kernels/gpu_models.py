@@ -25,7 +25,7 @@ from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.harness.timing import TRANSFORMERS, DecodingOptions, Method, run_interleaved
 from mmspec.eval.kernels.gpu_kernels import binary_tree, median_seconds
 from mmspec.eval.scale_up.axes import Shape
-from mmspec.eval.scale_up.pipeline import scaled_pipeline
+from mmspec.eval.scale_up.drafters import scaled_pipeline
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 

@@ -1,18 +1,23 @@
-"""Scaled-up drafters, which draft the same trees. See ``mmspec.eval.scale_up.axes``."""
+"""Scaled-up drafters, which draft the same trees, and pipelines with them. See ``mmspec.eval.scale_up.axes``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import mmspec
 from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError
+from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
-from mmspec.eval.scale_up.models import layer_in, shape_of
+from mmspec.eval.scale_up.models import layer_in, scale_up, shape_of
+from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDNetwork
@@ -183,3 +188,29 @@ def _cell(weights: Weights, small: dict[str, Tensor], stream: Axis, both: Axis) 
     yield "cell.out.weight", out
     for part, factor in (("weight", scale), ("bias", 1.0)):
         yield f"cell.norm.{part}", weights.vector(small[f"cell.norm.{part}"], torch.Size([stream.size]), stream, factor)
+
+
+def scaled_pipeline(
+    model: str, shape: Shape, drafters: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Pipeline, dict[str, Drafter]]:
+    """A model in a big shape, without a drafter, and its drafters by label, scaled up if they have a network.
+
+    Args:
+        drafters: as for ``parse_drafters``.
+        device: the big model's.
+    """
+    small = mmspec.load(model, drafter=None, dtype="float32", device="cpu")
+    big = scale_up(small.model, shape, device=device, dtype=dtype)
+    scaled = {
+        label: scale_up_drafter(drafter, small.model, big)
+        for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
+    }
+    gc.collect()  # the small model
+    return Pipeline(type(small.target)(big), small.io, name=model), scaled
+
+
+def prompt_tokens(pipe: Pipeline, request: Mapping[str, Any]) -> int:
+    """KV slots that a prompt fills: masked tokens are not kept."""
+    prompt = pipe.encode([request])
+    length = prompt.input_ids.shape[1]
+    return length if prompt.attention_mask is None else int(prompt.attention_mask.sum())

@@ -61,21 +61,19 @@ def scale_up(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
-    filler: int | None = None,
 ) -> PreTrainedModel:
     """Build the model in a bigger shape, on the device and tensor by tensor, without additional memory.
 
     Args:
         model: a Llama or Bamba model, or a LLaVA of either; its vision tower keeps its size.
         shape: of the big language model.
-        filler: a token that the model never emits, which added tokens copy; None takes the padding token.
 
     Raises:
         UserError: another architecture, or a shape with a smaller size or too few heads or layers.
     """
     small = model.config.get_text_config()
     config = _config(model.config, shape)
-    features = FeatureMap(small, shape, small.pad_token_id if filler is None else filler)
+    features = FeatureMap(small, shape)
     with torch.device("meta"):
         big = type(model)(config)
     decoder: Any = big.get_decoder()
@@ -147,20 +145,15 @@ def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class FeatureMap:
-    """Axes of all weights of a scaled-up language model.
+    """Axes of all weights of a scaled-up language model."""
 
-    Args:
-        config: of the small model.
-        shape: of the big model.
-        filler: the token that added tokens copy.
-    """
-
-    def __init__(self, config: Any, shape: Shape, filler: int) -> None:
+    def __init__(self, config: Any, shape: Shape) -> None:
         small = shape_of(config)
         self.stream = grow_axis(small.hidden, shape.hidden, "hidden", True, stream=True)
         self.mlp = grow_axis(small.mlp, shape.mlp, "mlp")
         tokens = grow_axis(small.vocab, shape.vocab, "vocab").source
-        self.vocab = make_axis(torch.where(tokens < 0, filler, tokens), small.vocab)
+        # Added tokens copy padding, which the model never emits.
+        self.vocab = make_axis(torch.where(tokens < 0, config.pad_token_id, tokens), small.vocab)
         rotary = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
         self.heads: HeadAxes = grow_heads(small, shape, rotary)
         self.norm_scale = (small.hidden / shape.hidden) ** 0.5
@@ -252,7 +245,6 @@ def layer_in(big: Shape, layer: int, small: Shape) -> int:
 
 
 def _attention_layers(shape: Shape) -> list[bool]:
-    """Whether each layer has attention."""
     attending = range(shape.layers) if shape.mamba is None else shape.mamba.attending
     return [layer in attending for layer in range(shape.layers)]
 

@@ -6,7 +6,6 @@ conversation, a run can be resumed, and several machines can share one.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,11 +17,8 @@ import transformers
 import mmspec
 from mmspec.compare import first_difference
 from mmspec.engine.calibrate import cost_table, describe
-from mmspec.engine.stats import Stats
 from mmspec.errors import first_line
-from mmspec.eval.harness.llama_server import LlamaServer
-from mmspec.eval.harness.openvino import OpenVino
-from mmspec.eval.harness.peers import Peer
+from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
@@ -32,7 +28,6 @@ from mmspec.eval.suite.tasks import TASKS
 from mmspec.pipeline import Pipeline
 
 _WARM_UP_TOKENS = 64
-_STATS_FIELDS = tuple(field.name for field in dataclasses.fields(Stats))
 
 
 class Evaluator:
@@ -65,7 +60,6 @@ class Evaluator:
 
     @property
     def visual(self) -> bool:
-        """Whether the model takes images."""
         return self.pipe.io.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +168,7 @@ def _method_results(
             "answers": first.answers,
             "texts": [pipe.io.decode(answer).strip() for answer in first.answers],
             "seconds": [batch.seconds for batch in rounds],
-            "stats": [{name: getattr(stats, name) for name in _STATS_FIELDS} for stats in first.stats],
+            "stats": [dict(vars(stats)) for stats in first.stats],
             "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
             "equal": equal,
             "differences": differences,

@@ -1,17 +1,9 @@
-"""Decoding methods of a ``--methods`` option.
+"""Decoding methods of a ``--methods`` option; ``docs/evaluation.md`` lists them.
 
-    generate            transformers' plain decoding
-    lookup              transformers' prompt lookup
-    assisted:FOLDER     transformers' assisted decoding, with a small model of the same vocabulary
-    llama.cpp           llama.cpp's plain decoding of the same GGUF file, greedy, one request at a time
-    llama.cpp:TYPE      its speculation: TYPE is a --spec-type of llama-server, and further options after blanks
-    openvino            OpenVINO GenAI's plain decoding of the same GGUF file, likewise
-    openvino:lookup     its prompt lookup
-    none                our plain decoding
-    SPEC[@SHAPE]        our speculative decoding; SPEC is a drafter as for ``mmspec.load``, or new:NAME, which ignores
-                        the checkpoint in the target's folder; SHAPE is ``tree`` (default, adaptive size), a number of
-                        nodes, ``chain`` (adaptive length) or ``chainN``
-    SPEC[@SHAPE]~NATS   the same with lossy acceptance, see ``SamplingParams``; rows of tables say so
+    generate, lookup, assisted:FOLDER           transformers
+    llama.cpp[:TYPE], openvino[:lookup]         other engines, on the same GGUF file
+    none, SPEC[@SHAPE][~NATS]                   ours: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
+                                                tree, a number of nodes, chain or chainN
 
 Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. ``auto`` is all methods
 that need nothing but the target's folder.

@@ -30,12 +30,7 @@ COLUMNS = (
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
-    """Write ``report.md`` and its ``plots/``.
-
-    Args:
-        summary: content of ``summary.json``.
-        folder: of the run.
-    """
+    """Write ``report.md`` and its ``plots/``."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += _pictures(rows, folder)

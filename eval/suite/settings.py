@@ -44,7 +44,6 @@ class SuiteSettings(Checked):
     llama_server: str | None = option(None, settable(TEXT))
 
     def samples(self, task: str) -> list[Sample]:
-        """The samples of one of the tasks."""
         from mmspec.eval.suite.tasks import TASKS
 
         return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit, self.frames)

@@ -23,10 +23,6 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """A row of figures per task (and over all tasks, if several), temperature, batch size and method.
 
-    Args:
-        records: of a run.
-        samples, scorers: by task.
-
     Returns:
         Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate``, over our
         plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap

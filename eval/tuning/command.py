@@ -47,7 +47,7 @@ def tune(model: str, prompts: Path, minutes: float, drafters: str, sizes: str, a
 
     from mmspec.cli.session import open_pipeline
     from mmspec.eval.harness.timing import DecodingOptions
-    from mmspec.eval.tuning.prompts import read_requests
+    from mmspec.eval.tuning.race import read_requests
 
     requests = read_requests(prompts)
     decoding = DecodingOptions(options.pop("max_new_tokens"), options.pop("temperature"))

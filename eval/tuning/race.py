@@ -1,4 +1,4 @@
-"""Which drafter and tree size are fastest on some prompts, within a time limit.
+"""Which drafter and tree size are fastest on a user's prompts, within a time limit.
 
 All methods decode the same prompts, interleaved; a method that is slower than the fastest one by more than chance drops
 out, so that most of the time goes to those that are close. Each prompt is decoded once: a drafter that learns from
@@ -9,13 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter as clock
 from typing import Any
 
+from mmspec.errors import UserError, explained
 from mmspec.eval.harness.intervals import median_interval
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, run_interleaved
+from mmspec.eval.suite.tasks.rows import rows_of
 from mmspec.pipeline import Pipeline
+
+
+def read_requests(path: Path) -> list[dict[str, Any]]:
+    """Requests of a file: a text file has a prompt per line; a ``.jsonl`` file an object per line, with ``prompt`` (or
+    ``turns``, of which the first is taken), and ``images`` and ``videos``, files beside it, if any.
+
+    Raises:
+        UserError: an unreadable file or row, or none at all.
+    """
+    if path.suffix == ".jsonl":
+        requests = [_request(row) for row in rows_of(path)]
+    else:
+        with explained(f"{path}: expected a text file in UTF-8", OSError, UnicodeDecodeError):
+            lines = path.read_text("utf-8-sig").splitlines()
+        requests = [{"prompt": line} for line in lines if line.strip()]
+    if not requests:
+        raise UserError(f"{path}: expected at least one prompt, received none")
+    return requests
+
+
+def _request(row: Any) -> dict[str, Any]:
+    texts = row.texts("turns" if "turns" in row.values else "prompt")
+    return {"prompt": texts[0], "images": list(row.images("images")), "videos": list(row.videos("videos"))}
+
 
 _FEWEST = 4  # prompts that may show a small difference
 _CLEARLY = 0.9  # speed against the fastest at which two do

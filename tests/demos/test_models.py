@@ -13,9 +13,9 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos import turns
-from mmspec.demos.models import LoadedModel, ModelCache, label
+from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import race
-from mmspec.demos.streaming import StreamedAnswer, stream_answer
+from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -99,7 +99,7 @@ def test_requests_do_not_share_learned_drafts():
     assert isinstance(table, Recycle)
     assert table.entries == 0
     assert loaded.pipeline("none").drafter is None
-    assert [label(loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")] == [
+    assert [resolved("auto", loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")] == [
         "recycle",
         "none",
         "recycle+ngram",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -66,3 +67,10 @@ def test_other_drafts_are_refused(clock):
     pipes = pipeline(clock, 1.0, [2, 1], False), pipeline(clock, 1.0, [1, 1, 1], True)
     with pytest.raises(UserError, match=r"^times compare the same drafts"):
         adaptation.cost(pipes, [{"prompt": 1}], {})
+
+
+def test_subjects_are_the_first_turns_of_files(tmp_path):
+    lines = [json.dumps({"question_id": k, "category": "c", "turns": [f"first {k}", "second"]}) for k in range(3)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    found = adaptation.texts((tmp_path / "sums.jsonl",), 2)
+    assert [request["prompt"] for request in found["sums"]] == ["first 0", "first 1"]

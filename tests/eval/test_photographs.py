@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from mmspec.eval import photographs
-from mmspec.eval.pictures import blank
+from mmspec.eval.pictures.picture import blank_pictures
 from mmspec.eval.suite.tasks import TASKS, pictures
 from mmspec.vision.pictures import fetching
-from mmspec.vision.pictures.listing import Package, Photograph
+from mmspec.vision.pictures.fetching import Package, Photograph
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def listed(tmp_path, monkeypatch):
         Package("npm", "here", "1", (Photograph("cat", "cat.png", digest, ("cat",), ("animal",), "animal"),)),
         Package("npm", "gone", "1", (Photograph("car", "car.png", digest, ("car",), group="vehicle"),)),
     ]
-    blanks = blank.blank_pictures()[:2]
+    blanks = blank_pictures()[:2]
     for module in (photographs, pictures):
         monkeypatch.setattr(module, "photograph_packages", lambda: packages)
     monkeypatch.setattr(photographs, "blank_pictures", lambda: blanks)

@@ -8,9 +8,10 @@ import torch
 import mmspec
 from mmspec import UserError
 from mmspec.vision.embedded import samples, tiny_llava
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.reading import read_objects
 from mmspec.vision.scenes.scene import sample_scene, seeded
-from mmspec.vision.training.accuracy import FIRST_SCENE, picture
+from mmspec.vision.training.accuracy import FIRST_SCENE
 
 SCENES = [sample_scene(seeded("heldout", FIRST_SCENE + 9000 + k), sign_share=0.0) for k in range(12)]
 

@@ -25,9 +25,8 @@ from mmspec.drafters.eagle3 import published as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd.config import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd.drafter import LAYOUT, MSD
 from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.drafters.msd.published import LAYOUT
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs

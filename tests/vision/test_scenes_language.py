@@ -7,13 +7,14 @@ import re
 import pytest
 
 from mmspec.vision.scenes.captions import brief, caption, listing
-from mmspec.vision.scenes.chat import invention, small_talk
 from mmspec.vision.scenes.clips import ask_clip, describe_clip, sample_clip
 from mmspec.vision.scenes.conversations import (
     describe_prompt,
+    invention,
     one_image,
     questions_only,
     several_images,
+    small_talk,
     video,
     words_only,
 )

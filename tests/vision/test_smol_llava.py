@@ -17,9 +17,10 @@ from mmspec.targets.completed import LABELS
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.efficientnet import lite0
 from mmspec.vision.embedded import photograph, samples, smol_llava
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.reading import read_objects
 from mmspec.vision.scenes.scene import sample_scene, seeded
-from mmspec.vision.training.accuracy import FIRST_SCENE, picture
+from mmspec.vision.training.accuracy import FIRST_SCENE
 from tests.compiled import needs_kernels
 
 missing = [name for name in (*smol_llava.packages, "gguf", "accelerate") if find_spec(name) is None]

@@ -30,9 +30,9 @@ from mmspec.vision.scenes.drawing import draw
 from mmspec.vision.scenes.scene import Item, Scene, Sign, sample_dense, seeded
 from mmspec.vision.training.picture_batches import VISUAL_TOKENS, collate, conversation_kinds, drawn, enlarged
 from mmspec.vision.training.smol import SHARES, class_labels, stages, statistics_pictures
-from mmspec.vision.training.smol_export import IMAGE, chat_format, make_processor
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.smol_tasks import ConversationsTask, WordsTask
+from mmspec.vision.training.smol_tasks import CHAT_FORMAT, IMAGE, WordsTask, conversation_task, make_processor
+from mmspec.vision.training.task import ConversationTask
 from mmspec.vision.training.text import encode
 from mmspec.vision.training.words import class_words, phrase, picture_words, scene_words, word_loss
 
@@ -147,7 +147,7 @@ def test_training_prompt_equals_the_processors_prompt(language: tuple[Any, Any])
         chat += [{"role": "user", "content": parts}, {"role": "assistant", "content": reply}]
     text = processor.apply_chat_template(chat)
     inputs = processor(text=text, images=[draw(scene) for scene in example.scenes], return_tensors="pt")
-    ids, answers = encode(example, language[1], chat_format())
+    ids, answers = encode(example, language[1], CHAT_FORMAT)
     assert inputs["input_ids"][0].tolist()[: len(ids)] == ids  # the template's ends with a line break
     predicted = language[1].decode([token for token, is_answer in zip(ids, answers, strict=True) if is_answer])
     assert predicted == "".join(f"{text}<|im_end|>" for _, text in example.turns)
@@ -176,7 +176,7 @@ def test_matrices_of_tower_and_language_model_are_neither_trained_nor_saved(
     assert {parameters[name].dtype for name in trained} == {torch.float32}
     words = {id(p) for p in WordsTask(network, language[1], library).optimisers.parameters}
     assert words == {id(parameters[name]) for name in connector}
-    task = ConversationsTask(network, language[1], library)
+    task = conversation_task(network, language[1], library)
     assert {id(p) for p in task.optimisers.parameters} == {id(parameters[name]) for name in trained}
     network.train()
     assert not any(module.training for module in network.model.model.vision_tower.modules())
@@ -186,7 +186,7 @@ def test_what_is_exported_equals_the_network(
     network: SmolLlava, language: tuple[Any, Any], library: list[Picture]
 ) -> None:
     """Its loss is that of transformers' own forward with the folded connector."""
-    task = ConversationsTask(network, language[1], library)
+    task = conversation_task(network, language[1], library)
     network.model.float()
     rows = [row for name in ("both", "image") for row in _rows(task, name, 3)]
     batch = collate(rows, language[1].pad_token_id)
@@ -199,12 +199,12 @@ def test_what_is_exported_equals_the_network(
     assert ours == pytest.approx(theirs.item(), abs=1e-3)
 
 
-def _rows(task: ConversationsTask, name: str, count: int) -> Any:
+def _rows(task: ConversationTask, name: str, count: int) -> Any:
     from mmspec.vision.training.batches import held_out_examples
 
     kind = conversation_kinds(pictures())[name]
     # All small stamps may be in the training set.
-    return held_out_examples(type(kind)(kind.make, kind.batch, kind.share), task.encode, count)
+    return held_out_examples(type(kind)(kind.make, kind.batch, kind.share), task.sampler.encode, count)
 
 
 def test_an_imagined_class_moves_features_along_its_covariance(

@@ -5,10 +5,8 @@ folders are not followed. Batches depend only on the file names, so that a resum
 machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches finish; at the
 end they are sorted by file name and renamed to ``OUT``.
 
-A line contains the file's size and modification time and all settings that can change its text. When a run is resumed,
-changed files are captioned again, lines of deleted files are kept, and different settings raise an error. A file that
-cannot be captioned gets a line with ``error`` instead of ``text``; it is retried once the file has changed. So are
-broken links, links to folders, and folders that cannot be read.
+A line contains the file's size and modification time and all settings that can change its text, which a resumed run
+compares; ``mmspec caption`` says how.
 """
 
 from __future__ import annotations

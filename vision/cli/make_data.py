@@ -18,8 +18,8 @@ from mmspec.checks import POSITIVE, SHARE
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.distil import data
 from mmspec.distil.options import RunOptions
-from mmspec.errors import UserError
-from mmspec.files import write_text
+from mmspec.errors import UserError, explained
+from mmspec.files import check_settings, write_text
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -143,22 +143,12 @@ class Dataset:
         if not resume:
             self.path.unlink(missing_ok=True)
         if self.path.exists():
-            self._check_settings(settings)
+            if (out / SETTINGS).exists():
+                with explained(f"{out / SETTINGS}: expected the settings of a run", ValueError):
+                    before = json.loads((out / SETTINGS).read_text())
+                check_settings(out, before, settings)
             self._load()
         write_text(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
-
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        try:
-            before = json.loads((self.out / SETTINGS).read_text())
-        except FileNotFoundError:
-            return
-        except ValueError as error:
-            raise UserError(f"{self.out / SETTINGS}: expected the settings of a run, received {error}") from error
-        if before != settings:
-            raise UserError(
-                f"{self.path} holds answers made with {before}: expected the same, received {settings}; give another "
-                "--out or --no-resume"
-            )
 
     def _load(self) -> None:
         """Reads the ids of existing records, and removes an incomplete last line."""
@@ -177,7 +167,6 @@ class Dataset:
             file.truncate(whole)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
-        """Appends records and flushes them to disk."""
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
         self.done.update(conversation.id for conversation in conversations)
         with self.path.open("a", encoding="utf-8") as file:
@@ -187,7 +176,6 @@ class Dataset:
 
 
 def _with_known_answers(job: PendingConversation) -> data.Conversation:
-    """The conversation with its reference answers."""
     for answer in job.known:
         job.add_answer(answer, None)
     return job.result()

@@ -62,10 +62,7 @@ class MSDOptions(Losses, HeadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FlashOptions(SlotLosses, MSDOptions):
-    """Options of ``mmspec train flash``, by default the best settings of ``python -m mmspec.eval flash``.
-
-    Trees come from one pass; MSD's are wider and take a pass per level.
-    """
+    """Options of ``mmspec train flash``. Trees come from one pass; MSD's are wider and take a pass per level."""
 
     passes: int = again(Passes, "passes", default=1)
     top_k: int = again(TreeOptions, "top_k", default=4)

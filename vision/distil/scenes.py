@@ -12,22 +12,22 @@ from PIL import Image
 from mmspec.distil.answering import PendingConversation
 from mmspec.files import atomic
 from mmspec.vision.pictures.compose import Composed
-from mmspec.vision.pictures.conversations import PictureConversation, Pictures
+from mmspec.vision.pictures.conversations import Pictures
 from mmspec.vision.pictures.library import Picture
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import (
-    SceneConversation,
+    DrawnConversation,
     one_image,
     questions_only,
     several_images,
     video,
     words_only,
 )
-from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.video import Video
 
-Kinds = Mapping[str, tuple[Callable[[random.Random], SceneConversation | PictureConversation], float]]
+Kinds = Mapping[str, tuple[Callable[[random.Random], DrawnConversation], float]]
 """How each kind of conversation is drawn, and its share."""
 
 KINDS: Kinds = {
@@ -71,7 +71,8 @@ def training_conversations(indices: Iterable[int], out: Path, kinds: Kinds = KIN
 def _saved(scene: Any, path: Path) -> Path:
     if not path.exists():
         with atomic(path) as part:
-            Image.fromarray(scene.draw() if isinstance(scene, Composed) else draw(scene)).save(part, format="png")
+            image = Image.fromarray(scene.draw()) if isinstance(scene, Composed) else picture(scene)
+            image.save(part, format="png")
     return path
 
 
@@ -79,9 +80,8 @@ def caption_requests(count: int) -> Iterator[dict[str, Any]]:
     """Requests to caption training scenes, every fifth one a clip of 8 frames."""
     for index in range(count):
         if index % 5:
-            picture = Image.fromarray(draw(sample_scene(seeded("train", index))))
-            yield {"prompt": "Describe the image.", "images": [picture]}
+            yield {"prompt": "Describe the image.", "images": [picture(sample_scene(seeded("train", index)))]}
         else:
-            frames = [Image.fromarray(draw(scene)) for scene in sample_clip(seeded("train", index)).frames(8)]
+            frames = [picture(scene) for scene in sample_clip(seeded("train", index)).frames(8)]
             clip = Video(frames, [float(k) for k in range(8)], 8.0, "clip")
             yield {"prompt": "Describe the video.", "videos": [clip]}

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mmspec.vision.pictures.compose import BACKGROUNDS, Composed, Placed, background
 from mmspec.vision.pictures.library import Picture
 from mmspec.vision.pictures.nouns import ANIMALS, Noun, article, classes, general
-from mmspec.vision.scenes.conversations import BOTH, ORDINALS, casual, describe_prompt
+from mmspec.vision.scenes.conversations import BOTH, ORDINALS, DrawnConversation, casual, describe_prompt
 from mmspec.vision.scenes.wording import NUMBERS
 
 WEAK, STRONG = (4.0, 6.0), (8.0, 14.0)
 """Strengths of an imagined class about which captions are cautious, and certain."""
-
-
-@dataclass(frozen=True)
-class PictureConversation:
-    """A conversation about pictures, which come before the first user text.
-
-    Attributes:
-        scenes: the pictures, or the frames of a video.
-        turns: pairs of user text and answer.
-    """
-
-    scenes: tuple[Composed, ...]
-    turns: tuple[tuple[str, str], ...]
 
 
 def thing(placed: Placed) -> Noun:
@@ -87,7 +74,7 @@ class Pictures:
         photographs = self._by_source.get("photographs", [])
         self._views = [picture for picture in photographs if general(picture.noun.kind) in ("landscape", "building")]
 
-    def one(self, rng: random.Random) -> PictureConversation:
+    def one(self, rng: random.Random) -> DrawnConversation:
         """One picture: a caption, then questions; or questions alone."""
         at = rng.random()
         picture = self._nothing(rng) if at < 0.12 else self._several(rng) if at < 0.3 else self._single(rng)
@@ -95,17 +82,17 @@ class Pictures:
         if rng.random() < 0.8:
             turns.append((casual(describe_prompt(rng), rng), caption(picture)))
         turns += self._questions(picture, rng, rng.choice((0, 1, 2, 2)) if turns else 3)
-        return PictureConversation((picture,), tuple(turns or [(describe_prompt(rng), caption(picture))]))
+        return DrawnConversation((picture,), tuple(turns or [(describe_prompt(rng), caption(picture))]))
 
-    def imagined(self, rng: random.Random) -> PictureConversation:
+    def imagined(self, rng: random.Random) -> DrawnConversation:
         """One picture whose thing has the features of one of a thousand classes."""
         strength = rng.uniform(*(WEAK if rng.random() < 0.2 else STRONG))
         picture = self._single(rng, (rng.randrange(len(classes())), strength))
         turns = [(casual(describe_prompt(rng), rng), caption(picture))] if rng.random() < 0.8 else []
         turns += self._questions(picture, rng, rng.choice((0, 1, 2)) if turns else 2)
-        return PictureConversation((picture,), tuple(turns))
+        return DrawnConversation((picture,), tuple(turns))
 
-    def both(self, rng: random.Random) -> PictureConversation:
+    def both(self, rng: random.Random) -> DrawnConversation:
         """Two or three pictures of one thing each."""
         pictures = [self._single(rng) for _ in range(rng.choice((2, 2, 3)))]
         told = [
@@ -117,9 +104,9 @@ class Pictures:
         turns.append(
             (f"What is in the {ORDINALS[which]} picture?", f"It is {named(thing(pictures[which].things[0]))}.")
         )
-        return PictureConversation(tuple(pictures), tuple(turns))
+        return DrawnConversation(tuple(pictures), tuple(turns))
 
-    def clip(self, rng: random.Random, frames: int = 4) -> PictureConversation:
+    def clip(self, rng: random.Random, frames: int = 4) -> DrawnConversation:
         """Frames in which a thing moves, comes closer, goes away, stays, or gives way to another."""
         first = self._single(rng, size=(0.35, 0.5))
         [one], name = first.things, article(thing(first.things[0]).name)
@@ -140,7 +127,7 @@ class Pictures:
             moved = [one if 2 * k < frames else other for k in range(frames)]
             told = f"Then there is {article(thing(other).name)}."
         scenes = tuple(replace(first, things=(placed,)) for placed in moved)
-        return PictureConversation(
+        return DrawnConversation(
             scenes, ((casual(describe_prompt(rng, of_video=True), rng), f"The clip shows {name}. {told}"),)
         )
 

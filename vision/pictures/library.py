@@ -15,8 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.vision.pictures.fetching import located
-from mmspec.vision.pictures.listing import Package, listed_packages
+from mmspec.vision.pictures.fetching import Package, listed_packages, located
 from mmspec.vision.pictures.nouns import Noun, compound, general, noun
 
 STAMPS = Path("/usr/share/tuxpaint/stamps")

@@ -1,16 +1,71 @@
-"""Training conversations of one or more turns about images or a video."""
+"""Training conversations of one or more turns about images or a video, or without any."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from mmspec.vision.scenes.captions import brief, caption, listing
-from mmspec.vision.scenes.chat import invention, small_talk
 from mmspec.vision.scenes.clips import ask_clip, describe_clip, sample_clip
 from mmspec.vision.scenes.questions import ask
 from mmspec.vision.scenes.scene import Scene, sample_scene
+from mmspec.vision.scenes.vocabulary import COLOURS, SHAPES
 from mmspec.vision.scenes.wording import NUMBERS, capital
+
+SELF = "I am tiny-llava, a small model that describes drawings of coloured shapes, short texts and short videos."
+
+_SIDES = {
+    "circle": "A circle has no sides: it is round all the way.",
+    "square": "A square has four sides of the same length and four corners.",
+    "triangle": "A triangle has three sides and three corners.",
+    "star": "A star has five points.",
+    "cross": "A cross has four arms of the same length, like a plus sign.",
+    "diamond": "A diamond has four sides and stands on one of its corners.",
+    "ring": "A ring is a circle with a hole in the middle.",
+}
+
+_MIXED = {"orange": "red and yellow", "green": "blue and yellow", "purple": "red and blue", "pink": "red and white"}
+
+
+def small_talk(rng: random.Random) -> tuple[str, str]:
+    """Returns a question without an image and its answer."""
+    kind = rng.randrange(6)
+    if kind == 0:
+        question = rng.choice(("Who are you?", "What are you?", "Tell me about yourself.", "What is your name?"))
+        return question, SELF
+    if kind == 1:
+        question = rng.choice(("What can you do?", "How can you help me?", "Hello!", "Hi.", "Hello, how are you?"))
+        greeting = "Hello! " if question[0] == "H" and "?" not in question[:4] and "help" not in question else ""
+        return question, greeting + "Show me a picture or a short video of shapes and I will describe it."
+    if kind == 2:
+        shape = rng.choice(SHAPES)
+        question = rng.choice((f"What is a {shape}?", f"How many sides does a {shape} have?", f"Describe a {shape}."))
+        return question, _SIDES[shape]
+    if kind == 3:
+        colour = rng.choice(tuple(_MIXED))
+        question = rng.choice((f"How do I mix {colour}?", f"How do you make {colour}?"))
+        return question, f"Mix {_MIXED[colour]} to get {colour}."
+    if kind == 4:
+        question = rng.choice(("Which colours do you know?", "What colours do you know?"))
+        return question, "I know " + ", ".join(tuple(COLOURS)[:-1]) + " and pink."
+    question = rng.choice(("Which shapes do you know?", "What shapes do you know?"))
+    return question, "I know circles, squares, triangles, stars, crosses, diamonds and rings."
+
+
+def invention(rng: random.Random) -> tuple[str, str]:
+    """Returns a request to invent an image, and the caption of a random scene as its answer."""
+    question = rng.choice(
+        (
+            "Imagine a picture and describe it.",
+            "Invent a scene.",
+            "Make up a picture.",
+            "Write something.",
+            "Tell me a story.",
+        )
+    )
+    return question, caption(sample_scene(rng, sign_share=0.3), rng)
+
 
 DESCRIBE = (
     "Describe the image.",
@@ -76,16 +131,16 @@ ORDINALS = ("first", "second", "third")
 
 
 @dataclass(frozen=True)
-class SceneConversation:
-    """A conversation about scenes, whose images come before the first user text.
+class DrawnConversation:
+    """A conversation about drawn scenes or composed pictures, which come before the first user text.
 
     Attributes:
-        scenes: of the images, or of the frames of a video.
+        scenes: the images, or the frames of a video; of one kind.
         turns: pairs of user text and answer.
         at_rest: no object is between cells, so the perception task has labels.
     """
 
-    scenes: tuple[Scene, ...]
+    scenes: tuple[Any, ...]
     turns: tuple[tuple[str, str], ...]
     at_rest: bool = True
 
@@ -128,14 +183,14 @@ def casual(prompt: str, rng: random.Random) -> str:
     return prompt
 
 
-def lists_only(rng: random.Random) -> SceneConversation:
+def lists_only(rng: random.Random) -> DrawnConversation:
     """One image, its list of objects in fixed wording, and up to two questions."""
     scene = sample_scene(rng, sign_share=0.5)
     turns = [(rng.choice(LIST), listing(scene)), *_questions(scene, rng, rng.randint(0, 2))]
-    return SceneConversation((scene,), tuple(turns))
+    return DrawnConversation((scene,), tuple(turns))
 
 
-def one_image(rng: random.Random) -> SceneConversation:
+def one_image(rng: random.Random) -> DrawnConversation:
     """One image: usually a caption first, then questions."""
     scene = sample_scene(rng)
     draw = rng.random()
@@ -154,19 +209,19 @@ def one_image(rng: random.Random) -> SceneConversation:
         turns.append((casual(describe_prompt(rng), rng), caption(scene, rng)))
     if not turns:
         turns.append((describe_prompt(rng), caption(scene, rng)))
-    return SceneConversation((scene,), tuple(turns))
+    return DrawnConversation((scene,), tuple(turns))
 
 
-def questions_only(rng: random.Random) -> SceneConversation:
+def questions_only(rng: random.Random) -> DrawnConversation:
     """One image and four to seven questions without a caption."""
     while True:
         scene = sample_scene(rng)
         turns = _questions(scene, rng, rng.randint(4, 7))
         if turns:
-            return SceneConversation((scene,), tuple(turns))
+            return DrawnConversation((scene,), tuple(turns))
 
 
-def several_images(rng: random.Random) -> SceneConversation:
+def several_images(rng: random.Random) -> DrawnConversation:
     """Two or three simple images described in order, with a question about one of them."""
     scenes = tuple(_simple_scene(rng) for _ in range(rng.choice((2, 2, 3))))
     turns = []
@@ -184,10 +239,10 @@ def several_images(rng: random.Random) -> SceneConversation:
     if rng.random() < 0.4:
         background = scenes[which].background
         turns.append((f"What is the background of the {ORDINALS[which]} image?", capital(f"it is {background}.")))
-    return SceneConversation(scenes, tuple(turns))
+    return DrawnConversation(scenes, tuple(turns))
 
 
-def video(rng: random.Random, frames: int) -> SceneConversation:
+def video(rng: random.Random, frames: int) -> DrawnConversation:
     """A clip of `frames` frames: usually its description, sometimes a question."""
     clip = sample_clip(rng)
     scenes = clip.frames(frames, rng.uniform(0, 0.06), rng.uniform(0.94, 1.0))
@@ -196,14 +251,14 @@ def video(rng: random.Random, frames: int) -> SceneConversation:
         turns.append((casual(describe_prompt(rng, of_video=True), rng), describe_clip(clip, rng)))
     if not turns or rng.random() < 0.4:
         turns.append(ask_clip(clip, rng))
-    return SceneConversation(tuple(scenes), tuple(turns), at_rest=False)
+    return DrawnConversation(tuple(scenes), tuple(turns), at_rest=False)
 
 
-def words_only(rng: random.Random) -> SceneConversation:
+def words_only(rng: random.Random) -> DrawnConversation:
     """No image: one to three turns of small talk, or an invented scene."""
     if rng.random() < 0.4:
-        return SceneConversation((), (invention(rng),))
-    return SceneConversation((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))
+        return DrawnConversation((), (invention(rng),))
+    return DrawnConversation((), tuple(small_talk(rng) for _ in range(rng.randint(1, 3))))
 
 
 def _simple_scene(rng: random.Random) -> Scene:

@@ -30,6 +30,11 @@ def draw(scene: Scene, scale: int = 1, extra_signs: Iterable[Sign] = ()) -> np.n
     return (canvas + 0.5).astype(np.uint8)
 
 
+def picture(scene: Scene, scale: int = 1) -> Image.Image:
+    """Renders a scene as a Pillow image."""
+    return Image.fromarray(draw(scene, scale))
+
+
 def _blend_item(canvas: np.ndarray, item: Item, scale: int) -> None:
     mask = _shape_mask(item.shape, item.extent * scale)
     centre_y = (item.row + 0.5) * CELL + item.dy

@@ -99,12 +99,10 @@ def with_article(noun: str) -> str:
 
 
 def plural(noun: str) -> str:
-    """Returns the plural of a noun."""
     return noun + ("es" if noun.endswith("s") else "s")
 
 
 def capital(text: str) -> str:
-    """Capitalises the first letter."""
     return text[:1].upper() + text[1:]
 
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from mmspec.vision.scenes.clips import Clip, sample_clip
-from mmspec.vision.scenes.drawing import draw
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.questions import KINDS, Question, ask
 from mmspec.vision.scenes.reading import (
     Mention,
@@ -63,11 +63,6 @@ def answer(model: Any, processor: Any, prompts: Sequence[str], images: Sequence[
         new = ids[:, inputs["input_ids"].shape[1] :]
         answers += [text.strip() for text in processor.batch_decode(new, skip_special_tokens=True)]
     return answers
-
-
-def picture(scene: Scene, scale: int = 1) -> Image.Image:
-    """Draws a scene as a PIL image."""
-    return Image.fromarray(draw(scene, scale))
 
 
 def _caption_accuracy(model: Any, processor: Any, count: int) -> dict[str, float]:
@@ -162,7 +157,6 @@ def _question_accuracy(model: Any, processor: Any, count: int) -> dict[str, floa
 
 
 def is_right(question: Question, text: str) -> bool:
-    """Returns whether an answer contains the question's key."""
     words = text.lower().replace(".", " ").replace(",", " ").split()
     if not question.key:
         return bool({"nothing", "no"} & set(words)) and not read_names(text) and read_sign(text) is None

@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmspec.training.loss import IGNORE, TokenBatch, pad_tokens
-from mmspec.vision.pictures.conversations import PictureConversation
 from mmspec.vision.scenes.conversations import (
-    SceneConversation,
+    DrawnConversation,
     lists_only,
     one_image,
     questions_only,
@@ -31,7 +30,6 @@ from mmspec.vision.scenes.scene import Scene, Sign, sample_dense, sample_scene, 
 from mmspec.vision.scenes.vocabulary import SIDE
 from mmspec.vision.training.perception import SLOTS, TASKS, patch_labels
 
-Conversation = SceneConversation | PictureConversation
 Encode = Callable[[Any], tuple[list[int], list[bool]]]
 """Token ids of a conversation, and for each whether it belongs to an answer."""
 
@@ -91,10 +89,10 @@ class ConversationKind:
         held_out: draws one for evaluations, where that is not `make` with another random state.
     """
 
-    make: Callable[[random.Random], Conversation]
+    make: Callable[[random.Random], DrawnConversation]
     batch: int
     share: float
-    held_out: Callable[[random.Random], Conversation] | None = None
+    held_out: Callable[[random.Random], DrawnConversation] | None = None
 
 
 FIRST_CONVERSATIONS: Mapping[str, ConversationKind] = {
@@ -229,7 +227,6 @@ def _draw_kinds(kinds: Mapping[str, ConversationKind], offset: float) -> list[st
 
 
 def held_out_examples(kind: ConversationKind, encode: Encode, count: int) -> list[EncodedExample]:
-    """Returns the first held-out conversations of a kind."""
     return _make(kind, "heldout", range(count), encode)
 
 
@@ -244,12 +241,7 @@ def _make(kind: ConversationKind, split: str, indices: Iterable[int], encode: En
 
 
 def collate(rows: Sequence[EncodedExample], pad: int) -> ConversationBatch:
-    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row.
-
-    Args:
-        rows: the conversations.
-        pad: id of the padding token.
-    """
+    """Pads conversations to one length and draws their images. Draws from each row's `rng`: call it once per row."""
     text = pad_tokens([(row.ids, row.answers) for row in rows], pad, LENGTH_MULTIPLE)
     images, perception = [], []
     unlabelled = np.full((len(TASKS), SLOTS**2), IGNORE)

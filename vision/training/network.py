@@ -15,13 +15,12 @@ from mmspec.vision.training.perception import PerceptionHeads, perception_loss
 SDPA_FROM = 400
 """Sequence length from which fused attention trains faster."""
 
+PERCEPTION_WEIGHT = 0.1
+"""Weight of the tower's auxiliary loss while the whole model is trained."""
+
 
 class TrainedLlava(nn.Module):
-    """A LLaVA model with random weights in training, and the auxiliary heads of its vision tower.
-
-    Args:
-        config: of the model.
-    """
+    """A LLaVA model with random weights in training, and the auxiliary heads of its vision tower."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class TrainedLlava(nn.Module):
         """Returns patch features (images, patches, width) of pixels (images, 3, 96, 96)."""
         return self.llava.model.vision_tower(pixels).last_hidden_state[:, 1:]
 
-    def forward(self, batch: ConversationBatch, perception_weight: float) -> LossOutput:
+    def forward(self, batch: ConversationBatch) -> LossOutput:
         """Returns next-token loss plus weighted perception loss.
 
         Its metrics are the two losses, "language" and "perception", and the next-token accuracy "right".
@@ -49,11 +48,11 @@ class TrainedLlava(nn.Module):
             at_image = (batch.tokens == self.image_token)[..., None]
             projected = model.multi_modal_projector(features)
             embeds = embeds.masked_scatter(at_image, projected.to(embeds.dtype))
-            if perception_weight > 0 and bool((batch.perception >= 0).any()):
+            if bool((batch.perception >= 0).any()):
                 perception = perception_loss(self.heads(features), batch.perception)
         long = batch.tokens.shape[1] > SDPA_FROM
         model.language_model.set_attn_implementation("sdpa" if long else "eager")
         hidden = model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         language, accuracy = next_token_loss(hidden, self.llava.lm_head, batch.labels)
         metrics = {"language": language.item(), "perception": perception.item(), "right": accuracy}
-        return LossOutput(language + perception_weight * perception, metrics)
+        return LossOutput(language + PERCEPTION_WEIGHT * perception, metrics)

@@ -28,9 +28,8 @@ from mmspec.vision.pictures.nouns import classes
 from mmspec.vision.scenes.scene import seeded
 from mmspec.vision.training.batches import perception_scenes, render
 from mmspec.vision.training.picture_batches import enlarged, to_pixels
-from mmspec.vision.training.smol_export import IMAGE
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.smol_tasks import ConversationsTask, WordsTask
+from mmspec.vision.training.smol_tasks import IMAGE, WordsTask, conversation_task
 from mmspec.vision.training.words import phrase
 
 SHARES = {"words": 0.1, "conversations": 0.9}
@@ -116,5 +115,5 @@ def stages(
         )
         task: Any = WordsTask(network, tokenizer, library, size)
         if stage == "conversations":
-            task = ConversationsTask(network, tokenizer, library, size, seed)
+            task = conversation_task(network, tokenizer, library, size, seed)
         yield stage, Trainer(folder / stage, plan, task, accelerator, settings, MODEL)

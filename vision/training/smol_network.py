@@ -158,7 +158,7 @@ class SmolLlava(nn.Module):
         return moved
 
     def forward(self, batch: PictureBatch) -> LossOutput:
-        """Returns the next-token loss; its metric is the accuracy "right"."""
+        """Returns the next-token loss; its metrics are the loss, "language", and the accuracy "right"."""
         inner = self.model.model
         embeds = inner.language_model.embed_tokens(batch.tokens)  # (batch, length, width)
         if len(batch.pixels):
@@ -169,10 +169,9 @@ class SmolLlava(nn.Module):
         inner.language_model.set_attn_implementation("sdpa" if batch.tokens.shape[1] > 400 else "eager")
         hidden = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         loss, accuracy = next_token_loss(hidden, self.model.lm_head, batch.labels)
-        return LossOutput(loss, {"right": accuracy})
+        return LossOutput(loss, {"language": loss.item(), "right": accuracy})
 
     def trained(self) -> set[str]:
-        """Returns the names of the parameters that are trained."""
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +180,6 @@ class SmolLlava(nn.Module):
         return {name: x for name, x in state.items() if name in trained}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Restores a `state_dict()`."""
         return super().load_state_dict({**super().state_dict(), **state}, strict, assign)
 
     def folded(self) -> dict[str, Tensor]:

@@ -1,7 +1,11 @@
-"""Training tasks of smol-llava: the connector learns words, then it and the norms learn from conversations."""
+"""Training of smol-llava and its export: the connector learns words, then it and the norms learn from conversations.
+
+What packages carry, the weights of tower and language model, is not exported.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,20 +13,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
+from mmspec import files
+from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
+from mmspec.training.export import replacing
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import Optimisers
-from mmspec.vision.pictures.compose import Composed
+from mmspec.vision.efficientnet import MEAN, STD, STRIDE
+from mmspec.vision.pictures.compose import SIDE, Composed
 from mmspec.vision.pictures.conversations import STRONG, WEAK, Pictures
 from mmspec.vision.pictures.library import Picture
 from mmspec.vision.pictures.nouns import classes
 from mmspec.vision.scenes.scene import Scene, seeded
 from mmspec.vision.training.batches import (
     ConversationSampler,
-    EncodedExample,
-    held_out_examples,
     perception_scenes,
     render,
 )
@@ -35,11 +42,74 @@ from mmspec.vision.training.picture_batches import (
     enlarged,
     to_pixels,
 )
-from mmspec.vision.training.smol_export import chat_format, export_connector
 from mmspec.vision.training.smol_network import SmolLlava
-from mmspec.vision.training.task import HELD_OUT, SceneSampler
-from mmspec.vision.training.text import encode
+from mmspec.vision.training.task import HELD_OUT, ConversationTask, SceneSampler
+from mmspec.vision.training.text import ChatFormat, encode, square_processor
 from mmspec.vision.training.words import class_words, picture_words, scene_words, word_loss
+
+IMAGE = "<empty_output>"
+"""Placeholder of a visual token: a special token of SmolLM2 that texts do not contain."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "\n{% endif %}"
+    "{% if part['type'] == 'video' %}{% for frame in range(part.get('num_frames', 8)) %}" + IMAGE + "\n{% endfor %}"
+    "{% endif %}{% endfor %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+CHAT_FORMAT = ChatFormat(
+    image=IMAGE,
+    image_tokens=VISUAL_TOKENS,
+    start="",
+    user="<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n",
+    answer="{text}<|im_end|>",
+    between="\n",
+)
+"""SmolLM2's format of conversations, without a system message."""
+
+
+def make_processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
+    return square_processor(
+        tokenizer,
+        SIDE,
+        STRIDE,
+        MEAN,
+        STD,
+        chat_template=CHAT_TEMPLATE,
+        image_token=IMAGE,
+        num_additional_image_tokens=0,
+    )
+
+
+def export_connector(network: SmolLlava, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes connector, norms, configuration and processor; tower and language model stay in their packages.
+
+    Args:
+        network: the trained model.
+        tokenizer: of the language model; not written.
+        folder: created if missing; other files in it are kept.
+    """
+    with replacing(folder) as part:
+        make_processor(tokenizer).save_pretrained(part)
+        for file in part.glob("tokenizer*"):
+            file.unlink()
+        config = network.config
+        config.architectures, config.dtype = [type(network.model).__name__], torch.float32
+        config.text_config.name_or_path = ""  # a folder of this machine
+        config.save_pretrained(part)
+        gains = "model.language_model."
+        weights = {name: x if name.startswith(gains) else x.bfloat16() for name, x in network.folded().items()}
+        weights[LABELS] = network.labels.int()
+        save_file({name: x.contiguous() for name, x in weights.items()}, part / WEIGHTS, {"format": "pt"})
+        files.write_text(part / PARTS, json.dumps({"language_model": "smollm2", "vision_tower": "efficientnet-lite0"}))
+
 
 _CLASSES_PER_PICTURE, _POSITIONS = 24, 12
 """Imagined classes per picture of a batch, and the positions, drawn anew for each batch, at which they are learnt."""
@@ -89,7 +159,6 @@ class WordsTask:
         return self._ids[text]
 
     def weight(self, batch: tuple[PictureBatch, Tensor, Tensor]) -> int:
-        """Returns the number of scenes and pictures."""
         return len(batch[1])
 
     def loss(
@@ -138,50 +207,16 @@ class WordsTask:
         """Exports nothing: the next stage does."""
 
 
-class ConversationsTask:
-    """Trains connector and norms on conversations. Implements `mmspec.training.plan.TrainingTask`.
-
-    Args:
-        network: whose connector has learnt words.
-        tokenizer: of the language model.
-        library: named pictures.
-        size: factor on the batch sizes.
-        seed: of the conversations.
-    """
-
-    def __init__(
-        self,
-        network: SmolLlava,
-        tokenizer: PreTrainedTokenizerFast,
-        library: Sequence[Picture],
-        size: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        self.network, self.tokenizer, self.kinds = network, tokenizer, conversation_kinds(library)
-        self.optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
-        self.encode = partial(encode, tokenizer=tokenizer, chat=chat_format())
-        self.sampler = ConversationSampler(self.encode, size, self.kinds, 0.0, seed)
-        self.save = partial(export_connector, network, tokenizer)
-
-    def batch(self, examples: list[EncodedExample]) -> PictureBatch:
-        """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id)
-
-    def weight(self, batch: PictureBatch) -> int:
-        """Returns the number of labels."""
-        return batch.label_count
-
-    def loss(self, network: Any, batch: PictureBatch, generator: torch.Generator | None, progress: float) -> LossOutput:
-        """Returns the next-token loss."""
-        with torch.autocast("cpu", torch.bfloat16):
-            return network(batch)
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
-        report = {"loss": 0.0}
-        for name, kind in self.kinds.items():
-            output = self.loss(self.network, self.batch(held_out_examples(kind, self.encode, HELD_OUT)), None, 1.0)
-            report["loss"] += output.total.item() / len(self.kinds)
-            report |= {f"{name} loss": output.total.item(), f"{name} right": output.metrics["right"]}
-        return report
+def conversation_task(
+    network: SmolLlava,
+    tokenizer: PreTrainedTokenizerFast,
+    library: Sequence[Picture],
+    size: float = 1.0,
+    seed: int = 0,
+) -> ConversationTask:
+    """Returns the task of the second stage: connector and norms."""
+    optimisers = Optimisers([(network.connector, 0.1), (network.model.model.language_model, 1.0)])
+    encoded = partial(encode, tokenizer=tokenizer, chat=CHAT_FORMAT)
+    sampler = ConversationSampler(encoded, size, conversation_kinds(library), 0.0, seed)
+    batch = partial(collate, pad=tokenizer.pad_token_id)
+    return ConversationTask(network, optimisers, sampler, batch, partial(export_connector, network, tokenizer))

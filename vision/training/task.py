@@ -1,31 +1,30 @@
-"""Training tasks of vision-language models: the vision tower alone, then the whole model."""
+"""Training tasks of vision-language models, the vision tower alone, then the whole model, and its architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
 
 from mmspec.training.export import export
-from mmspec.training.loss import LossOutput
+from mmspec.training.loss import LossOutput, TokenBatch
 from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
 from mmspec.training.tokenizer import folder_tokenizer
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
-from mmspec.vision.scenes.conversations import SceneConversation
+from mmspec.vision.scenes.conversations import DrawnConversation
 from mmspec.vision.scenes.scene import seeded
-from mmspec.vision.training.architecture import Architecture, llava_config
+from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 from mmspec.vision.training.batches import (
     CONVERSATIONS,
-    ConversationBatch,
     ConversationSampler,
     EncodedExample,
     collate,
@@ -36,15 +35,72 @@ from mmspec.vision.training.network import TrainedLlava
 from mmspec.vision.training.perception import perception_accuracy, perception_loss
 from mmspec.vision.training.text import corpus, encode, make_processor, token_ids, train_tokenizer
 
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of the model; `context` and `vocabulary` in tokens."""
+
+    width: int = 192
+    """Hidden size of both the tower and the language model."""
+    tower_layers: int = 4
+    tower_heads: int = 6
+    tower_mlp: int = 512
+    layers: int = 8
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    mlp: int = 384
+    context: int = 2048
+    vocabulary: int = 896
+
+
+def llava_config(size: Architecture, tokens: dict[str, int]) -> LlavaConfig:
+    """Returns the transformers configuration.
+
+    Args:
+        size: sizes of the model.
+        tokens: ids of the tokens named "bos", "eos", "pad" and "image".
+    """
+    text = LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokens["bos"],
+        eos_token_id=tokens["eos"],
+        pad_token_id=tokens["pad"],
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=size.width,
+        intermediate_size=size.tower_mlp,
+        num_hidden_layers=size.tower_layers,
+        num_attention_heads=size.tower_heads,
+        image_size=SIDE,
+        patch_size=SLOT,
+        projection_dim=size.width,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    return LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=tokens["image"],
+        image_seq_length=(SIDE // SLOT) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+
+
 TOKENIZER_SCENES = 3000
 """Scenes whose conversations, one of each kind, the tokenizer is trained on."""
 
 HELD_OUT = 12
 """Held-out conversations of each kind per evaluation; four times as many scenes for the tower."""
-
-PERCEPTION_WEIGHT = 0.1
-"""Weight of the tower's auxiliary loss while the whole model is trained."""
-
 
 TOWER_SHARE = 0.1
 """Share of a run's minutes in which the tower is trained alone."""
@@ -90,8 +146,12 @@ def stages(
 
 def llava_task(network: TrainedLlava, tokenizer: PreTrainedTokenizerFast, size: float = 1.0) -> ConversationTask:
     """Returns the task of the second stage: tower, connector and language model."""
-    rates = {"tower": 0.25, "connector": 0.75, "language": 0.75}
-    return ConversationTask(network, rates, tokenizer, partial(export, network.llava, make_processor(tokenizer)), size)
+    model = network.llava.model
+    rates = [(model.vision_tower, 0.25), (network.heads, 0.25)]
+    rates += [(model.multi_modal_projector, 0.75), (model.language_model, 0.75)]
+    sampler = ConversationSampler(partial(encode, tokenizer=tokenizer), size)
+    write = partial(export, network.llava, make_processor(tokenizer))
+    return ConversationTask(network, Optimisers(rates), sampler, partial(collate, pad=tokenizer.pad_token_id), write)
 
 
 def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTrainedTokenizerFast]:
@@ -103,12 +163,12 @@ def _new_network(folder: Path, size: Architecture) -> tuple[TrainedLlava, PreTra
     return TrainedLlava(llava_config(size, token_ids(tokenizer))), tokenizer
 
 
-def _examples() -> Iterator[SceneConversation]:
+def _examples() -> Iterator[DrawnConversation]:
     """Training conversations, one of each kind per scene index."""
     for index in count():
         rng = seeded("train", index)
         for kind in CONVERSATIONS.values():
-            yield cast(SceneConversation, kind.make(rng))
+            yield kind.make(rng)
 
 
 class SceneSampler:
@@ -119,7 +179,6 @@ class SceneSampler:
         self.info: dict[str, Any] = {}
 
     def next(self, progress: float) -> list[int]:
-        """Returns the indices of the next scenes."""
         self._next += self._batch
         return list(range(self._next - self._batch, self._next))
 
@@ -148,7 +207,6 @@ class TowerTask:
         return perception_batch(examples)
 
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        """Returns the number of scenes."""
         return len(batch[0])
 
     def loss(
@@ -171,56 +229,42 @@ class TowerTask:
 
 
 class ConversationTask:
-    """Trains a model on drawn conversations. Implements `mmspec.training.plan.TrainingTask`.
+    """Trains a model on conversations. Implements `mmspec.training.plan.TrainingTask`.
 
     Args:
-        network: with a trained tower.
-        rates: factors on the learning rates of "tower" and heads, "connector" and "language" model.
-        tokenizer: of the model.
+        network: returns the losses of a batch.
+        optimisers: of its parameters.
+        sampler: of the conversations, of whose kinds held-out ones are evaluated.
+        collate: makes a batch of conversations.
         export: writes the trained model to a folder.
-        size: factor on the batch sizes.
     """
 
     def __init__(
         self,
-        network: TrainedLlava,
-        rates: Mapping[str, float],
-        tokenizer: PreTrainedTokenizerFast,
+        network: nn.Module,
+        optimisers: Optimisers,
+        sampler: ConversationSampler,
+        collate: Callable[[list[EncodedExample]], Any],
         export: Callable[[Path], None],
-        size: float = 1.0,
     ) -> None:
-        self.network, self.tokenizer = network, tokenizer
-        model = network.llava.model
-        towers = [(part, rates["tower"]) for part in (model.vision_tower, network.heads)]
-        rest = [(model.multi_modal_projector, rates["connector"]), (model.language_model, rates["language"])]
-        self.optimisers = Optimisers([*towers, *rest])
-        self.encode = partial(encode, tokenizer=tokenizer)
-        self.sampler = ConversationSampler(self.encode, size)
-        self.save = export
+        self.network, self.optimisers, self.sampler = network, optimisers, sampler
+        self.batch, self.save = collate, export
 
-    def batch(self, examples: list[EncodedExample]) -> ConversationBatch:
-        """Returns the tensors of these conversations."""
-        return collate(examples, self.tokenizer.pad_token_id)
-
-    def weight(self, batch: ConversationBatch) -> int:
-        """Returns the number of labels."""
+    def weight(self, batch: TokenBatch) -> int:
         return batch.label_count
 
-    def loss(
-        self, network: Any, batch: ConversationBatch, generator: torch.Generator | None, progress: float
-    ) -> LossOutput:
-        """Returns next-token and perception loss."""
+    def loss(self, network: Any, batch: TokenBatch, generator: torch.Generator | None, progress: float) -> LossOutput:
+        """Returns the network's losses."""
         with torch.autocast("cpu", torch.bfloat16):
-            return network(batch, PERCEPTION_WEIGHT)
+            return network(batch)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Returns loss and next-token accuracy on held-out conversations of each kind, and the mean loss."""
         report = {"loss": 0.0}
-        for name, kind in CONVERSATIONS.items():
-            with torch.autocast("cpu", torch.bfloat16):
-                output = self.network(self.batch(held_out_examples(kind, self.encode, HELD_OUT)), 0.0)
-            loss = output.metrics["language"]
-            report["loss"] += loss / len(CONVERSATIONS)
-            report |= {f"{name} loss": loss, f"{name} right": output.metrics["right"]}
+        for name, kind in self.sampler.kinds.items():
+            batch = self.batch(held_out_examples(kind, self.sampler.encode, HELD_OUT))
+            metrics = self.loss(self.network, batch, None, 1.0).metrics
+            report["loss"] += metrics["language"] / len(self.sampler.kinds)
+            report |= {f"{name} loss": metrics["language"], f"{name} right": metrics["right"]}
         return report

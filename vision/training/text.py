@@ -16,8 +16,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from mmspec.training.tokenizer import SPECIAL, chat_template
 from mmspec.training.tokenizer import train_tokenizer as train_any
-from mmspec.vision.pictures.conversations import PictureConversation
-from mmspec.vision.scenes.conversations import SceneConversation
+from mmspec.vision.scenes.conversations import DrawnConversation
 from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 
 IMAGE_TOKENS = (SIDE // SLOT) ** 2
@@ -85,8 +84,7 @@ def token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {name: tokenizer.get_vocab()[token] for name, token in names.items()}
 
 
-def corpus(examples: Iterable[SceneConversation]) -> Iterable[str]:
-    """Yields the texts of conversations, one per turn."""
+def corpus(examples: Iterable[DrawnConversation]) -> Iterable[str]:
     for example in examples:
         for user, answer in example.turns:
             yield f"{user} {answer}"
@@ -114,15 +112,9 @@ class ChatFormat:
 
 
 def encode(
-    example: SceneConversation | PictureConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
+    example: DrawnConversation, tokenizer: PreTrainedTokenizerFast, chat: ChatFormat | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer.
-
-    Args:
-        example: the conversation.
-        tokenizer: of the model.
-        chat: by default the format of the embedded model.
-    """
+    """Returns the token ids of a conversation, images expanded, and for each whether it belongs to an answer."""
     chat = chat or ChatFormat()
     pieces: list[str] = []
     wanted: list[bool] = []

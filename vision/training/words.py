@@ -69,12 +69,7 @@ def scene_words(scene: Scene, extra_signs: Sequence[Sign], token: Callable[[str]
 
 
 def picture_words(picture: Composed, token: Callable[[str], list[int]]) -> Words:
-    """Returns the words of a composed picture.
-
-    Args:
-        picture: of any number of things.
-        token: token ids of a text.
-    """
+    """Returns the words of a composed picture."""
     behind = token(f" {picture.colour}" if picture.colour else " coloured")[0]
     words = np.full((SIDE, SIDE), behind)
     weights = np.full((SIDE, SIDE), _OUTSIDE, np.float32)

@@ -7,21 +7,84 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count as count_from
+from statistics import mean
 
 from PIL import Image, ImageDraw
 
-from mmspec.eval.harness.prompts import Conversation, picture, video
-from mmspec.eval.suite.sample import Sample, Scorer
-from mmspec.eval.suite.scoring import drawn
+from mmspec.eval.harness.prompts import Conversation, video
+from mmspec.eval.suite.sample import Answered, Sample, Scorer
 from mmspec.eval.suite.tasks.task import EvalTask
-from mmspec.ssm.texts import example
+from mmspec.ssm.texts import correct, example
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.conversations import BOTH, DESCRIBE, VIDEO, describe_prompt, several_images
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.questions import Question, ask
+from mmspec.vision.scenes.reading import read_events, read_objects, read_sign
 from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
 from mmspec.vision.scenes.vocabulary import BACKGROUNDS, COLOURS
+from mmspec.vision.training.accuracy import events_of, is_right
+
+
+def objects(answered: Sequence[Answered]) -> dict[str, float]:
+    """Shares of objects with correct colour, shape and position, of signs read, and of entirely correct captions.
+
+    ``metadata`` is the scene.
+    """
+    right = total = signs = read = whole = 0
+    for sample, answers in answered:
+        scene: Scene = sample.metadata
+        mentions: Counter[object] = Counter((item.colour, item.shape, item.cell) for item in read_objects(answers[-1]))
+        drawn: Counter[object] = Counter((item.colour, item.shape, item.cell) for item in scene.items)
+        good = (drawn & mentions).total()
+        legible = scene.sign is None or read_sign(answers[-1]) == scene.sign.text
+        right, total = right + good, total + len(scene.items)
+        signs, read = signs + (scene.sign is not None), read + (scene.sign is not None and legible)
+        whole += legible and drawn == mentions
+    return {
+        "objects right": right / max(total, 1),
+        "signs right": read / max(signs, 1),
+        "whole captions": whole / len(answered),
+    }
+
+
+def questions(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of correct answers. ``metadata`` lists the question of each turn, or None."""
+    right = [
+        is_right(question, answer)
+        for sample, answers in answered
+        for question, answer in zip(sample.metadata, answers, strict=True)
+        if isinstance(question, Question)
+    ]
+    return {"accuracy": mean(map(float, right))}
+
+
+def events(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of a clip's events that its caption mentions. ``metadata`` is the clip."""
+    right = [
+        event in mentioned
+        for sample, answers in answered
+        for mentioned in [read_events(answers[0])]
+        for event in events_of(sample.metadata)
+    ]
+    return {"events right": mean(map(float, right))}
+
+
+def generated(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of correct answers. ``metadata`` is the example of ``mmspec.ssm.texts``."""
+    return {"accuracy": mean(float(correct(sample.metadata, answers[0])) for sample, answers in answered)}
+
+
+def colour(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of answers that name the reference colour and no other."""
+    right = [
+        [word for word in COLOURS if word in answers[0].lower()] == list(sample.references[0])
+        for sample, answers in answered
+    ]
+    return {"accuracy": mean(map(float, right))}
+
 
 FIRST_INDEX = 4_000_000
 """First held-out scene of these tasks."""
@@ -111,13 +174,13 @@ def _texts(frames: int) -> Iterator[Sample]:
 
 
 TASKS = (
-    _task("scenes-captions", "drawn: captions of one image", drawn.objects, 0, _caption),
-    _task("scenes-questions", "drawn: questions about an image", drawn.questions, 1, _question_sampler(None), 64),
-    _task("scenes-reading", "drawn: words and numbers on a sign", drawn.questions, 2, _question_sampler("text"), 64),
-    _task("scenes-counting", "drawn: counting questions", drawn.questions, 3, _question_sampler("count"), 64),
-    _task("scenes-charts", "drawn: bar charts, unknown to the embedded models", drawn.colour, 4, _chart, 64),
-    _task("scenes-turns", "drawn: a caption, then two questions", drawn.questions, 5, _turns),
-    _task("scenes-images", "drawn: two or three images at once", drawn.objects, 6, _several),
-    _task("scenes-video", "drawn: captions of clips", drawn.events, 7, _video),
-    EvalTask("texts", "generated: sums, word problems, stories, programs", False, drawn.generated, 256, draw=_texts),
+    _task("scenes-captions", "drawn: captions of one image", objects, 0, _caption),
+    _task("scenes-questions", "drawn: questions about an image", questions, 1, _question_sampler(None), 64),
+    _task("scenes-reading", "drawn: words and numbers on a sign", questions, 2, _question_sampler("text"), 64),
+    _task("scenes-counting", "drawn: counting questions", questions, 3, _question_sampler("count"), 64),
+    _task("scenes-charts", "drawn: bar charts, unknown to the embedded models", colour, 4, _chart, 64),
+    _task("scenes-turns", "drawn: a caption, then two questions", questions, 5, _turns),
+    _task("scenes-images", "drawn: two or three images at once", objects, 6, _several),
+    _task("scenes-video", "drawn: captions of clips", events, 7, _video),
+    EvalTask("texts", "generated: sums, word problems, stories, programs", False, generated, 256, draw=_texts),
 )

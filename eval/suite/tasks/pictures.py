@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
-from mmspec.eval.pictures.blank import blank_pictures
-from mmspec.eval.pictures.picture import Picture, cached, photograph_packages
-from mmspec.eval.pictures.results import PROMPT
-from mmspec.eval.pictures.stamps import held_out_stamps
-from mmspec.eval.suite.sample import Sample, Scorer
-from mmspec.eval.suite.scoring.pictures import blank, named
+from mmspec.eval.pictures.judging import KIND, NAMED, PROMPT, SHAPES, THINGS, claimed_things, coloured_shapes, judge
+from mmspec.eval.pictures.picture import Picture, blank_pictures, cached, held_out_stamps, photograph_packages
+from mmspec.eval.suite.sample import Answered, Sample, Scorer
 from mmspec.eval.suite.tasks.task import EvalTask
+
+
+def named(answered: Sequence[Answered]) -> dict[str, float]:
+    """Shares of captions that name the main thing or its kind, the main thing, coloured shapes; number of pictures."""
+    totals = judge([sample.metadata for sample, _ in answered], [answers[0] for _, answers in answered])["totals"]
+    return {name: totals[name]["share"] for name in (KIND, NAMED, SHAPES)} | {"pictures": float(len(answered))}
+
+
+def blank(answered: Sequence[Answered]) -> dict[str, float]:
+    """Shares of captions that invent nothing; that name coloured shapes, that claim things."""
+    words = {word for package in photograph_packages() for one in package.pictures for word in (*one.names, *one.kinds)}
+    invented = [(bool(coloured_shapes(text)), bool(claimed_things(text, words))) for _, (text, *_) in answered]
+    return {
+        "nothing invented": mean(float(not any(pair)) for pair in invented),
+        SHAPES: mean(float(shapes) for shapes, _ in invented),
+        THINGS: mean(float(things) for _, things in invented),
+    }
 
 
 def picture_task(

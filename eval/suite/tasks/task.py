@@ -11,8 +11,7 @@ from typing import Any
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.suite.sample import Sample, Scorer
-from mmspec.eval.suite.tasks.local import DatasetRow, local_rows
-from mmspec.eval.suite.tasks.remote import HubDataset, hub_rows
+from mmspec.eval.suite.tasks.rows import DatasetRow, HubDataset, hub_rows, local_rows
 
 
 def single_turn(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.eval.decoding.passes import plain_step
-from mmspec.eval.harness.llama_server import CONTEXT, LlamaServer
+from mmspec.eval.harness.peers import CONTEXT, LlamaServer
+from mmspec.eval.real import plain_step
 from tests.eval.llama_server import CRASH, STEP, install
 
 

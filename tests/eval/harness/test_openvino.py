@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
-from mmspec.eval.harness.openvino import OpenVino
+from mmspec.eval.harness.peers import OpenVino
 
 PROMPT = "List three colours."
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from mmspec.errors import UserError
 from mmspec.eval import gpu
-from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models, gpu_parts
+from mmspec.eval.kernels import gpu_kernels, gpu_models, gpu_parts
 from mmspec.eval.kernels.gpu_kernels import KernelTimer, binary_tree, median_seconds, time_attention
 from mmspec.eval.scale_up.axes import SHAPES, Shape
 
@@ -148,9 +148,9 @@ def test_a_run_resumes_an_earlier_one(tmp_path, monkeypatch):
 
 
 def test_prompts_of_the_plan_fit_into_an_h200():
-    for preset in gpu_benchmark.FULL.shapes:
-        for batch in gpu_benchmark.FULL.batches:
-            for prefix in gpu_benchmark.FULL.prefixes if batch == 1 else gpu_benchmark.FULL.prefixes[:1]:
+    for preset in gpu.FULL.shapes:
+        for batch in gpu.FULL.batches:
+            for prefix in gpu.FULL.prefixes if batch == 1 else gpu.FULL.prefixes[:1]:
                 assert gpu_models.needed_bytes(SHAPES[preset], batch, prefix) < 0.95 * 139 * 2**30
     assert gpu_models.needed_bytes(SHAPES["8b-hybrid"], 16, 8000) > 2**40
 

@@ -12,17 +12,18 @@ from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt
 from mmspec.engine.engine import Engine
 from mmspec.engine.request_state import Wakeup
+from mmspec.eval import gpu
 from mmspec.eval.harness.drafters import parse_drafters
-from mmspec.eval.kernels import gpu_benchmark, gpu_kernels, gpu_models
+from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.eval.kernels.gpu_parts import run_parts
-from mmspec.eval.scale_up import pipeline
+from mmspec.eval.scale_up import drafters as scaled
 from mmspec.eval.scale_up.axes import Weights
 from mmspec.pipeline import Pipeline
 
 pytest.importorskip("triton")
 from tests.fake_cuda import fake_cuda, on_fake_cuda
 
-PLAN = replace(gpu_benchmark.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
+PLAN = replace(gpu.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
 MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether they are hybrids
 
 
@@ -59,8 +60,8 @@ def without_contents(monkeypatch):
         return Prompt(on_fake_cuda(prompt.input_ids), None, {k: on_fake_cuda(v) for k, v in prompt.inputs.items()})
 
     patch = monkeypatch.setattr
-    patch(pipeline.mmspec, "load", lambda name, **_: small[name])
-    patch(pipeline, "parse_drafters", lambda specs, folder: drafters[specs])
+    patch(scaled.mmspec, "load", lambda name, **_: small[name])
+    patch(scaled, "parse_drafters", lambda specs, folder: drafters[specs])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     patch(Pipeline, "encode", encode)
     # The fake device is one thread's: clients run the steps themselves.
@@ -96,7 +97,7 @@ def without_contents(monkeypatch):
 @pytest.mark.slow
 def test_the_benchmark_runs_in_real_shapes(without_contents, monkeypatch):
     with torch.inference_mode(), fake_cuda(monkeypatch, strict=False) as device:
-        benchmark = gpu_benchmark.GpuBenchmark(PLAN, torch.device("cuda"), 3600, False)
+        benchmark = gpu.GpuBenchmark(PLAN, torch.device("cuda"), 3600, False)
         parts, content = benchmark.parts(), {"parts": {}}
         run_parts(parts, content, None, benchmark.device)
     failed = [row["where"] for part in content["parts"].values() for row in (part, *part["rows"]) if "where" in row]

@@ -3,8 +3,8 @@
 import pytest
 
 from mmspec.eval.harness.intervals import wilson_interval
+from mmspec.eval.pictures.judging import judge, judge_blank
 from mmspec.eval.pictures.picture import Picture
-from mmspec.eval.pictures.results import judge, judge_blank
 
 PICTURES = [
     Picture("cat", None, ("cat",), ("animal",), "animal"),

@@ -14,9 +14,8 @@ from mmspec.errors import UserError
 from mmspec.eval import speed
 from mmspec.eval.harness.prompts import held_out_requests
 from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
-from mmspec.eval.scale_up.drafters import draft_vocabulary, scale_up_drafter, scale_up_msd
+from mmspec.eval.scale_up.drafters import draft_vocabulary, prompt_tokens, scale_up_drafter, scale_up_msd
 from mmspec.eval.scale_up.models import scale_up, shape_of
-from mmspec.eval.scale_up.pipeline import prompt_tokens
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.vision.drafters.msd.drafter import Flash

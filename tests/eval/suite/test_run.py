@@ -17,9 +17,8 @@ from mmspec.eval.suite import evaluator, methods
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.evaluator import Evaluator
 from mmspec.eval.suite.methods import auto_methods, parse_methods
-from mmspec.eval.suite.records import RunRecords, suite_jobs
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.run import run_suite
+from mmspec.eval.suite.run import RunRecords, run_suite, suite_jobs
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise

@@ -9,7 +9,7 @@ import pytest
 from mmspec.errors import UserError
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch
 from mmspec.eval.tuning import race as racing
-from mmspec.eval.tuning.prompts import read_requests
+from mmspec.eval.tuning.race import read_requests
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_llava, save_text_model
 

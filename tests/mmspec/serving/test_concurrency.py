@@ -19,11 +19,11 @@ import pytest
 
 from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.prompts import picture
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.vision.scenes.conversations import one_image
+from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import seeded
 from tests.served import LONG, QUESTION, SCENE, Served, data_uri, eventually, question, served
 

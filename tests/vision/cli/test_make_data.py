@@ -140,7 +140,7 @@ def test_a_killed_run_is_resumed(model, tmp_path):
 def test_other_settings_are_refused(model, tmp_path):
     arguments = ("--target", model, "--scenes", 2, "--out", tmp_path / "out")
     run(*arguments, "--max-new-tokens", 3)
-    with pytest.raises(UserError, match="holds answers made with"):
+    with pytest.raises(UserError, match="holds a run with"):
         run(*arguments, "--max-new-tokens", 4)
     run(*arguments, "--max-new-tokens", 4, "--no-resume")
     assert len(records(tmp_path / "out")) == 2
@@ -226,7 +226,7 @@ def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     settings = json.loads((whole / "settings.json").read_text())
     assert (settings["prompt_temperature"], settings["prompt_top_p"]) == (0.8, 0.95)
     for option in ("--prompt-temperature", "--prompt-top-p"):
-        with pytest.raises(UserError, match="holds answers made with"):
+        with pytest.raises(UserError, match="holds a run with"):
             run(*arguments, option, 0.01, "--out", whole)
         assert run(*arguments, option, 0.01, "--out", tmp_path / option)["answers"] < 2
 

@@ -9,8 +9,7 @@ import pytest
 
 from mmspec.errors import UserError
 from mmspec.vision.pictures import fetching
-from mmspec.vision.pictures.fetching import fetch, folder_of, is_fetched, located
-from mmspec.vision.pictures.listing import Package, Photograph
+from mmspec.vision.pictures.fetching import Package, Photograph, fetch, folder_of, is_fetched, located
 
 DATA = {"cat": b"a cat", "car": b"a car"}
 

@@ -6,6 +6,7 @@ One class runs all networks; ``MSDConfig`` enables decoupling, compression and s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,7 +18,15 @@ from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
 from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.drafters.msd.published import LAYOUT
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    # Drafters for Qwen2-VL are full Qwen2-VL layers; all others lack the first norm.
+    whole = {"input_norm": True, "qkv_bias": True} if config.get("model_type") == "qwen2_vl" else {}
+    return {"decoupled": True, **whole}
+
+
+LAYOUT = Layout("msd", MSDConfig, MSDNetwork, _settings, embedding=True)
 
 
 class MSD(Eagle):

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from mmspec.eval import hybrid_cost
-from mmspec.eval.decoding.step_cost import StepBenchmark, binary_tree, measure_steps, shape_model
+from mmspec.eval.hybrid_cost import StepBenchmark, measure_steps, shape_model
 from mmspec.targets.runner import Runner
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -16,12 +16,6 @@ from mmspec.targets.transformers_target import TransformersTarget
 @pytest.fixture(scope="module")
 def model():
     return shape_model("tiny", torch.float32)
-
-
-def test_a_binary_tree():
-    tree = binary_tree(torch.tensor([5]), 7, 100, torch.Generator().manual_seed(0))
-    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2]]
-    assert tree.tokens[0, 0] == 5
 
 
 def test_figures_of_every_row(model):

@@ -1,12 +1,14 @@
-"""Word-based scorers of short and free answers."""
+"""Scorers: functions from samples with answers to scores by name, the main score first."""
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import mean
 
 from mmspec.eval.suite.sample import Answered
+from mmspec.extras import missing
 
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _ARTICLES = {"a", "an", "the"}
@@ -126,3 +128,94 @@ relaxed = _mean_over_turns("relaxed accuracy", _relaxed)
 anls = _mean_over_turns("ANLS", _anls)
 rouge_l = _mean_over_turns("ROUGE-L", _rouge_l)
 last_number = _mean_over_turns("exact match", _last_number)
+
+
+def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
+    """The letter of the option that an answer names; None if it names none or several."""
+    letters = [chr(ord("A") + k) for k in range(len(options))]
+    # A letter alone, in brackets, before a full stop or colon, or after "answer is".
+    for pattern in (
+        r"^\W*([A-Z])\W*$",
+        r"^\W*([A-Z])[.):]",
+        r"\(([A-Z])\)",
+        r"(?:answer|option)(?: is)?:? \(?([A-Z])\b",
+    ):
+        matches = [letter for letter in re.findall(pattern, answer.strip()) if letter in letters]
+        if len(set(matches)) == 1:
+            return matches[0]
+    text = f" {normalise(answer)} "
+    named = [letter for letter, option in zip(letters, options, strict=True) if f" {normalise(str(option))} " in text]
+    return named[0] if len(named) == 1 else None
+
+
+def choice_accuracy(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of correct answers; questions without options need an exact match with a reference."""
+    right = []
+    for sample, answers in answered:
+        (accepted,) = sample.references
+        if sample.metadata:
+            right.append(chosen_letter(answers[0], sample.metadata) == accepted[0])
+        else:
+            right.append(normalise(answers[0]) in {normalise(reference) for reference in accepted})
+    return {"accuracy": mean(map(float, right))}
+
+
+def says_yes(answer: str) -> bool | None:
+    """Whether an answer is yes; None if it contains neither yes nor no, or both."""
+    words = set(normalise(answer).split())
+    yes, no = "yes" in words, bool({"no", "not"} & words)
+    return None if yes == no else yes
+
+
+def pope(answered: Sequence[Answered]) -> dict[str, float]:
+    """F1, accuracy, precision and recall of "yes", and its share; an unclear answer counts as no."""
+    pairs = [(says_yes(answers[0]) is True, says_yes(s.references[0][0]) is True) for s, answers in answered]
+    hits = sum(yes and true for yes, true in pairs)
+    yes, true = sum(yes for yes, _ in pairs), sum(true for _, true in pairs)
+    precision, recall = hits / max(yes, 1), hits / max(true, 1)
+    return {
+        "F1": 2 * precision * recall / max(precision + recall, 1e-9),
+        "accuracy": mean(float(a == b) for a, b in pairs),
+        "precision": precision,
+        "recall": recall,
+        "yes": yes / len(pairs),
+    }
+
+
+def mme(answered: Sequence[Answered]) -> dict[str, float]:
+    """MME's score: 100 * (accuracy + share of images with all questions correct), summed over the categories."""
+    right: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for sample, answers in answered:
+        good = says_yes(answers[0]) is not None and says_yes(answers[0]) == says_yes(sample.references[0][0])
+        right[sample.category][str(sample.metadata)].append(good)
+    score, flat = 0.0, []
+    for images in right.values():
+        each = [good for goods in images.values() for good in goods]
+        score += 100 * (mean(map(float, each)) + mean(float(all(goods)) for goods in images.values()))
+        flat += each
+    return {"score": score, "accuracy": mean(map(float, flat))}
+
+
+def cider(answered: Sequence[Answered]) -> dict[str, float]:
+    """CIDEr, computed by pycocoevalcap.
+
+    Words are lower-case runs of letters and digits, instead of the original's Java tokeniser. Document frequencies come
+    from the given references, so a subset of a benchmark scores differently from the whole.
+
+    Raises:
+        UserError: pycocoevalcap is not installed.
+    """
+    try:
+        from pycocoevalcap.cider.cider import Cider
+    except ImportError:
+        raise missing("CIDEr", "pycocoevalcap", "eval") from None
+    references = {
+        k: [_normalise(caption) for caption in sample.references[0]] for k, (sample, _) in enumerate(answered)
+    }
+    candidates = {k: [_normalise(answers[0])] for k, (_, answers) in enumerate(answered)}
+    score, _ = Cider().compute_score(references, candidates)
+    return {"CIDEr": float(score)}
+
+
+def _normalise(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", text.lower().replace("'", "")))

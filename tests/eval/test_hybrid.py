@@ -16,11 +16,11 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.eval.decoding.trees_and_chains import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
 from mmspec.eval.harness.prompts import held_out_texts
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
+from mmspec.eval.hybrid import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.training.architecture import Architecture, new_model
