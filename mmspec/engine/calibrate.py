@@ -25,7 +25,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _log = logging.getLogger("mmspec.calibrate")
-_RUN = 3  # passes of a size in succession, of which the first, after another size, does not count
+_RUN = 4  # passes of a size in succession, of which the first, after another size, does not count
 _WARM_UP = 3  # passes per size on CUDA, for kernel compilation and graph capture
 
 

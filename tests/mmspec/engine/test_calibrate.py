@@ -135,7 +135,7 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
     now, forward, passes = [0.0], target.forward_tree, []
 
     def timed(tree):
-        now[0] += tree.nodes * (10.0 if len(passes) < 6 * len(calibrate.SIZES) else 1.0)
+        now[0] += tree.nodes * (10.0 if len(passes) < 8 * len(calibrate.SIZES) else 1.0)
         if passes[-1:] != [tree.nodes]:
             now[0] -= tree.nodes / 2
         passes.append(tree.nodes)
@@ -145,7 +145,7 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
     monkeypatch.setattr(calibrate, "process_time", lambda: now[0])
     monkeypatch.setattr(target, "forward_tree", timed)
     table = calibrate.measure(target, prefix=8, seconds=1.0)
-    assert passes == [size for size in calibrate.SIZES for _ in range(3)] * 3
+    assert passes == [size for size in calibrate.SIZES for _ in range(4)] * 3
     assert table == CostTable(calibrate.SIZES, tuple(map(float, calibrate.SIZES)))
 
 
