@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
 _SOFT = 1  # omp_pause_soft: settings are kept
+_PROCESS = os.getpid()
 
 
 def release_threads() -> None:
@@ -18,6 +20,8 @@ def release_threads() -> None:
     longer spins at barriers, and a decode step, which has hundreds of them, takes several times as long. Without
     libgomp, nothing happens.
     """
+    if os.getpid() != _PROCESS:
+        return  # after a fork, libgomp would wait for threads of the parent
     if (pause := _pause()) is not None:
         pause(_SOFT)
 

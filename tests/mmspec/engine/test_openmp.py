@@ -39,11 +39,32 @@ print(loaded, max(seen) - before, torch.get_num_threads())
 """
 
 
+FORKED = """
+import os, torch
+from mmspec.engine.openmp import release_threads
+
+torch.ones(2_000_000).exp()
+if child := os.fork():
+    os._exit(os.waitpid(child, 0)[1])
+release_threads()
+os._exit(0)
+"""
+
+
+def output_of(program):
+    """What a process with three OpenMP threads prints."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_clients_give_up_their_threads():
     """Three threads each: the engine's are its worker and two more, and the client computed before."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    alone, served = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    alone, served = (tuple(map(int, line.split())) for line in output_of(PROGRAM).splitlines())
     assert alone == (2, 0)
     assert served == (0, 3, 3)
+
+
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent():
+    output_of(FORKED)
