@@ -34,6 +34,7 @@ from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.packing import drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import from_pretrained, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
@@ -71,9 +72,10 @@ class Small(CapturedDrafter):
         visual_top_p: float = TOP_P,
     ) -> None:
         self._visual = VisualShare(share, visual_top_p)
-        if isinstance(model, str):
-            model = _read(model, trust_remote_code)
-        self.model: PreTrainedModel = model.eval()
+        self._source = (model, trust_remote_code) if isinstance(model, str) else None
+        self._kind: str | None = None  # of packed weights
+        self.model: PreTrainedModel = (_read(model, trust_remote_code) if isinstance(model, str) else model).eval()
+        self._like = torch.empty(0, dtype=self.model.dtype)  # of its weights as they were read
         self.top_k, self._tokenizers = top_k, tokenizers
         self._shared: SharedTokens | None = None
         super().__init__()
@@ -94,6 +96,8 @@ class Small(CapturedDrafter):
         if target is self._target:
             return
         self._shared = self._shared_with(target)
+        if self._source is not None and isinstance(target, TransformersTarget):
+            self._pack(drafter_kind(target, self._like.to(target.device)))
         self.model.to(target.device)  # type: ignore[arg-type]
         self._target = target
         self._visual.attach(target)
@@ -101,6 +105,17 @@ class Small(CapturedDrafter):
         if self._shared is not None:
             self._own, self._theirs = (x.to(target.device) for x in (self._shared.draft_ids, self._shared.target_ids))
             self._narrow = self.lm.narrow_head(self._own)
+
+    def _pack(self, kind: str | None) -> None:
+        """Pack the weights of a model that was read by its name; others are the caller's."""
+        assert self._source is not None
+        if kind == self._kind:
+            return
+        if self._kind is not None:
+            self.model = _read(*self._source).eval()
+        if kind is not None:
+            pack_model(self.model, kind)
+        self._kind = kind
 
     def _shared_with(self, target: Target) -> SharedTokens | None:
         """What the vocabularies of target and model share; None if tokens have the same numbers."""

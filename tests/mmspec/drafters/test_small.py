@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from mmspec import UserError, plugins
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.vocabulary import SharedTokens
+from mmspec.targets.packing import pack_model, weights_kind
+from tests.compiled import needs_kernels
 from tests.draft_checks import check_drafts
 from tests.mmspec.drafters.test_visual_share import selected_by_loop
 from tests.targets import row_of
@@ -69,6 +72,21 @@ def test_tokenizers_are_read_from_the_folders(tmp_path, monkeypatch):
     drafter = Small(str(tmp_path / "draft"))
     assert torch.equal(mmspec.generate(model, drafter=drafter, num_draft_tokens=8, **inputs, **OPTIONS), tokens)
     assert len(drafter._shared.draft_ids) > 20
+
+
+@needs_kernels
+def test_a_model_that_is_read_by_name_is_packed_like_its_target(tmp_path):
+    """Beside quantised weights as int8, as drafters are; a model object stays as it is."""
+    shared_model("llama").save_pretrained(tmp_path)
+    inputs, drafter, own = text_inputs(1, 9), Small(str(tmp_path)), text_model("llama")
+    quantised, exact = text_model("llama"), text_model("llama")
+    pack_model(quantised, "int4")
+    for target, kind in ((quantised, "Int8Blocks"), (exact, None), (quantised, "Int8Blocks")):
+        expected = mmspec.generate(target, drafter=None, **inputs, **OPTIONS)
+        for used in (drafter, pickle.loads(pickle.dumps(drafter)), Small(own)):
+            assert torch.equal(mmspec.generate(target, drafter=used, num_draft_tokens=6, **inputs, **OPTIONS), expected)
+        assert weights_kind(drafter.model) == weights_kind(drafter.lm.model) == kind
+        assert weights_kind(own) is None
 
 
 def test_vocabularies_with_nothing_in_common_are_refused():
