@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
@@ -29,7 +29,7 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.drafters.vocabulary import SharedTokens
+from mmspec.drafters.vocabulary import SharedTokens, tokenizer_of
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import completed, gguf
@@ -96,7 +96,7 @@ class Small(CapturedDrafter):
         if target is self._target:
             return
         self._shared = self._shared_with(target)
-        if self._source is not None and isinstance(target, TransformersTarget):
+        if isinstance(target, TransformersTarget):
             self._pack(drafter_kind(target, self._like.to(target.device)))
         self.model.to(target.device)  # type: ignore[arg-type]
         self._target = target
@@ -108,8 +108,7 @@ class Small(CapturedDrafter):
 
     def _pack(self, kind: str | None) -> None:
         """Pack the weights of a model that was read by its name; others are the caller's."""
-        assert self._source is not None
-        if kind == self._kind:
+        if self._source is None or kind == self._kind:
             return
         if self._kind is not None:
             self.model = _read(*self._source).eval()
@@ -124,7 +123,7 @@ class Small(CapturedDrafter):
         tokenizers = self._tokenizers
         if tokenizers is None and target_size not in (None, size):
             model: Any = getattr(target, "model", None)
-            found = [_tokenizer(one) for one in (model, self.model)]
+            found = [tokenizer_of(one) for one in (model, self.model)]
             if None not in found and found[0].get_vocab() != found[1].get_vocab():
                 tokenizers = found[0], found[1]
         if tokenizers is not None:
@@ -255,17 +254,6 @@ class Small(CapturedDrafter):
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         head = self.lm.head if self._shared is None else self._narrow
         return ops.top_log_probs(head(hidden), self.top_k)
-
-
-def _tokenizer(model: Any) -> Any:
-    """The tokenizer in a model's folder, or in the cache of the hub; None if there is none."""
-    name = "" if model is None else model.config.name_or_path
-    if not name:
-        return None
-    try:
-        return from_pretrained(AutoTokenizer, name, local_files_only=True)
-    except (OSError, UserError, ValueError):
-        return None
 
 
 def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
+
+from mmspec.errors import UserError
+from mmspec.targets.support import from_pretrained
 
 
 class SharedTokens:
@@ -47,3 +51,14 @@ def _space_sign(tokenizer: Any) -> str:
 def _renamed(token: str, target: str, draft: str) -> str:
     """A draft model's token as the target's tokenizer writes it."""
     return target + token[1:] if target and draft and target != draft and token.startswith(draft) else token
+
+
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer in a model's folder, or in the cache of the hub; None if there is none."""
+    name = "" if model is None else model.config.name_or_path
+    if not name:
+        return None
+    try:
+        return from_pretrained(AutoTokenizer, name, local_files_only=True)
+    except (OSError, UserError, ValueError):
+        return None
