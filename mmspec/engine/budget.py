@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, zip_longest
 from math import log2
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from mmspec.core.budget import CostTable
 from mmspec.core.trial import Trial
 from mmspec.engine.drift import Drift, MeasuredBudget
+from mmspec.engine.line import Line
 
 if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
@@ -24,8 +26,7 @@ _BINS = 16
 _PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _DECAY = 0.995  # decay of a bin's observations, per observation
 _FADE = 0.95  # decay of recent tokens and seconds, per step
-_DRAFT = 0.2  # initial draft cost, in plain steps
-_PLAIN = 12  # plain steps whose time is averaged
+_FIRST, _PLAIN = 2, 12  # plain steps before the first draft; those whose time is averaged
 
 
 class AdaptiveBudget(MeasuredBudget):
@@ -49,11 +50,14 @@ class AdaptiveBudget(MeasuredBudget):
         super().__init__(nodes, depth)
         self.limit = nodes
         self._table, self.drift = cost, Drift()
-        self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
+        # By batch size and whether padding is free: calibrated seconds of passes by draft tokens in all, or per row.
+        self._costs: dict[tuple[int, bool], list[float]] = {}
+        self._packed = False
         self._batch = 0  # largest batch since drafting was last tried anew
-        self._draft = _DRAFT  # draft cost per step, after a step that also drafted
-        self._drafted = self._timed = False  # whether the last step drafted; whether draft cost was measured
-        self._level = 0.0  # draft cost per tree level
+        self._rows = 1  # of the step
+        self._beyond = Line()  # time of pass and commit beyond calibration, by draft tokens per row
+        self._drafting = Line()  # draft time by tree levels, after a step that also drafted
+        self._drafted = False  # whether the last step did
         self._tokens, self._time = 1.0, 1.0  # recent tokens and time
         self._accepted = [0.0] * _BINS
         self._seen = [0.0] * _BINS
@@ -63,11 +67,17 @@ class AdaptiveBudget(MeasuredBudget):
         self._plain: deque[float] = deque(maxlen=_PLAIN)  # times of plain steps
         self.resize(batch)
 
-    def resize(self, batch: int) -> None:
-        if batch not in self._costs:
-            widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
-            self._costs[batch] = [self._table(width) for width in widths]
-        self._cost = self._costs[batch]
+    def resize(self, batch: int, packed: bool = False) -> None:
+        self._packed = packed and batch > 1
+        if batch != self._rows:
+            self._rows = batch
+            self._beyond.interrupt()
+            self._drafting.interrupt()
+        if (batch, self._packed) not in self._costs:
+            padded = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
+            widths = range(batch, batch * (self.limit + 1) + 1) if self._packed else padded
+            self._costs[batch, self._packed] = [self._table(width) for width in widths]
+        self._cost = self._costs[batch, self._packed]
         if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
             self._trial.restart()
         if 2 * batch <= self._batch or batch > self._batch:
@@ -78,57 +88,69 @@ class AdaptiveBudget(MeasuredBudget):
 
     def drafts(self) -> bool:
         self.levels = 1
-        return not self._trial.rests() and super().drafts()
+        return len(self._plain) >= _FIRST and not self._trial.rests() and super().drafts()
 
     @property
     def least_gain(self) -> float:
-        return self._level * self._tokens / self._time
+        return self._drafting.slope * self._tokens / self._time
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
+        return tree.first([1 + size for size in self.take(tree.path_probs)]) if tree.prunable else tree
 
-    def take(self, gains: Sequence[Sequence[float]]) -> int:
-        """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
-        widest = min(self.nodes, max(map(len, gains), default=0))
-        corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
+    def take(self, gains: Sequence[Sequence[float]]) -> list[int]:
+        """Most profitable number of drafted nodes of each row, given path probabilities in descending order."""
         price = self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
-        for n in range(1, widest + 1):
-            profit += sum(row[n - 1] for row in corrected if len(row) >= n) / len(gains)
-            if profit - price * self._extra(n) > best_profit:
-                best, best_profit = n, profit - price * self._extra(n)
-        self._shown = [list(row[:best]) for row in gains]
+        additions = self._additions([[self._correct(g) for g in row[: self.nodes]] for row in gains])
+        for count, (gain, _) in enumerate(additions, start=1):
+            profit += gain / len(gains)
+            if profit - price * self._extra(count) > best_profit:
+                best, best_profit = count, profit - price * self._extra(count)
+        sizes = [0] * len(gains)
+        for _, rows in additions[:best]:
+            for row in rows:
+                sizes[row] += 1
+        self._shown = [list(row[:size]) for row, size in zip(gains, sizes, strict=True)]
         # Candidates cost draft time: request only somewhat more than was used lately.
-        self._usual += 0.2 * (best - self._usual)
+        self._usual += 0.2 * (max(sizes) - self._usual)
         self.nodes = min(self.limit, 3 + int(1.5 * self._usual))
-        return best
+        return sizes
+
+    def _additions(self, gains: list[list[float]]) -> list[tuple[float, Sequence[int]]]:
+        """What trees grow by, in order: expected tokens, and the rows that get a node.
+
+        Where padding is free, the most probable node of all rows is next (TETRIS, arXiv 2502.15197), else one of each.
+        """
+        if not self._packed:
+            return [(sum(column), range(len(gains))) for column in zip_longest(*gains, fillvalue=0.0)]
+        nodes = [(gain, (number,)) for number, row in enumerate(gains) for gain in accumulate(row, min)]
+        return sorted(nodes, key=lambda node: -node[0])
 
     def observe(
         self,
-        nodes: int,
+        tree: TokenTree,
         paths: list[list[int]],
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
     ) -> None:
-        calibrated = self._cost[min(nodes, len(self._cost)) - 1]
+        size = min(sum(tree.drafted) if self._packed else tree.nodes - 1, len(self._cost) - 1)
         if self.drift:
-            self.drift.add(verify_seconds, calibrated)
-        spent = 1.0 + self._extra(min(nodes, len(self._cost)) - 1)
+            self.drift.add(verify_seconds, self._cost[size])
+        rest = verify_seconds + commit_seconds
+        self._beyond.add(self._per_row(size), rest / self._cost[0], self._cost[size] / self._cost[0])
+        spent = 1.0 + self._extra(size)
         if draft_seconds > 0:
             # By the clock of the same step's verify pass: a busy machine slows both.
-            drafted = draft_seconds / verify_seconds * spent
-            if self._timed:
-                drafted = min(drafted, 3 * self._draft)
+            drafted = draft_seconds / rest * spent
             if self._drafted:
-                self._draft += (0.2 if self._timed else 1.0) * (drafted - self._draft)
-                self._level, self._timed = self._draft / self.levels, True
+                self._drafting.add(self.levels, drafted, guess=drafted / (1 + self.levels))
             spent += drafted
         self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
-        time = (draft_seconds + verify_seconds + commit_seconds) / self._cost[0]
+        time = (draft_seconds + rest) / self._cost[0]
         if draft_seconds > 0:
-            plain = median(self._plain) if self._plain else 1.0
+            plain = median(self._plain)
             self._trial.add(emitted - time / plain)
         else:
             self._plain.append(time)
@@ -144,9 +166,13 @@ class AdaptiveBudget(MeasuredBudget):
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
 
-    def _extra(self, nodes: int) -> float:
-        """Cost of a tree of ``nodes`` drafted nodes beyond plain decoding."""
-        return self._cost[nodes] / self._cost[0] - 1.0
+    def _extra(self, size: int) -> float:
+        """Cost of ``size`` draft tokens, in all or per row, beyond plain decoding."""
+        beyond = self._cost[size] / self._cost[0] - 1.0 + self._beyond.slope * self._per_row(size)
+        return beyond / (1.0 + self._beyond.fixed)
+
+    def _per_row(self, size: int) -> float:
+        return size / self._rows if self._packed else size
 
     def _correct(self, gain: float) -> float:
         """Calibrated acceptance probability of a node with path probability ``gain``."""

@@ -20,11 +20,11 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import NAME, PassAttention
-from mmspec.targets.decoder_layer import MergedLayer, Stack
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
+from mmspec.targets.stack import Stack, first_layers
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 
 
@@ -40,6 +40,7 @@ class Decoder:
         attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for a model without any.
         takes_positions: whether the model's forward has ``position_ids``.
+        packs: whether passes leave out the padding of rows with fewer nodes, where the layers are one call.
         has_position_axes: whether visual tokens have several positions each, which the model computes (Qwen-VL).
 
     Raises:
@@ -63,8 +64,11 @@ class Decoder:
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
-        self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
+        first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
+        self._merged: Stack | None = getattr(first, "stack", None)  # the layers as one call
+        if self._merged is not None:
+            self._merged.direct = None  # tried anew
+        self.packs = True
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
@@ -99,30 +103,41 @@ class Decoder:
         """The named features of one pass of the decoder, and ``"last"``."""
         biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
         with self._applied(), biases:
-            if (states := self._stack_states(inputs, cache)) is not None:
-                layers = {name: layer_of(name) for name in names}
-                features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-                features["last"] = self._module.norm(states[-1])
-                return {name: self._in_dtype(state) for name, state in features.items()}
+            stack = self._merged
+            if stack is not None and (states := stack.states(self._module, inputs, cache)) is not None:
+                return self._named(states, names)
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
 
+    @property
+    def packs_rows(self) -> bool:
+        """Whether ``forward_packed`` computes passes, as far as it has been tried."""
+        return self.packs and self._merged is not None and self._merged.whole
+
+    def forward_packed(
+        self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature], valid: Tensor
+    ) -> dict[Feature, Tensor] | None:
+        """``forward`` over the valid nodes only, (1, valid nodes, hidden) each; None where padding has to be computed.
+
+        Args:
+            valid: (batch, nodes) bool, in each row the first ones.
+        """
+        if (stack := self._merged) is None or not (self.packs and stack.direct):
+            return None
+        with self._applied():
+            states = stack.states(self._module, inputs, cache, valid)
+            return None if states is None else self._named(states, names)
+
+    def _named(self, states: list[Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
+        """The named features, and ``"last"``, of the layers' inputs and the last one's output."""
+        layers = {name: layer_of(name) for name in names}
+        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+        features["last"] = self._module.norm(states[-1])
+        return {name: self._in_dtype(state) for name, state in features.items()}
+
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
-
-    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
-        """Inputs of the layers and the last one's output by ``Stack.states``, if a pass gives that output's norm."""
-        stack = getattr(self._first, "stack", None) if self._direct is not False else None
-        if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
-            return None
-        nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
-        states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
-        if states is None:
-            return None
-        if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
-            self._direct = torch.equal(self._run(inputs, cache), self._module.norm(states[-1]))
-        return states if self._direct else None
 
     def prefill(
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]
@@ -249,7 +264,7 @@ class Decoder:
         last = len(self._stack) - 1
         if not 0 < count <= last:
             raise UserError(f"an early exit must be after a layer before the last: expected 1 to {last}, got {count}")
-        return self._with_layers(_first_layers(self._stack, count))
+        return self._with_layers(first_layers(self._stack, count))
 
     def _with_layers(self, layers: nn.ModuleList) -> Any:
         """The decoder's modules with other layers."""
@@ -269,16 +284,6 @@ class Decoder:
     def _in_dtype(self, hidden: Tensor) -> Tensor:
         """Hidden states in the dtype of the weights, as Mamba-2 returns float32, and on the device of the inputs."""
         return hidden.to(device=self._gathered, dtype=self._embedding.weight.dtype)
-
-
-def _first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
-    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
-    first: list[Any] = list(layers[:count])
-    if all(isinstance(layer, MergedLayer) for layer in first):
-        first = [copy.copy(layer) for layer in first]
-        first[-1].last = True
-        Stack(first)
-    return nn.ModuleList(first)
 
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}

@@ -11,20 +11,21 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
 from mmspec.targets.merged_weights import head_norm, merged, norm_of, paired
 
-_MAX_ROWS = 1024  # limit of ``Stack``, which keeps every layer's output
+if TYPE_CHECKING:
+    from mmspec.targets.stack import Stack
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 
@@ -71,7 +72,7 @@ class MergedLayer(nn.Module):
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
-        rotation = _rotation(*position_embeddings)
+        rotation = rotation_of(*position_embeddings)
         if self.stack is not None and self.attends_by_kernel(kwargs):
             output = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
             if output is not None:
@@ -126,7 +127,7 @@ class MergedLayer(nn.Module):
         scaling = self.self_attn.scaling
         usual = key.dtype == value.dtype == torch.bfloat16 and key.stride() == value.stride() and key.stride(3) == 1
         if self.native is not None and usual and self.attends_by_kernel(options):
-            allowed = None if mask is None else _allowed(mask, len(query))
+            allowed = None if mask is None else allowed_slots(mask, len(query))
             return cpu.attention(query.transpose(1, 2), key, value, allowed, scaling)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
@@ -168,80 +169,6 @@ class MergedLayer(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name != "native"}
 
 
-class Stack:
-    """A decoder's layers, computed by one call in all but large passes.
-
-    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
-    own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
-    """
-
-    def __init__(self, layers: list[MergedLayer]) -> None:
-        self._layers = layers
-        self._outputs: list[Tensor] = []
-        self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
-        for place, layer in enumerate(layers):
-            layer.place, layer.stack = place, self
-
-    def states(
-        self, decoder: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
-    ) -> list[Tensor] | None:
-        """Inputs of the layers and the output of the last, without a pass of the decoder.
-
-        Args:
-            decoder: a decoder with these layers whose embeddings go to the first of them as they are.
-            tokens: (batch, nodes) int64.
-            positions: (batch, nodes) int64.
-            mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
-            cache: a ``TreeCache``.
-
-        Returns:
-            (batch, nodes, hidden) each; None where a pass of the decoder is needed.
-        """
-        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
-        usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
-        changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
-        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}) or self._weights is None:
-            return None
-        x, highest = decoder.embed_tokens(tokens), int(positions.max())
-        if highest >= len(self._rotations):
-            known = torch.arange(2 * (highest + 1), device=x.device)[None]
-            self._rotations = _rotation(*decoder.rotary_emb(x, position_ids=known))[0]
-        outputs = self._computed(x, self._rotations[positions], mask, cache)
-        return None if outputs is None else [x, *outputs]
-
-    def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
-        """A layer's output; None where the layer has to compute it."""
-        if place == 0:
-            self._outputs = self._computed(x, rotation.expand(len(x), -1, -1, -1), mask, cache) or []
-        elif not self._outputs or x is not self._outputs[place - 1]:
-            return None
-        return self._outputs[place] if self._outputs else None
-
-    def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
-        first = self._layers[0]
-        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
-        small = x.shape[0] * x.shape[1] <= _MAX_ROWS
-        if not (small and stored) or self._weights is None:
-            return None
-        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.bfloat16)
-        start = cache.get_seq_length()
-        storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
-        allowed, scaling = None if mask is None else _allowed(mask, len(x)), first.self_attn.scaling
-        inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
-        *inner, last = cpu.decode(self._weights, *inputs, storage, start)
-        return [*inner, self._layers[-1].rounded(last)]
-
-    @cached_property
-    def _weights(self) -> Any:
-        """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
-        native = [layer.native for layer in self._layers]
-        kinds = getattr(self._layers[0].config, "layer_types", None) or []
-        return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
-
-
 def _eager(attention: nn.Module) -> Any:
     """The eager attention of a layer's modelling file."""
     return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
@@ -263,14 +190,14 @@ def _norms(layer: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _allowed(mask: Tensor, batch: int) -> Tensor:
+def allowed_slots(mask: Tensor, batch: int) -> Tensor:
     """A mask as (batch, 1, nodes, slots) bool with contiguous slots; made once per pass, not per layer."""
     allowed = mask if mask.dtype == torch.bool else mask == 0
     return (allowed if allowed.stride(-1) == 1 else allowed.contiguous()).expand(batch, 1, -1, -1)
 
 
 @lru_cache(maxsize=4)
-def _rotation(cos: Tensor, sin: Tensor) -> Tensor:
+def rotation_of(cos: Tensor, sin: Tensor) -> Tensor:
     """(batch, tokens, 1, head_dim / 2) complex64, from (batch, tokens, head_dim) each; once per pass, not per layer."""
     half = cos.shape[-1] // 2
     return torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]

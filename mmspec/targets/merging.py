@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.targets.decoder_layer import PROJECTIONS, MergedLayer, Stack
+from mmspec.targets.decoder_layer import PROJECTIONS, MergedLayer
+from mmspec.targets.stack import Stack
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}

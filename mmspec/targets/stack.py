@@ -1,0 +1,123 @@
+"""All layers of a decoder of ``MergedLayer`` as one call of the C++ kernels."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.ops import cpu
+from mmspec.targets.decoder_layer import MergedLayer, allowed_slots, rotation_of
+
+_MAX_ROWS = 1024  # every layer's output is kept
+
+
+class Stack:
+    """A decoder's layers, computed by one call in all but large passes.
+
+    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
+    own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
+
+    Attributes:
+        direct: whether ``states`` gives what a pass of the decoder does, which may scale its embeddings, or do more
+            after the last layer; None: not tried.
+    """
+
+    def __init__(self, layers: list[MergedLayer]) -> None:
+        self._layers = layers
+        self._outputs: list[Tensor] = []
+        self.direct: bool | None = None
+        self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
+        for place, layer in enumerate(layers):
+            layer.place, layer.stack = place, self
+
+    def states(
+        self, decoder: Any, inputs: dict[str, Any], cache: Any, valid: Tensor | None = None
+    ) -> list[Tensor] | None:
+        """Inputs of the layers and the output of the last, without a pass of the decoder.
+
+        Args:
+            decoder: the decoder with these layers, followed by ``norm``.
+            inputs: the decoder's: ``input_ids`` and ``position_ids``, (batch, nodes) int64, and ``attention_mask``,
+                (batch, 1, nodes, slots) bool or additive, None for single nodes that attend to all slots.
+            valid: (batch, nodes) bool, the nodes to compute, in each row the first ones; None computes all.
+
+        Returns:
+            (batch, nodes, hidden) each, or (1, valid nodes, hidden); None where a pass of the decoder is needed.
+        """
+        if not self.whole or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
+            return None
+        tokens, positions, mask = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
+        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
+        usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
+        changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
+        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}):
+            return None
+        ends = None
+        if valid is not None:
+            tokens, positions, ends = tokens[valid][None], positions[valid][None], valid.sum(1).cumsum(0)
+        x, highest = decoder.embed_tokens(tokens), int(positions.max())
+        if highest >= len(self._rotations):
+            known = torch.arange(2 * (highest + 1), device=x.device)[None]
+            self._rotations = rotation_of(*decoder.rotary_emb(x, position_ids=known))[0]
+        outputs = self._computed(x, self._rotations[positions], mask, cache, ends)
+        if outputs is None:
+            return None
+        if self.direct is None:
+            output = decoder(use_cache=True, past_key_values=cache, **inputs)[0]
+            self.direct = torch.equal(output, decoder.norm(outputs[-1]))
+        return [x, *outputs] if self.direct else None
+
+    def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
+        """A layer's output; None where the layer has to compute it."""
+        if place == 0:
+            self._outputs = self._computed(x, rotation.expand(len(x), -1, -1, -1), mask, cache) or []
+        elif not self._outputs or x is not self._outputs[place - 1]:
+            return None
+        return self._outputs[place] if self._outputs else None
+
+    def _computed(
+        self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any, ends: Tensor | None = None
+    ) -> list[Tensor] | None:
+        first = self._layers[0]
+        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
+        small = x.shape[0] * x.shape[1] <= _MAX_ROWS
+        if not (small and stored) or self._weights is None:
+            return None
+        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.bfloat16)
+        start = cache.get_seq_length()
+        batch, nodes = x.shape[:2] if ends is None or mask is None else (len(ends), mask.shape[2])
+        storage = cache.kv.shared(cache.attending, batch, nodes, like, start)
+        allowed, scaling = None if mask is None else allowed_slots(mask, batch), first.self_attn.scaling
+        inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
+        *inner, last = cpu.decode(self._weights, *inputs, storage, start, ends=ends)
+        return [*inner, self._layers[-1].rounded(last)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether one call computes all layers, as far as ``states`` has tried."""
+        return self._weights is not None and self.direct is not False
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
+        native = [layer.native for layer in self._layers]
+        kinds = getattr(self._layers[0].config, "layer_types", None) or []
+        return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_weights"} | {"_outputs": []}
+
+
+def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
+    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
+    first: list[Any] = list(layers[:count])
+    if all(isinstance(layer, MergedLayer) for layer in first):
+        first = [copy.copy(layer) for layer in first]
+        first[-1].last = True
+        Stack(first)
+    return nn.ModuleList(first)
