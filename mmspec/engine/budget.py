@@ -7,11 +7,12 @@ by observed acceptance. Plain decoding, a tree of the root alone, is always a ca
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, zip_longest
 from math import log2
-from statistics import median
+from statistics import fmean, median_low
 from typing import TYPE_CHECKING
 
 from mmspec.core.budget import CostTable
@@ -26,7 +27,9 @@ _BINS = 16
 _PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _DECAY = 0.995  # decay of a bin's observations, per observation
 _FADE = 0.95  # decay of recent tokens and seconds, per step
-_FIRST, _PLAIN = 2, 12  # plain steps before the first draft; those whose time is averaged
+_FIRST = 2  # plain steps before the first draft
+_PLAIN = 5  # last plain steps whose time counts
+_AGAIN = 100  # draft steps before another plain one
 
 
 class AdaptiveBudget(MeasuredBudget):
@@ -64,7 +67,8 @@ class AdaptiveBudget(MeasuredBudget):
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._trial = Trial()  # draft steps against plain steps
-        self._plain: deque[float] = deque(maxlen=_PLAIN)  # times of plain steps
+        self._plain: dict[int, deque[float]] = defaultdict(partial(deque, maxlen=_PLAIN))  # times by bits of the batch
+        self._since = 0  # draft steps since the last plain one
         self.resize(batch)
 
     def resize(self, batch: int, packed: bool = False) -> None:
@@ -88,7 +92,8 @@ class AdaptiveBudget(MeasuredBudget):
 
     def drafts(self) -> bool:
         self.levels = 1
-        return len(self._plain) >= _FIRST and not self._trial.rests() and super().drafts()
+        measured = len(self._plain[self._rows.bit_length()]) >= _FIRST and self._since < _AGAIN
+        return measured and not self._trial.rests() and super().drafts()
 
     @property
     def least_gain(self) -> float:
@@ -112,7 +117,7 @@ class AdaptiveBudget(MeasuredBudget):
                 sizes[row] += 1
         self._shown = [list(row[:size]) for row, size in zip(gains, sizes, strict=True)]
         # Candidates cost draft time: request only somewhat more than was used lately.
-        self._usual += 0.2 * (max(sizes) - self._usual)
+        self._usual += 0.2 * (fmean(sizes) - self._usual)
         self.nodes = min(self.limit, 3 + int(1.5 * self._usual))
         return sizes
 
@@ -150,10 +155,12 @@ class AdaptiveBudget(MeasuredBudget):
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
         time = (draft_seconds + rest) / self._cost[0]
         if draft_seconds > 0:
-            plain = median(self._plain)
+            plain = median_low(self._plain[self._rows.bit_length()])
+            self._since += 1
             self._trial.add(emitted - time / plain)
         else:
-            self._plain.append(time)
+            self._plain[self._rows.bit_length()].append(time)
+            self._since = 0
         self._tokens = _FADE * self._tokens + emitted
         self._time = _FADE * self._time + spent
         for row, path in zip(self._shown, paths, strict=False):
