@@ -4,8 +4,7 @@ Goodput is the number of accepted and bonus tokens per second of a batch (SmartS
 batch, the less idle arithmetic is left for draft tokens. All requests are decoded plainly and with trees of several
 sizes, fixed and adaptive, for each batch size, the next request joining as soon as another has ended. Methods are
 interleaved for several rounds; a method's time is its median, prefill included, and its tokens must be those of plain
-decoding of one request at a time. Where verify passes leave out padding, the adaptive budget gives each sequence a tree
-size of its own; "one size" computes the padding, and has one size per pass.
+decoding of one request at a time. The adaptive budget chooses one size per verify pass, for all of its sequences.
 
 Requests are captions of held-out scenes and questions about them, texts for a text model, so that answers differ in
 length. Each batch size has a fork of the target, as pipelines over one target share an engine. Drafters and budgets
@@ -95,15 +94,10 @@ def _methods(pipe: mmspec.Pipeline, drafters: str, sizes: Sequence[int], nodes: 
     loaded = parse_drafters(drafters, str(pipe.model.config.name_or_path))
     methods = {}
     for size in sizes:
-        target, padded = pipe.target.fork(), pipe.target.fork()
-        padded.decoder.packs = False
+        target = pipe.target.fork()
         for method in [Method(PLAIN), *drafter_methods(loaded, nodes, target)]:
-            variants = {method.name: target}
-            if method.nodes is None and size > 1 and target.packs_rows:
-                variants[f"{method.name}, one size"] = padded
-            for name, used in variants.items():
-                own = {"drafter": fork(method.drafter, used), "target": used, "max_num_seqs": size}
-                methods[size, name] = replace(method, name=f"{name}, batch {size}", **own)
+            own = {"drafter": fork(method.drafter, target), "target": target, "max_num_seqs": size}
+            methods[size, method.name] = replace(method, name=f"{method.name}, batch {size}", **own)
     return methods
 
 

@@ -75,8 +75,8 @@ class Budget:
         self.depth = depth
         self.remaining = depth
 
-    def resize(self, batch: int, packed: bool = False) -> None:
-        """Set the batch size of the next step, and whether its verify pass costs nothing for padding."""
+    def resize(self, batch: int) -> None:
+        """Set the batch size of the next step."""
 
     def begin(self, share: float = 1.0) -> None:
         """Start new requests, which make up ``share`` of the batch."""
@@ -99,10 +99,10 @@ class Budget:
 
     def observe(
         self,
-        tree: TokenTree,
+        nodes: int,
         paths: list[list[int]],
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
     ) -> None:
-        """Update with a step's verified tree, accepted path per row, and times."""
+        """Update with a step's tree size (root included), accepted path per row, and times."""

@@ -180,15 +180,6 @@ class KeepsPrefixes(Protocol):
         """
 
 
-@runtime_checkable
-class PacksRows(Protocol):
-    """Interface of a target whose verify passes may cost nothing for padding."""
-
-    @property
-    def packs_rows(self) -> bool:
-        """Whether passes compute the valid nodes of a batch only, so that each row may have a tree size of its own."""
-
-
 @dataclass(frozen=True)
 class KeysValues:
     """Keys and values that a layer has of the committed tokens.

@@ -140,14 +140,8 @@ class TokenTree:
         tree.max_depth = self.max_depth
         return tree
 
-    def first(self, nodes: int | Sequence[int]) -> TokenTree:
-        """Tree of the first nodes, root included: with ``log_probs``, the most probable ones.
-
-        Args:
-            nodes: their number in all rows, or in each.
-        """
-        if not isinstance(nodes, int):
-            return self.first(max(nodes))._padded([count - 1 for count in nodes])
+    def first(self, nodes: int) -> TokenTree:
+        """Tree of the first ``nodes`` nodes, root included: with ``log_probs``, the most probable ones."""
         if nodes >= self.nodes:
             return self
         if nodes == 1:
@@ -163,19 +157,6 @@ class TokenTree:
         if "drafted" in vars(self):
             tree.drafted = [min(drafted, nodes - 1) for drafted in self.drafted]
             tree.valid = None if min(tree.drafted) == nodes - 1 else valid
-        return tree
-
-    def _padded(self, most: Sequence[int]) -> TokenTree:
-        """The same tree, with padding for the drafted nodes of each row after ``most``."""
-        drafted = [min(counts) for counts in zip(self.drafted, most, strict=True)]
-        if drafted == self.drafted:
-            return self
-        sizes = on_device([1 + count for count in drafted], self.tokens.device)
-        valid = torch.arange(self.nodes, device=sizes.device) < sizes[:, None]
-        tree = TokenTree(self.tokens, self.parents, valid, self.draft_probs, log_probs=self.log_probs, check=False)
-        tree.max_depth, tree.drafted = self.max_depth, drafted
-        if "path_probs" in vars(self):
-            tree.path_probs = [row[:count] for row, count in zip(self.path_probs, drafted, strict=True)]
         return tree
 
     def __repr__(self) -> str:

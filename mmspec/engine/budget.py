@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, zip_longest
 from math import log2
-from statistics import fmean, median_low
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from mmspec.core.budget import CostTable
@@ -53,9 +52,7 @@ class AdaptiveBudget(MeasuredBudget):
         super().__init__(nodes, depth)
         self.limit = nodes
         self._table, self.drift = cost, Drift()
-        # By batch size and whether padding is free: calibrated seconds of passes by draft tokens in all, or per row.
-        self._costs: dict[tuple[int, bool], list[float]] = {}
-        self._packed = False
+        self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
         self._batch = 0  # largest batch since drafting was last tried anew
         self._rows = 1  # of the step
         self._beyond = Line()  # time of pass and commit beyond calibration, by draft tokens per row
@@ -71,17 +68,15 @@ class AdaptiveBudget(MeasuredBudget):
         self._since = 0  # draft steps since the last plain one
         self.resize(batch)
 
-    def resize(self, batch: int, packed: bool = False) -> None:
-        self._packed = packed and batch > 1
+    def resize(self, batch: int) -> None:
         if batch != self._rows:
             self._rows = batch
             self._beyond.interrupt()
             self._drafting.interrupt()
-        if (batch, self._packed) not in self._costs:
-            padded = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
-            widths = range(batch, batch * (self.limit + 1) + 1) if self._packed else padded
-            self._costs[batch, self._packed] = [self._table(width) for width in widths]
-        self._cost = self._costs[batch, self._packed]
+        if batch not in self._costs:
+            widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
+            self._costs[batch] = [self._table(width) for width in widths]
+        self._cost = self._costs[batch]
         if 2 * batch <= self._batch:  # drafting may pay off again with fewer rows
             self._trial.restart()
         if 2 * batch <= self._batch or batch > self._batch:
@@ -100,51 +95,38 @@ class AdaptiveBudget(MeasuredBudget):
         return self._drafting.slope * self._tokens / self._time
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        return tree.first([1 + size for size in self.take(tree.path_probs)]) if tree.prunable else tree
+        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
 
-    def take(self, gains: Sequence[Sequence[float]]) -> list[int]:
-        """Most profitable number of drafted nodes of each row, given path probabilities in descending order."""
+    def take(self, gains: Sequence[Sequence[float]]) -> int:
+        """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
+        widest = min(self.nodes, max(map(len, gains), default=0))
+        corrected = [[self._correct(g) for g in row[:widest]] for row in gains]
         price = self._tokens / self._time
         best, profit, best_profit = 0, 0.0, 0.0
-        additions = self._additions([[self._correct(g) for g in row[: self.nodes]] for row in gains])
-        for count, (gain, _) in enumerate(additions, start=1):
-            profit += gain / len(gains)
-            if profit - price * self._extra(count) > best_profit:
-                best, best_profit = count, profit - price * self._extra(count)
-        sizes = [0] * len(gains)
-        for _, rows in additions[:best]:
-            for row in rows:
-                sizes[row] += 1
-        self._shown = [list(row[:size]) for row, size in zip(gains, sizes, strict=True)]
+        for n in range(1, widest + 1):
+            profit += sum(row[n - 1] for row in corrected if len(row) >= n) / len(gains)
+            if profit - price * self._extra(n) > best_profit:
+                best, best_profit = n, profit - price * self._extra(n)
+        self._shown = [list(row[:best]) for row in gains]
         # Candidates cost draft time: request only somewhat more than was used lately.
-        self._usual += 0.2 * (fmean(sizes) - self._usual)
+        self._usual += 0.2 * (best - self._usual)
         self.nodes = min(self.limit, 3 + int(1.5 * self._usual))
-        return sizes
-
-    def _additions(self, gains: list[list[float]]) -> list[tuple[float, Sequence[int]]]:
-        """What trees grow by, in order: expected tokens, and the rows that get a node.
-
-        Where padding is free, the most probable node of all rows is next (TETRIS, arXiv 2502.15197), else one of each.
-        """
-        if not self._packed:
-            return [(sum(column), range(len(gains))) for column in zip_longest(*gains, fillvalue=0.0)]
-        nodes = [(gain, (number,)) for number, row in enumerate(gains) for gain in accumulate(row, min)]
-        return sorted(nodes, key=lambda node: -node[0])
+        return best
 
     def observe(
         self,
-        tree: TokenTree,
+        nodes: int,
         paths: list[list[int]],
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
     ) -> None:
-        size = min(sum(tree.drafted) if self._packed else tree.nodes - 1, len(self._cost) - 1)
+        drafts = min(nodes, len(self._cost)) - 1
         if self.drift:
-            self.drift.add(verify_seconds, self._cost[size])
+            self.drift.add(verify_seconds, self._cost[drafts])
         rest = verify_seconds + commit_seconds
-        self._beyond.add(self._per_row(size), rest / self._cost[0], self._cost[size] / self._cost[0])
-        spent = 1.0 + self._extra(size)
+        self._beyond.add(drafts, rest / self._cost[0], self._cost[drafts] / self._cost[0])
+        spent = 1.0 + self._extra(drafts)
         if draft_seconds > 0:
             # By the clock of the same step's verify pass: a busy machine slows both.
             drafted = draft_seconds / rest * spent
@@ -173,13 +155,10 @@ class AdaptiveBudget(MeasuredBudget):
                 self._accepted[b] = self._accepted[b] * _DECAY + (i in kept)
         self._shown = []
 
-    def _extra(self, size: int) -> float:
-        """Cost of ``size`` draft tokens, in all or per row, beyond plain decoding."""
-        beyond = self._cost[size] / self._cost[0] - 1.0 + self._beyond.slope * self._per_row(size)
+    def _extra(self, nodes: int) -> float:
+        """Cost of a tree of ``nodes`` drafted nodes beyond plain decoding."""
+        beyond = self._cost[nodes] / self._cost[0] - 1.0 + self._beyond.slope * nodes
         return beyond / (1.0 + self._beyond.fixed)
-
-    def _per_row(self, size: int) -> float:
-        return size / self._rows if self._packed else size
 
     def _correct(self, gain: float) -> float:
         """Calibrated acceptance probability of a node with path probability ``gain``."""

@@ -168,7 +168,7 @@ class EngineCore:
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
         proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
-        budget.observe(tree, paths, proposing, verify_seconds, clock() - began)
+        budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds

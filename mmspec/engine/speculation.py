@@ -7,7 +7,7 @@ from typing import Any
 
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, as_drafter, members
-from mmspec.core.target import PacksRows, Target
+from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
@@ -129,5 +129,5 @@ class Speculation:
         if self.budget.drift and self.budget.drift.overestimated:
             forget_cost(self.target)
             self.budget.drift, self._outdated = None, True  # measured again before the next request
-        self.budget.resize(batch, isinstance(self.target, PacksRows) and self.target.packs_rows)
+        self.budget.resize(batch)
         return self.budget

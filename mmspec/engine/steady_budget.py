@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmspec.core.budget import CostTable
-from mmspec.core.tree import TokenTree
 from mmspec.engine.drift import Drift, MeasuredBudget
 
 _TRY_AGAIN = 64  # steps between probes of another size; tokens that earn a draft, however much was lost
@@ -38,7 +37,7 @@ class SteadyBudget(MeasuredBudget):
         self._tried = [0] * sizes[-1]
         self._steps = 0
 
-    def resize(self, batch: int, packed: bool = False) -> None:
+    def resize(self, batch: int) -> None:
         if batch not in self._spent:
             drafting = _DRAFT * self._table(batch)
             self._spent[batch] = {n: self._table(batch * (n + 1)) + drafting * bool(n) for n in self._sizes}
@@ -56,13 +55,12 @@ class SteadyBudget(MeasuredBudget):
 
     def observe(
         self,
-        tree: TokenTree,
+        nodes: int,
         paths: list[list[int]],
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
     ) -> None:
-        nodes = tree.nodes
         if self.drift:
             self.drift.add(verify_seconds, self._table(self._batch * nodes))
         alive = [set(path) for path in paths if path]

@@ -164,7 +164,6 @@ def decode(
     cache: Tensor,
     start: int,
     middle: Tensor | None = None,
-    ends: Tensor | None = None,
 ) -> Tensor:
     """All layers of a decoder.
 
@@ -176,8 +175,6 @@ def decode(
         cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, contiguous: keys and values by layer. Those of
             the nodes are written to the slots from ``start`` on of the first rows.
         middle: (batch, nodes, hidden) float32; is set to the last layer's residual before its MLP.
-        ends: (batch,) int64; rows have different numbers of nodes, and these are the cumulated ones. ``x``,
-            ``rotation`` and the result are packed: all nodes as those of one row. The mask is not.
 
     Returns:
         (layers, batch, nodes, hidden), each layer's output.
@@ -191,8 +188,6 @@ def decode(
     if mask is not None:
         attention = work.attention
         attention.mask, attention.mask_row, attention.mask_node = mask.data_ptr(), mask.stride(0), mask.stride(2)
-        if ends is not None:
-            attention.ends, attention.batch, _, attention.nodes, attention.slots = ends.data_ptr(), *mask.shape
     cpu_library.functions().decode(work, torch.get_num_threads())
     return states
 

@@ -50,7 +50,6 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("batch", "nodes", "slots", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int64) for name in ("query_row", "query_node", "key_row", "key_head", "key_slot")),
         *((name, ctypes.c_int64) for name in ("mask_row", "mask_node")),
-        ("ends", ctypes.c_void_p),
     ]
 
 

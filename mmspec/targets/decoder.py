@@ -40,7 +40,6 @@ class Decoder:
         attention: attention implementation of the passes.
         layers: plug-in for layers other than attention; None for a model without any.
         takes_positions: whether the model's forward has ``position_ids``.
-        packs: whether passes leave out the padding of rows with fewer nodes, where the layers are one call.
         has_position_axes: whether visual tokens have several positions each, which the model computes (Qwen-VL).
 
     Raises:
@@ -68,7 +67,6 @@ class Decoder:
         self._merged: Stack | None = getattr(first, "stack", None)  # the layers as one call
         if self._merged is not None:
             self._merged.direct = None  # tried anew
-        self.packs = True
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
@@ -109,25 +107,6 @@ class Decoder:
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
-
-    @property
-    def packs_rows(self) -> bool:
-        """Whether ``forward_packed`` computes passes, as far as it has been tried."""
-        return self.packs and self._merged is not None and self._merged.whole
-
-    def forward_packed(
-        self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature], valid: Tensor
-    ) -> dict[Feature, Tensor] | None:
-        """``forward`` over the valid nodes only, (1, valid nodes, hidden) each; None where padding has to be computed.
-
-        Args:
-            valid: (batch, nodes) bool, in each row the first ones.
-        """
-        if (stack := self._merged) is None or not (self.packs and stack.direct):
-            return None
-        with self._applied():
-            states = stack.states(self._module, inputs, cache, valid)
-            return None if states is None else self._named(states, names)
 
     def _named(self, states: list[Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features, and ``"last"``, of the layers' inputs and the last one's output."""

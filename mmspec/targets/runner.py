@@ -160,8 +160,6 @@ class EagerRunner(Runner):
 
     def forward_tree(self, tree: TokenTree, width: int, names: Sequence[Feature]) -> TargetOutput:
         nodes = tree.nodes
-        if tree.valid is not None and (packed := self._packed(tree, names)) is not None:
-            return packed
         if width == nodes:
             states = self._forward(tree.tokens, None if nodes == 1 else tree.depth, tree.ancestors, names)
         else:
@@ -169,26 +167,12 @@ class EagerRunner(Runner):
             states = {name: state[:, :nodes] for name, state in states.items()}
         return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 
-    def _packed(self, tree: TokenTree, names: Sequence[Feature]) -> TargetOutput | None:
-        """Logits and features of the valid nodes, and zeros; None where padding has to be computed."""
-        if not self._decoder.packs_rows:
-            return None
-        inputs = self._masked_inputs(tree.tokens, tree.depth, tree.ancestors)
-        states = self._decoder.forward_packed(inputs, self.cache, names, tree.alive)
-        if states is None:
-            return None
-        sizes = [1 + drafted for drafted in tree.drafted]
-        features = {name: _unpacked(states[name], sizes) for name in names}
-        return TargetOutput(_unpacked(self._head(states["last"]), sizes), features)
-
     def _forward(
         self, tokens: Tensor, depth: Tensor | None, reach: Tensor, names: Sequence[Feature]
     ) -> dict[Feature, Tensor]:
-        return self._decoder.forward(self._masked_inputs(tokens, depth, reach), self.cache, names)
-
-    def _masked_inputs(self, tokens: Tensor, depth: Tensor | None, reach: Tensor) -> dict[str, Any]:
-        mask = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
-        return {**self._inputs(tokens, depth, reach), "attention_mask": mask}
+        inputs = self._inputs(tokens, depth, reach)
+        inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
+        return self._decoder.forward(inputs, self.cache, names)
 
     def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
         self.cache.commit(path, rows)
@@ -268,14 +252,6 @@ def new_runner(decoder: Decoder, head: Head) -> Runner:
 def node_bucket(nodes: int) -> int:
     """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
-
-
-def _unpacked(packed: Tensor, sizes: Sequence[int]) -> Tensor:
-    """States of all rows' nodes, (1, nodes in all, features), by row: (batch, nodes, features), zeros at padding."""
-    rows = packed.new_zeros(len(sizes), max(sizes), packed.shape[-1])
-    for row, size, states in zip(rows, sizes, packed[0].split(list(sizes)), strict=True):
-        row[:size] = states
-    return rows
 
 
 def _padded(tree: TokenTree, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,19 +35,16 @@ class Stack:
         for place, layer in enumerate(layers):
             layer.place, layer.stack = place, self
 
-    def states(
-        self, decoder: Any, inputs: dict[str, Any], cache: Any, valid: Tensor | None = None
-    ) -> list[Tensor] | None:
+    def states(self, decoder: Any, inputs: dict[str, Any], cache: Any) -> list[Tensor] | None:
         """Inputs of the layers and the output of the last, without a pass of the decoder.
 
         Args:
             decoder: the decoder with these layers, followed by ``norm``.
             inputs: the decoder's: ``input_ids`` and ``position_ids``, (batch, nodes) int64, and ``attention_mask``,
                 (batch, 1, nodes, slots) bool or additive, None for single nodes that attend to all slots.
-            valid: (batch, nodes) bool, the nodes to compute, in each row the first ones; None computes all.
 
         Returns:
-            (batch, nodes, hidden) each, or (1, valid nodes, hidden); None where a pass of the decoder is needed.
+            (batch, nodes, hidden) each; None where a pass of the decoder is needed.
         """
         if not self.whole or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
@@ -57,14 +54,11 @@ class Stack:
         changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
         if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}):
             return None
-        ends = None
-        if valid is not None:
-            tokens, positions, ends = tokens[valid][None], positions[valid][None], valid.sum(1).cumsum(0)
         x, highest = decoder.embed_tokens(tokens), int(positions.max())
         if highest >= len(self._rotations):
             known = torch.arange(2 * (highest + 1), device=x.device)[None]
             self._rotations = rotation_of(*decoder.rotary_emb(x, position_ids=known))[0]
-        outputs = self._computed(x, self._rotations[positions], mask, cache, ends)
+        outputs = self._computed(x, self._rotations[positions], mask, cache)
         if outputs is None:
             return None
         if self.direct is None:
@@ -80,9 +74,7 @@ class Stack:
             return None
         return self._outputs[place] if self._outputs else None
 
-    def _computed(
-        self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any, ends: Tensor | None = None
-    ) -> list[Tensor] | None:
+    def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
         first = self._layers[0]
         stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
         small = x.shape[0] * x.shape[1] <= _MAX_ROWS
@@ -90,11 +82,10 @@ class Stack:
             return None
         like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.bfloat16)
         start = cache.get_seq_length()
-        batch, nodes = x.shape[:2] if ends is None or mask is None else (len(ends), mask.shape[2])
-        storage = cache.kv.shared(cache.attending, batch, nodes, like, start)
-        allowed, scaling = None if mask is None else allowed_slots(mask, batch), first.self_attn.scaling
+        storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
+        allowed, scaling = None if mask is None else allowed_slots(mask, len(x)), first.self_attn.scaling
         inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
-        *inner, last = cpu.decode(self._weights, *inputs, storage, start, ends=ends)
+        *inner, last = cpu.decode(self._weights, *inputs, storage, start)
         return [*inner, self._layers[-1].rounded(last)]
 
     @property

@@ -93,10 +93,6 @@ class TransformersTarget:
         return input_device(self.model)
 
     @property
-    def packs_rows(self) -> bool:
-        return not self.runner.static_shapes and self.decoder.packs_rows
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 

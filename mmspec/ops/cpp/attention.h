@@ -26,11 +26,6 @@ struct Attention {
   int64_t query_row, query_node;  // strides in elements; heads of a query are neighbours
   int64_t key_row, key_head, key_slot;
   int64_t mask_row, mask_node;
-  const int64_t* ends;  // null: each row has ``nodes`` nodes; else (batch): nodes of the rows up to and with each, packed
-
-  // Place of a row's first node among all nodes; of row ``batch``, their number.
-  int64_t first_of(int64_t row) const { return !ends ? row * nodes : row ? ends[row - 1] : 0; }
-  int64_t nodes_of(int64_t row) const { return first_of(row + 1) - first_of(row); }
 };
 
 }  // extern "C"
@@ -242,8 +237,7 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
   for (int64_t node = 0; node < nodes; node++) {
     if (!a.mask) reading.counts[node] = a.slots - a.nodes + first + node + 1;
     longest = std::max(longest, reading.counts[node]);
-    const float* query = a.query + (a.ends ? a.first_of(row) * a.query_node : row * a.query_row) +
-                         (first + node) * a.query_node + kv * group * a.head_dim;
+    const float* query = a.query + row * a.query_row + (first + node) * a.query_node + kv * group * a.head_dim;
     for (int64_t head = 0; head < group; head++) {
       float scaled[256], scale = a.scale * 1.44269504f;  // weights are powers of two
       for (int64_t i = 0; i < a.head_dim; i++) scaled[i] = query[head * a.head_dim + i] * scale;
@@ -262,7 +256,7 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
       reading.add(a, key, value, own, node * group, group, [&](int64_t) { return reading.counts[node] - at; });
     }
   for (int64_t query = 0; query < queries; query++) {
-    int64_t head = ((a.first_of(row) + first + query / group) * a.kv_heads + kv) * group + query % group;
+    int64_t head = ((row * a.nodes + first + query / group) * a.kv_heads + kv) * group + query % group;
     reading.write(query, a.read + head * a.head_dim, a.head_dim);
   }
 }
@@ -278,8 +272,7 @@ void attend_all(const Attention& a, int threads) {
     for (int64_t row = 0; row < a.batch; row++)
       for (int64_t first = 0; first < a.nodes; first += together)
         for (int64_t kv = 0; kv < a.kv_heads; kv++)
-          if (int64_t nodes = std::min(together, a.nodes_of(row) - first); nodes > 0)
-            attend(a, row, kv, first, nodes, reading);
+          attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
   }
 }
 

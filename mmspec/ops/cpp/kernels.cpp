@@ -57,8 +57,8 @@ struct Pass {
   const Layer* layers;
   int64_t count, hidden, start;
   const float *x, *rotation;
-  float* states;  // (layers, all nodes, hidden): each layer's output
-  float* middle;  // (all nodes, hidden): the last layer's residual before its MLP; may be null
+  float* states;  // (layers, batch * nodes, hidden): each layer's output
+  float* middle;  // (batch * nodes, hidden): the last layer's residual before its MLP; may be null
   uint16_t* cache;  // bfloat16
   int64_t cache_part;  // stride between the keys and the values of a layer
   Attention attention;
@@ -166,14 +166,13 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
 static void write_slots(const Pass* pass, int64_t index, const float* from, int64_t stride) {
   const Attention& a = pass->attention;
   int64_t kv_width = a.kv_heads * a.head_dim;
-  for (int64_t row = 0; row < a.batch; row++)
-    for (int64_t node = 0; node < a.nodes_of(row); node++, from += stride)
-      for (int part = 0; part < 2; part++) {
-        uint16_t* to = pass->cache + (2 * index + part) * pass->cache_part + row * a.key_row +
-                       (pass->start + node) * a.key_slot;
-        for (int64_t head = 0; head < a.kv_heads; head++)
-          store_rounded(to + head * a.key_head, from + part * kv_width + head * a.head_dim, a.head_dim);
-      }
+  for (int64_t row = 0; row < a.batch * a.nodes; row++)
+    for (int part = 0; part < 2; part++) {
+      uint16_t* to = pass->cache + (2 * index + part) * pass->cache_part + row / a.nodes * a.key_row +
+                     (pass->start + row % a.nodes) * a.key_slot;
+      for (int64_t head = 0; head < a.kv_heads; head++)
+        store_rounded(to + head * a.key_head, from + row * stride + part * kv_width + head * a.head_dim, a.head_dim);
+    }
 }
 
 // The residual of a layer with several parts or a normed one, (rows, hidden).
@@ -190,7 +189,7 @@ static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_
 
 void decode(const Pass* pass, int threads) {
   Attention a = pass->attention;
-  int64_t rows = a.first_of(a.batch), width = (a.heads + 2 * a.kv_heads) * a.head_dim;
+  int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim;
   std::vector<float> qkv(rows * width), read(rows * a.heads * a.head_dim);
   a.query = qkv.data(), a.read = read.data(), a.query_row = a.nodes * width, a.query_node = width;
   const float* x = pass->x;
@@ -210,7 +209,7 @@ void decode(const Pass* pass, int threads) {
 // Writes the keys and values of each layer that the rows of ``x`` have, without their norm before attention.
 void write_keys_values(const Pass* pass, int threads) {
   const Attention& a = pass->attention;
-  int64_t rows = a.first_of(a.batch), kv_width = a.kv_heads * a.head_dim;
+  int64_t rows = a.batch * a.nodes, kv_width = a.kv_heads * a.head_dim;
   std::vector<float> kv(rows * 2 * kv_width);
   for (int64_t index = 0; index < pass->count; index++) {
     const Layer* layer = pass->layers + index;

@@ -1,4 +1,3 @@
-import itertools
 import random
 from functools import partial
 
@@ -14,11 +13,6 @@ from mmspec.engine.steady_budget import SteadyBudget
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
 FREE = CostTable((1, 64), (1.0, 1.0))
-
-
-def tree_of(nodes):
-    """A chain."""
-    return TokenTree(torch.arange(nodes)[None], torch.arange(-1, nodes - 1)[None])
 
 
 def test_costs_are_interpolated_and_carried_on():
@@ -64,11 +58,11 @@ def drafted(budget, claims, accepted, cost, draft_seconds):
     """One step with a chain of the given path probabilities; seconds it took and tokens it gave, drafts asked for."""
     budget.remaining = 1000
     if not budget.drafts():
-        budget.observe(tree_of(1), [[0]], 0.0, cost(1))
+        budget.observe(1, [[0]], 0.0, cost(1))
         return cost(1), 1, 0
-    (size,) = budget.take([claims])
+    size = budget.take([claims])
     path = list(range(1 + min(size, accepted)))
-    budget.observe(tree_of(size + 1), [path], draft_seconds, cost(size + 1))
+    budget.observe(size + 1, [path], draft_seconds, cost(size + 1))
     return cost(size + 1) + draft_seconds, len(path), size
 
 
@@ -88,7 +82,7 @@ def adaptive(cost=FLAT, batch=1, **keywords):
     """A budget after its first steps, which are plain."""
     budget = AdaptiveBudget(cost, batch=batch, **keywords)
     for _ in range(2):
-        budget.observe(tree_of(1), [[0]] * batch, 0.0, cost(batch))
+        budget.observe(1, [[0]] * batch, 0.0, cost(batch))
     budget.begin()
     return budget
 
@@ -113,14 +107,14 @@ def test_comes_close_to_the_enumerated_best_size(cost, acceptance, claim):
 
 def test_takes_all_that_is_free_and_nothing_that_is_too_dear():
     gains = [0.9**i for i in range(1, 30)]
-    assert adaptive(FREE).take([gains])[0] >= 8
-    assert adaptive(STEEP).take([[0.2, 0.1, 0.05]]) == [0]
-    assert adaptive(FLAT).take([[]]) == [0]
+    assert adaptive(FREE).take([gains]) >= 8
+    assert adaptive(STEEP).take([[0.2, 0.1, 0.05]]) == 0
+    assert adaptive(FLAT).take([[]]) == 0
 
 
 def test_never_takes_more_than_its_limit():
     for limit in (0, 1, 7):
-        assert adaptive(FREE, nodes=limit).take([[0.99] * 50])[0] <= limit
+        assert adaptive(FREE, nodes=limit).take([[0.99] * 50]) <= limit
 
 
 @pytest.mark.parametrize(("cost", "draft_seconds"), [(FLAT, 0.02), (FLAT, 0.5), (STEEP, 0.02), (STEEP, 1.0)])
@@ -162,9 +156,9 @@ def test_two_dozen_draft_steps_show_a_loss():
         asked.append(budget.drafts())
         budget.take([[0.5]])
         if asked[-1]:
-            budget.observe(tree_of(2), [[0, 1] if step % 4 == 0 else [0]], 1e-3, 1.5)
+            budget.observe(2, [[0, 1] if step % 4 == 0 else [0]], 1e-3, 1.5)
         else:
-            budget.observe(tree_of(1), [[0]], 0.0, 1.0)
+            budget.observe(1, [[0]], 0.0, 1.0)
     assert 12 <= asked.index(False) <= 24
 
 
@@ -181,10 +175,10 @@ def test_trust_follows_what_was_accepted():
 def test_rows_that_have_finished_teach_nothing():
     both, alone = adaptive(FREE, batch=2), adaptive(FREE, batch=2)
     for _ in range(30):
-        size, _ = both.take([[0.5] * 6, [0.5] * 6])
-        both.observe(tree_of(size + 1), [list(range(size + 1)), []], 0.0, FREE(1))
-        (same,) = alone.take([[0.5] * 6])
-        alone.observe(tree_of(same + 1), [list(range(same + 1))], 0.0, FREE(1))
+        size = both.take([[0.5] * 6, [0.5] * 6])
+        both.observe(size + 1, [list(range(size + 1)), []], 0.0, FREE(1))
+        same = alone.take([[0.5] * 6])
+        alone.observe(same + 1, [list(range(same + 1))], 0.0, FREE(1))
         assert size == same > 0
     assert both._correct(0.5) == pytest.approx(alone._correct(0.5))
 
@@ -195,7 +189,7 @@ def test_one_more_drafter_pass_must_pay():
     for _ in range(2):  # a first draft also makes up for the steps before
         budget.drafts()
         budget.take([[0.5]])
-        budget.observe(tree_of(1), [[0]], 0.5, 1.0)
+        budget.observe(1, [[0]], 0.5, 1.0)
     budget.drafts()
     assert budget.least_gain < 0.95
     assert not budget.least_gain < 0.01
@@ -207,7 +201,7 @@ def test_one_more_drafter_pass_pays_by_what_it_adds_to_each_row(batch):
     budget = adaptive(FREE, batch=batch)
     for _ in range(2):
         budget.drafts()
-        budget.observe(tree_of(1), [[0]] * batch, 0.5, 1.0)
+        budget.observe(1, [[0]] * batch, 0.5, 1.0)
     # Of late 4.5 tokens of each row took 5.5 seconds, so that half a second is worth 0.41 tokens of each. Of a tree of
     # one level, half of the time is taken for the level's.
     assert budget.least_gain == pytest.approx(0.206, abs=0.01)
@@ -220,7 +214,7 @@ def test_the_price_of_a_level_is_that_of_more_levels():
     def draft(levels):
         budget.drafts()
         budget.levels = levels
-        budget.observe(tree_of(2), [[0, 1]], 0.6 + 0.05 * levels, 1.0)
+        budget.observe(2, [[0, 1]], 0.6 + 0.05 * levels, 1.0)
         return budget.least_gain * budget._time / budget._tokens
 
     for _ in range(40):
@@ -229,44 +223,6 @@ def test_the_price_of_a_level_is_that_of_more_levels():
     for step in range(40):
         deep = draft(1 + 3 * (step % 2))
     assert deep == pytest.approx(0.05, abs=0.015)
-
-
-def best_sizes(gains, cost):
-    """Sizes of two rows with the highest expected tokens at the rate of plain decoding, by enumeration."""
-    price = 2 / cost(2)
-    sizes = itertools.product(*(range(len(row) + 1) for row in gains))
-
-    def profit(chosen):
-        tokens = sum(sum(row[:size]) for row, size in zip(gains, chosen, strict=True))
-        return tokens - price * (cost(2 + sum(chosen)) - cost(2))
-
-    return list(max(sizes, key=profit))
-
-
-@pytest.mark.parametrize("cost", [FLAT, DEARER, STEEP], ids=["flat", "dearer", "steep"])
-@pytest.mark.parametrize("other", [0.9, 0.5, 0.1, 0.0])
-def test_rows_have_sizes_of_their_own_where_padding_is_free(cost, other):
-    gains = [[0.8**i for i in range(1, 8)], [other**i for i in range(1, 8) if other]]
-    budget = AdaptiveBudget(cost, batch=2)
-    budget.resize(2, packed=True)
-    sizes = budget.take(gains)
-    assert sizes == best_sizes(gains, cost)
-    budget.resize(2, packed=False)
-    assert len(set(budget.take(gains))) == 1
-
-
-def test_a_packed_pass_is_priced_by_its_nodes():
-    """Padded, 3 and 1 draft tokens cost as much as 3 and 3."""
-    spent = []
-    for packed in (True, False):
-        budget = AdaptiveBudget(KNEE, batch=4)
-        budget.resize(4, packed)
-        rows = [([7] * count, [0] * count) for count in (5, 0, 0, 0)]
-        tokens = 9 if packed else 24
-        budget.observe(build_tree(torch.zeros(4, dtype=torch.long), rows), [[0]] * 4, 0.0, KNEE(tokens))
-        spent.append(budget._time)
-    assert spent[0] == pytest.approx(0.95 + KNEE(9))
-    assert spent[1] == pytest.approx(0.95 + KNEE(24))
 
 
 KNEE = CostTable((1, 8, 64, 512), (1.0, 1.0, 8.0, 64.0))
@@ -281,7 +237,7 @@ def test_a_tree_is_priced_for_all_rows(cost):
         price = batch / cost(batch)
         earned = [batch * sum(gains[:n]) - price * (cost(batch * (n + 1)) - cost(batch)) for n in range(17)]
         budget = adaptive(cost, batch=batch)
-        taken.append(max(budget.take([gains] * batch)))
+        taken.append(budget.take([gains] * batch))
         assert earned[taken[-1]] == max(earned)
     assert taken[0] > taken[2]
 
@@ -298,9 +254,9 @@ def test_the_last_rows_of_a_batch_draft(kind):
         budget.remaining = 99
         size = 0
         if budget.drafts():
-            size = min(budget.nodes, 7) if kind is SteadyBudget else max(budget.take([gains] * batch))
+            size = min(budget.nodes, 7) if kind is SteadyBudget else budget.take([gains] * batch)
         path = list(range(size + 1))
-        budget.observe(tree_of(size + 1), [path] * batch, 0.01 * (size > 0), KNEE(batch * (size + 1)))
+        budget.observe(size + 1, [path] * batch, 0.01 * (size > 0), KNEE(batch * (size + 1)))
         sizes.append(size)
     assert max(sizes[10:50]) < 7 <= max(sizes[50:])
 
@@ -313,12 +269,41 @@ def test_sizes_are_priced_for_all_rows(batch, best):
     assert size == best
 
 
+def test_plain_steps_are_measured_for_each_size_of_batches_and_anew():
+    """Two at first, as the first one of all may compile something; then one after a hundred draft steps."""
+    budget, plain = AdaptiveBudget(FREE, batch=1), []
+    for step, batch in enumerate([1] * 110 + [2] * 4 + [3] * 4 + [1] * 4):
+        budget.resize(batch)
+        budget.remaining = 50
+        if budget.drafts():
+            budget.observe(2, [[0, 1]] * batch, 0.1, 1.0)
+        else:
+            plain.append(step)
+            budget.observe(1, [[0]] * batch, 0.0, 5.0 if step == 0 else 1.0)
+    assert plain == [0, 1, 102, 110, 111]
+    assert budget._trial._gains[-1] == pytest.approx(2 - 1.1)
+
+
+def test_what_every_step_takes_makes_nodes_cheaper():
+    """A step in which Python takes as long as the pass, whatever the tree."""
+    gains, sizes = [0.5**i for i in range(1, 9)], []
+    for python in (0.0, 1.0):
+        budget = adaptive(DEARER)
+        for size in [0, 2, 4, 1] * 30:
+            budget.observe(size + 1, [[0]], 0.0, DEARER(size + 1) + python)
+        sizes.append(budget.take([gains]))
+        price = budget._tokens / budget._time
+        best = max(range(9), key=lambda n: sum(gains[:n]) - price * (DEARER(n + 1) - 1.0) / (1.0 + python))
+        assert abs(sizes[-1] - best) <= 1
+    assert sizes[1] > sizes[0]
+
+
 def test_a_hiccup_is_not_the_price_of_a_tree():
     budget = adaptive()
     simulate(budget, 200, 0.9)
     before = simulate(budget, 50, 0.9, seed=3)
     budget.take([[0.8**i for i in range(1, 9)]])
-    budget.observe(tree_of(9), [list(range(9))], 50.0, 500.0)
+    budget.observe(9, [list(range(9))], 50.0, 500.0)
     assert simulate(budget, 50, 0.9, seed=3) < 1.2 * before
 
 
@@ -356,7 +341,7 @@ def test_drafting_in_vain_becomes_rare():
     def asked(emitted):
         budget.remaining = 50
         drafts = budget.drafts()
-        budget.observe(tree_of(1), [list(range(emitted))], 2e-4 if drafts else 0.0, 1e-3)
+        budget.observe(1, [list(range(emitted))], 2e-4 if drafts else 0.0, 1e-3)
         return drafts
 
     assert [asked(1) for _ in range(14)] == [False] * 2 + [True] * 12
@@ -379,7 +364,7 @@ def steady(cost, accepted, draft_seconds=0.1, steps=600, batch=1, **keywords):
         chosen.append(size)
         path = list(range(min(accepted, size) + 1))
         spent = draft_seconds if size else 0.0
-        budget.observe(tree_of(size + 1), [path] * batch, spent, cost(batch * (size + 1)))
+        budget.observe(size + 1, [path] * batch, spent, cost(batch * (size + 1)))
     return chosen
 
 
@@ -399,8 +384,8 @@ def test_a_steady_budget_does_not_draft_in_vain():
 def test_rows_that_have_finished_say_nothing():
     one, with_finished = SteadyBudget(FREE, (7,)), SteadyBudget(FREE, (7,), batch=2)
     for _ in range(30):
-        one.observe(tree_of(8), [[0, 1, 2]], 0.1, 1.0)
-        with_finished.observe(tree_of(8), [[0, 1, 2], []], 0.1, 1.0)
+        one.observe(8, [[0, 1, 2]], 0.1, 1.0)
+        with_finished.observe(8, [[0, 1, 2], []], 0.1, 1.0)
     assert one._accepted == with_finished._accepted
     assert one._accepted[0] == pytest.approx(1.0, abs=0.3)
     assert one._accepted[6] < 0.2
@@ -408,7 +393,7 @@ def test_rows_that_have_finished_say_nothing():
 
 def test_a_hiccup_is_not_the_price_of_a_size():
     budget = SteadyBudget(FREE)
-    budget.observe(tree_of(64), [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
+    budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
     assert budget.drafts()
     assert budget.nodes >= 31
 
@@ -426,7 +411,7 @@ def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
 def test_one_step_moves_prices_by_a_tenth_at_most():
     steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
     usual = steady._seconds[63]
-    steady.observe(tree_of(64), [[0]], 0.0, 1000.0)
+    steady.observe(64, [[0]], 0.0, 1000.0)
     assert steady._seconds[63] == pytest.approx(1.1 * usual)
 
 
@@ -435,10 +420,10 @@ def test_a_loss_by_chance_ends_no_drafting():
     budget, rng = adaptive(FREE), random.Random(0)
     for _ in range(400):
         budget.remaining = 50
-        budget.observe(tree_of(1), [[0]], 0.0, 1.0)  # plain steps are measured too
+        budget.observe(1, [[0]], 0.0, 1.0)  # plain steps are measured too
         assert budget.drafts()
         budget.take([[0.5, 0.4]])
-        budget.observe(tree_of(3), [[0, 1, 2] if rng.random() < 0.3 else [0]], 0.05, 1.05)
+        budget.observe(3, [[0, 1, 2] if rng.random() < 0.3 else [0]], 0.05, 1.05)
 
 
 def test_a_new_request_tries_drafting_anew():
@@ -488,7 +473,7 @@ def test_drafting_recovers_from_a_busy_moment_within_a_hundred_tokens(slower, dr
         for seed in range(3):
             budget, rng = adaptive(cost), random.Random(seed)
             for _ in range(plain):
-                budget.observe(tree_of(1), [[0]], 0.0, cost(1))
+                budget.observe(1, [[0]], 0.0, cost(1))
             step = partial(sizes_of, budget, rng, acceptance, cost, draft_seconds)
             step(steps=100)
             before = step(steps=40)

@@ -186,8 +186,6 @@ def test_layers_computed_in_one_call_give_their_states():
     layers, calls = model.get_decoder().layers, []
 
     class Stack:
-        whole = False  # not for packed rows
-
         def states(self, decoder, inputs, cache):
             states = []
             hooks = [layer.register_forward_pre_hook(lambda _, a: states.append(a[0])) for layer in layers]
