@@ -135,14 +135,13 @@ class AdaptiveBudget(MeasuredBudget):
             spent += drafted
         self._drafted = draft_seconds > 0
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
-        time = (draft_seconds + rest) / self._cost[0]
-        if draft_seconds > 0:
-            plain = median_low(self._plain[self._rows.bit_length()])
-            self._since += 1
-            self._trial.add(emitted - time / plain)
-        else:
-            self._plain[self._rows.bit_length()].append(time)
+        time, plain = (draft_seconds + rest) / self._cost[0], self._plain[self._rows.bit_length()]
+        if draft_seconds == 0:
+            plain.append(time)
             self._since = 0
+        elif plain:  # grammars force tokens in first steps, too
+            self._trial.add(emitted - time / median_low(plain))
+            self._since += 1
         self._tokens = _FADE * self._tokens + emitted
         self._time = _FADE * self._time + spent
         for row, path in zip(self._shown, paths, strict=False):

@@ -284,6 +284,12 @@ def test_plain_steps_are_measured_for_each_size_of_batches_and_anew():
     assert budget._trial._gains[-1] == pytest.approx(2 - 1.1)
 
 
+def test_tokens_that_a_grammar_forces_in_the_first_step_show_nothing():
+    budget = AdaptiveBudget(FREE)
+    budget.observe(4, [[0, 1, 2, 3]], 0.1, 1.0)
+    assert not budget._trial._gains
+
+
 def test_what_every_step_takes_makes_nodes_cheaper():
     """A step in which Python takes as long as the pass, whatever the tree."""
     gains, sizes = [0.5**i for i in range(1, 9)], []
