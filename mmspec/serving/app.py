@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -72,7 +73,7 @@ def create_app(
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
-    endpoints = Endpoints(runner, requests, catalog, stored, limits.body_bytes, scrape)
+    endpoints = Endpoints(runner, requests, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,7 +85,7 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_routes(app, endpoints)
+    _add_routes(app, endpoints, catalog, stored)
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
@@ -96,17 +97,17 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
+def _add_routes(app: FastAPI, endpoints: Endpoints, catalog: Catalog, stored: StoredResponses) -> None:
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
     app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", endpoints.response, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", endpoints.delete_response, methods=["DELETE"])
-    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", stored.get, methods=["GET"])
+    app.add_api_route("/v1/responses/{name}", stored.delete, methods=["DELETE"])
+    app.add_api_route("/v1/models", catalog.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", catalog.model, methods=["GET"])
     app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
-    app.add_api_route("/", endpoints.page, methods=["GET"])
+    app.add_api_route("/", catalog.page, methods=["GET"], response_class=HTMLResponse)
     for path in (LIVE, *READY):
         app.add_api_route(path, endpoints.health, methods=["GET"])
     app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])

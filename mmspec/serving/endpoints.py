@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import JSONResponse
 
-from mmspec.serving.catalog import Catalog
 from mmspec.serving.disconnect import EventStream, unless_gone
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
@@ -27,9 +26,10 @@ from mmspec.serving.protocol import (
 from mmspec.serving.requests import Requests
 from mmspec.serving.response_request import ResponsesRequest
 from mmspec.serving.runner import Runner, Work
-from mmspec.serving.stored import StoredResponses
 
 _log = logging.getLogger("mmspec.serving")
+
+R = TypeVar("R", bound=GenerationRequest)
 
 
 class Endpoints:
@@ -44,33 +44,20 @@ class Endpoints:
         self,
         runner: Runner,
         requests: Requests,
-        catalog: Catalog,
-        stored: StoredResponses,
         body_bytes: int,
         scrape: Callable[[], Awaitable[Collector]] | None = None,
     ) -> None:
-        self._runner, self._requests, self._catalog, self._scrape = runner, requests, catalog, scrape
-        self._stored, self._body_bytes = stored, body_bytes
+        self._runner, self._requests, self._body_bytes, self._scrape = runner, requests, body_bytes, scrape
 
     async def chat(self, request: Request) -> Response:
-        asked, work, form = await self._parsed(request, ChatRequest, self._requests.chat)
-        return await self._answer(request, asked, work, form)
+        return await self._answer(request, ChatRequest, self._requests.chat)
 
     async def complete(self, request: Request) -> Response:
         """``POST /v1/completions``: the prompts as they are, without a chat template."""
-        asked, work, form = await self._parsed(request, CompletionRequest, self._requests.completion)
-        return await self._answer(request, asked, work, form)
+        return await self._answer(request, CompletionRequest, self._requests.completion)
 
     async def respond(self, request: Request) -> Response:
-        asked, work, form = await self._parsed(request, ResponsesRequest, self._requests.response)
-        return await self._answer(request, asked, work, form)
-
-    async def response(self, name: str) -> dict[str, Any]:
-        return self._stored.get(name)
-
-    async def delete_response(self, name: str) -> dict[str, Any]:
-        self._stored.delete(name)
-        return {"id": name, "object": "response", "deleted": True}
+        return await self._answer(request, ResponsesRequest, self._requests.response)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         return await self._parsed(request, TokenizeRequest, self._requests.tokens)
@@ -83,16 +70,6 @@ class Endpoints:
         content = await read_body(request, self._body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
-    async def models(self) -> dict[str, Any]:
-        return self._catalog.models()
-
-    async def model(self, name: str) -> dict[str, Any]:
-        self._catalog.check(name)
-        return self._catalog.model(name)
-
-    async def page(self) -> Response:
-        return HTMLResponse(self._catalog.page())
-
     async def health(self) -> Response:
         """Status 200; see ``mmspec.serving.drain`` for other times."""
         return Response()
@@ -102,11 +79,12 @@ class Endpoints:
         found = self._runner.metrics.registry if self._scrape is None else await self._scrape()
         return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
-    async def _answer(self, request: Request, asked: GenerationRequest, work: Work, form: Format) -> Response:
+    async def _answer(self, request: Request, kind: type[R], prepare: Callable[[R], tuple[Work, Format]]) -> Response:
+        asked, (work, form) = await self._parsed(request, kind, lambda asked: (asked, prepare(asked)))
         receive = request.receive
         if not asked.stream:
             return JSONResponse(await unless_gone(receive, self._whole(work, form)))
-        events = self._events(work, form, asked.include_usage)
+        events = self._events(work, form)
         # The status must be that of errors before the first token.
         first = await unless_gone(receive, events.__anext__())
         return EventStream(first, events)
@@ -117,7 +95,7 @@ class Endpoints:
                 form.answers[index].append(piece)
         return form.whole()
 
-    async def _events(self, work: Work, form: Format, include_usage: bool) -> AsyncGenerator[bytes]:
+    async def _events(self, work: Work, form: Format) -> AsyncGenerator[bytes]:
         """Server-sent events; exceptions after the first one are events, too."""
         started = False
         try:
@@ -127,7 +105,7 @@ class Endpoints:
                         for chunk in form.first_chunks():
                             yield form.event(chunk)
                         started = True
-                    for chunk in form.chunks(index, piece, include_usage=include_usage):
+                    for chunk in form.chunks(index, piece):
                         yield form.event(chunk)
         except Exception as error:
             if not started:

@@ -143,9 +143,9 @@ class Runner:
                 async for piece in stream:
                     now = clock()
                     if before is None:
-                        self.metrics.first_token(now - arrived)
+                        self.metrics.first_token.observe(now - arrived)
                     else:
-                        self.metrics.next_tokens(now - before)
+                        self.metrics.next_tokens.observe(now - before)
                     before = now
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason))

@@ -18,8 +18,8 @@ from prometheus_client.exposition import generate_latest
 
 from mmspec.errors import UserError
 from mmspec.serving import on_ray
+from mmspec.serving.drain import LostReplica
 from mmspec.serving.limits import Limits
-from mmspec.serving.ray_proxy import LostReplica
 from mmspec.serving.server import SPARE_CONNECTIONS
 from mmspec.serving.settings import Settings
 
