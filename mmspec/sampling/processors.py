@@ -219,15 +219,11 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _min_length(processor: Any, scores: Tensor) -> OnTrees:
-    return _until(processor.min_length, processor, scores)
-
-
-def _min_new_tokens(processor: Any, scores: Tensor) -> OnTrees:
-    return _until(processor.prompt_length_to_skip + processor.min_new_tokens, processor, scores)
-
-
-def _until(length: int, processor: Any, scores: Tensor) -> OnTrees:
-    """Forbid EOS before a history has ``length`` tokens."""
+    """Forbid EOS before a history has so many tokens."""
+    if isinstance(processor, hf.MinNewTokensLengthLogitsProcessor):
+        length = processor.prompt_length_to_skip + processor.min_new_tokens
+    else:
+        length = processor.min_length
     ends = _mask(processor.eos_token_id, scores)
     return lambda history, scores: scores.masked_fill(ends & (history.lengths < length)[:, :, None], -torch.inf)
 
@@ -279,7 +275,7 @@ _WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
     hf.SequenceBiasLogitsProcessor: _bias,
     hf.NoBadWordsLogitsProcessor: _bias,
     hf.MinLengthLogitsProcessor: _min_length,
-    hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    hf.MinNewTokensLengthLogitsProcessor: _min_length,
     hf.SuppressTokensLogitsProcessor: _suppress,
     hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
     hf.ForcedBOSTokenLogitsProcessor: _forced_begin,

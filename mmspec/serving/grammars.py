@@ -20,8 +20,8 @@ _KEPT = 64  # results, of at most 128 KiB each
 class GrammarChecker:
     """Checks the grammars of untrusted requests. Used from one event loop only."""
 
-    def __init__(self, trial: GrammarTrial | None = None) -> None:
-        self._trial = trial or GrammarTrial(workers=_WORKERS)
+    def __init__(self) -> None:
+        self._trial = GrammarTrial(workers=_WORKERS)
         self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
         self._running: dict[Constraint, _Check] = {}
         self._results: dict[Constraint, CheckedText | UserError] = {}  # the last used one at the end
