@@ -12,14 +12,13 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog, unknown_path
 from mmspec.serving.disconnect import ClientGoneError
-from mmspec.serving.drain import LIVE, READY, Drain, Drained
-from mmspec.serving.endpoints import Endpoints
+from mmspec.serving.drain import Drain, Drained
+from mmspec.serving.endpoints import add_endpoints
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.grammars import GrammarChecker
 from mmspec.serving.guard import Guard
@@ -73,7 +72,6 @@ def create_app(
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
-    endpoints = Endpoints(runner, requests, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +83,7 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_routes(app, endpoints, catalog, stored)
+    add_endpoints(app, runner, requests, catalog, stored, limits.body_bytes, scrape)
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
@@ -95,22 +93,6 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
     return app
-
-
-def _add_routes(app: FastAPI, endpoints: Endpoints, catalog: Catalog, stored: StoredResponses) -> None:
-    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
-    app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", stored.get, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", stored.delete, methods=["DELETE"])
-    app.add_api_route("/v1/models", catalog.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", catalog.model, methods=["GET"])
-    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
-    app.add_api_route("/", catalog.page, methods=["GET"], response_class=HTMLResponse)
-    for path in (LIVE, *READY):
-        app.add_api_route(path, endpoints.health, methods=["GET"])
-    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
 
 
 async def _respond(request: Request, error: Exception) -> Response:
