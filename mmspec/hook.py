@@ -29,8 +29,8 @@ from mmspec.engine.stopping import JointCriteria, stopping_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
+from mmspec.sampling.logprobs import logits_by_step, scores_by_step
 from mmspec.sampling.sampler import Sampler
-from mmspec.sampling.scores import logits_by_step, scores_by_step
 
 
 @dataclass
