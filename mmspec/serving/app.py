@@ -16,9 +16,8 @@ from starlette.requests import ClientDisconnect
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog, unknown_path
-from mmspec.serving.disconnect import ClientGoneError
 from mmspec.serving.drain import Drain, Drained
-from mmspec.serving.endpoints import add_endpoints
+from mmspec.serving.endpoints import ClientGoneError, add_endpoints
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.grammars import GrammarChecker
 from mmspec.serving.guard import Guard

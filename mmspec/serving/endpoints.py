@@ -1,19 +1,19 @@
-"""The endpoints: OpenAI's, and vLLM's for tokens; and how they read requests' bodies."""
+"""The endpoints: OpenAI's, and vLLM's for tokens. Their work ends when its client goes away."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
-from starlette.responses import HTMLResponse, JSONResponse
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mmspec.serving.catalog import Catalog
-from mmspec.serving.disconnect import EventStream, unless_gone
 from mmspec.serving.drain import LIVE, READY
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
@@ -33,6 +33,7 @@ from mmspec.serving.stored import StoredResponses
 _log = logging.getLogger("mmspec.serving")
 
 R = TypeVar("R", bound=GenerationRequest)
+T = TypeVar("T")
 
 
 def add_endpoints(
@@ -160,3 +161,61 @@ async def read_body(request: Request, most: int) -> bytes:
     except TimeoutError:
         raise APIError(408, f"a request's body must arrive within {BODY_SECONDS:g} s") from None
     return bytes(body)
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and cancel it when the client disconnects.
+
+    Args:
+        receive: of the request, whose body has been read.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that closes its generator as soon as the client disconnects.
+
+    starlette's own leaves an open generator to the garbage collector.
+
+    Args:
+        first: the first event, which the generator has already yielded.
+        events: further ones.
+    """
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        async def all_events() -> AsyncIterator[bytes]:
+            yield first
+            async for event in events:
+                yield event
+
+        self._events = events
+        super().__init__(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        except (ClientGoneError, OSError):
+            pass
+        finally:
+            await self._events.aclose()

@@ -86,16 +86,19 @@ class Format(ABC):
         self.answers[index].append(piece)
         delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
         choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
-        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        chunk = self._chunk(choice)
         ended = all(answer.finish_reason is not None for answer in self.answers)
         if not self._include_usage:
             return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
-        last = {**self._head, "object": self.chunk_object, "choices": [], **self._figures()}
-        return [{**chunk, "usage": None}, *([last] if ended else [])]
+        last = [{**self._chunk(), **self._figures()}] if ended else []
+        return [{**chunk, "usage": None}, *last]
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
         return [error.content()]
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": choices}
 
     def _figures(self) -> dict[str, Any]:
         stats = [answer.stats or Stats() for answer in self.answers]
@@ -142,8 +145,7 @@ class ChatFormat(Format):
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index in range(len(self.answers)):
-            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -191,14 +193,12 @@ class TextFormat(Format):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index, answer in enumerate(self.answers):
             if answer.text:
-                choice = {"index": index, "text": answer.text, "logprobs": None, "finish_reason": None}
-                yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+                yield self._chunk({"index": index, "text": answer.text, "logprobs": None, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
-    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
-        return {"text": text}
+    _delta = _content
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if not self._logprobs:
