@@ -52,7 +52,7 @@ def deployed(settings: Settings, replicas: int, gpus: int, host: str, port: int)
     At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.
 
     Args:
-        gpus: of each replica, on one machine; with several, ``settings.device_map`` spreads the model over them. A
+        gpus: of each replica, on one machine; with several, a device map spreads the model over them. A
             cluster without GPUs needs none for 1.
 
     Raises:

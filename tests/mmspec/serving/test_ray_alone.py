@@ -75,7 +75,7 @@ def test_requests_of_a_session_have_an_order_of_replicas(
 # ---------------------------------------------------------------------- deployment
 
 LIMITS = Limits(max_running=3, max_waiting=5)
-SETTINGS = Settings("tiny", "auto", "cpu", "auto", False, "auto", 0, LIMITS, None, None, (), False)
+SETTINGS = Settings({"model": "tiny"}, LIMITS, {})
 
 
 class Ray:
