@@ -25,21 +25,17 @@ from mmspec.ops.transfer import on_device
 from mmspec.sampling.additive import AdditiveTerms
 from mmspec.sampling.histories import NOTHING, NodeHistories
 
-_SCORES_ALONE = tuple(
-    getattr(hf, name)
-    for name in [
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "TopHLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-    ]
-    if hasattr(hf, name)
+_SCORES_ALONE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
 )
 """Processors that ignore the history: one call serves all nodes."""
 
