@@ -234,16 +234,12 @@ def _suppress_at_begin(processor: Any, scores: Tensor) -> OnTrees:
     return lambda history, scores: scores.masked_fill(suppressed & (history.lengths == length)[:, :, None], -torch.inf)
 
 
-def _forced_begin(processor: Any, scores: Tensor) -> OnTrees:
-    return _force(on_device([processor.bos_token_id], scores.device), 1, scores)
-
-
-def _forced_end(processor: Any, scores: Tensor) -> OnTrees:
-    return _force(processor.eos_token_id, processor.max_length - 1, scores)
-
-
-def _force(tokens: Tensor, length: int, scores: Tensor) -> OnTrees:
-    """Force one of ``tokens`` after a history of ``length`` tokens."""
+def _force(processor: Any, scores: Tensor) -> OnTrees:
+    """Force one of some tokens after a history of so many tokens."""
+    if isinstance(processor, hf.ForcedBOSTokenLogitsProcessor):
+        tokens, length = on_device([processor.bos_token_id], scores.device), 1
+    else:
+        tokens, length = processor.eos_token_id, processor.max_length - 1
     forced = torch.where(_mask(tokens, scores), 0.0, -torch.inf)
     return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
 
@@ -274,6 +270,6 @@ _WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
     hf.MinNewTokensLengthLogitsProcessor: _min_length,
     hf.SuppressTokensLogitsProcessor: _suppress,
     hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
-    hf.ForcedBOSTokenLogitsProcessor: _forced_begin,
-    hf.ForcedEOSTokenLogitsProcessor: _forced_end,
+    hf.ForcedBOSTokenLogitsProcessor: _force,
+    hf.ForcedEOSTokenLogitsProcessor: _force,
 }

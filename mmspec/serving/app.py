@@ -37,7 +37,7 @@ _STORED_SECONDS = 3600
 
 def create_app(
     pipe: Pipeline,
-    limits: Limits | None = None,
+    limits: Limits,
     *,
     api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -61,7 +61,6 @@ def create_app(
         scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
         slots: lets requests in; None for slots of its own.
     """
-    limits = limits or Limits()
     if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
         pipe.context_limit = limits.max_model_len
     slots = slots or Slots(limits.max_running, limits.max_waiting)
