@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from mmspec.cli.module import ModuleCommand
+from mmspec.cli.commands import ModuleCommand
 from mmspec.errors import UserError
 
 

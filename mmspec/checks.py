@@ -237,9 +237,8 @@ NOT_NEGATIVE = number(">= 0", lambda value: value >= 0)
 SHARE = number("in [0, 1]", lambda value: 0 <= value <= 1)
 
 # Paths: what they lead to is checked when a command line is read.
-FILE, FOLDER, OUT_FOLDER, TEXT_FILE = (
-    Rule("a path", lambda value: isinstance(value, Path), word=word)
-    for word in ("file", "folder", "new folder", "text file")
+FILE, FOLDER, OUT_FOLDER = (
+    Rule("a path", lambda value: isinstance(value, Path), word=word) for word in ("file", "folder", "new folder")
 )
 
 

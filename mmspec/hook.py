@@ -29,8 +29,8 @@ from mmspec.engine.stopping import JointCriteria, stopping_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
+from mmspec.sampling.logprobs import logits_by_step, scores_by_step
 from mmspec.sampling.sampler import Sampler
-from mmspec.sampling.scores import logits_by_step, scores_by_step
 
 
 @dataclass
@@ -193,24 +193,14 @@ def generate(
         criteria.append(
             StopStringCriteria(tokenizer, [stop_strings] if isinstance(stop_strings, str) else list(stop_strings))
         )
-    assistant = {name: arguments.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
-
-    raw_inputs = dict(arguments)
+    own = {name: arguments.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
+    own |= {"drafter": drafter, "num_draft_tokens": num_draft_tokens, "nodes": nodes}
+    own |= {"streamer": streamer, "tokenizer": tokenizer, "raw_inputs": dict(arguments)}
 
     def method(model: PreTrainedModel, input_ids: Tensor, **keywords: Any) -> SpeculativeOutput | Tensor:
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        return decode(
-            model,
-            input_ids,
-            drafter=drafter,
-            num_draft_tokens=num_draft_tokens_of(num_draft_tokens, nodes),
-            streamer=streamer,
-            tokenizer=tokenizer,
-            raw_inputs=raw_inputs,
-            **assistant,
-            **keywords,
-        )
+        return decode(model, input_ids, **own, **keywords)
 
     arguments |= {"generation_config": generation_config, "stopping_criteria": criteria, "custom_generate": method}
     positional = () if inputs is None else (inputs,)  # BLIP's first is another

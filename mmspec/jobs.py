@@ -77,9 +77,11 @@ def import_ray() -> Any:
 
 
 def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int) -> Iterator[tuple[Any, Any]]:
-    ray = import_ray()
+    import_ray()
     if not jobs:
         return
+    import ray.data
+
     own = not ray.is_initialized()
     if own:
         # A Ray started here needs a CPU per worker; a running cluster has its own number.
@@ -88,7 +90,18 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
     try:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         seen: set[int] = set()
-        for row in _mapped(jobs, factory, settings, min(workers, len(jobs)), gpus).iter_rows():
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        actor: Any = _Actor  # its type in Ray's signature depends on the version
+        rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
+        # One block per job: Ray repeats a single job after the loss of a worker.
+        results = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
+            actor,
+            fn_constructor_args=(factory, settings),
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(jobs))),
+            num_cpus=1,
+            num_gpus=gpus,
+        )
+        for row in results.iter_rows():
             place = int(row["place"])
             if place not in seen:
                 seen.add(place)
@@ -100,20 +113,3 @@ def _on_ray(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], wor
     finally:
         if own:
             ray.shutdown()
-
-
-def _mapped(jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], workers: int, gpus: int) -> Any:
-    """Ray dataset of the results."""
-    import ray.data
-
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    actor: Any = _Actor  # its type in Ray's signature depends on the version
-    rows = [{"place": place, "job": json.dumps(job)} for place, job in enumerate(jobs)]
-    # One block per job: Ray repeats a single job after the loss of a worker.
-    return ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        actor,
-        fn_constructor_args=(factory, settings),
-        compute=ray.data.ActorPoolStrategy(size=workers),
-        num_cpus=1,
-        num_gpus=gpus,
-    )

@@ -148,9 +148,8 @@ def load_target(
                 f"float16 with device_map or tp_plan, got {shown(name if os.path.isfile(name) else dtype)}"
             )
         placing["dtype"] = kind
-    with _located(name) as hub_options:
+    with _located(name) as (name, hub_options):
         options |= hub_options
-        name = completed.resolved(gguf.resolved(name))
         config = from_pretrained(AutoConfig, name, **options)
         adapter = plugins.target_class(config)
         model: Any = read_whole(adapter.auto_class, name, config=config, **options, **placing)
@@ -179,23 +178,20 @@ def load_config(name: str) -> Any:
     Raises:
         UserError: there is no such model.
     """
-    folder = plugins.model_path(name)
-    with _located(folder) as hub_options:
-        return from_pretrained(AutoConfig, completed.resolved(gguf.resolved(folder)), **hub_options)
+    with _located(plugins.model_path(name)) as (folder, hub_options):
+        return from_pretrained(AutoConfig, folder, **hub_options)
 
 
 def load_processor(name: str) -> Processor:
     """Processor of a model of transformers, without its weights; arguments and errors as for ``load_config``."""
-    folder = plugins.model_path(name)
-    with _located(folder) as hub_options:
-        folder = completed.resolved(gguf.resolved(folder))
+    with _located(plugins.model_path(name)) as (folder, hub_options):
         config = from_pretrained(AutoConfig, folder, **hub_options)
         return plugins.target_class(config).processor_class.read(folder, **hub_options)
 
 
 @contextmanager
-def _located(name: str) -> Iterator[dict[str, Any]]:
-    """Options that locate a model, while it is read; errors are those of the user."""
+def _located(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The folder or hub id that transformers reads a model from, and options of it; errors are those of the user."""
     expected = (
         f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
     )
@@ -207,7 +203,7 @@ def _located(name: str) -> Iterator[dict[str, Any]]:
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
         cache_if_offline("model", name) as hub_options,
     ):
-        yield hub_options
+        yield completed.resolved(gguf.resolved(name)), hub_options
 
 
 @contextmanager

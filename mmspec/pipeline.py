@@ -178,7 +178,7 @@ class Pipeline:
         grammar, trigger = self._grammars.compile(*params.constraint), params.grammar_trigger
         if trigger is None:
             return grammar
-        return TriggeredGrammar(grammar, trigger, self.io.special_token(trigger), self._grammars)
+        return TriggeredGrammar(grammar, trigger, self.io.special_token(trigger), self._grammars.tokenizer)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any

@@ -2,6 +2,8 @@
 
 A request on which a library crashes, hangs or runs out of memory ends its worker only; the next request gets a new one.
 This protects against broken input. It is not a sandbox: workers run with the user's rights.
+
+This module and the handlers' must not import torch, so that workers start in a fraction of a second and stay small.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Any, Literal, TypeVar
 
@@ -23,10 +27,13 @@ Cause = Literal["crash", "time", "memory", "exception", "stop"]
 Read = Callable[[int], bytes]
 """Reads so many of the bytes that follow a reply."""
 
+Handler = Callable[[Any, bytes], tuple[dict[str, Any], Iterable[bytes]]]
+"""Takes a request and its bytes; returns the reply, and the bytes that follow it."""
+
 T = TypeVar("T")
 
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from mmspec.worker import serve; serve(sys.argv[1], int(sys.argv[2]))"
+    "import sys; sys.path[:] = sys.argv[3:]; from mmspec.workers import serve; serve(sys.argv[1], int(sys.argv[2]))"
 )
 # BLAS threads would reserve memory that counts towards the limit; workers do not use them.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -80,7 +87,7 @@ class Workers:
     collected, and exit when the process that owns it ends.
 
     Args:
-        module: module with the handler, see ``mmspec.worker``.
+        module: module with the handler, a function ``handle``; see ``Handler``.
         workers: maximum number of requests at the same time; further calls block.
         memory: maximum bytes of data that a worker may allocate. Enforced on Linux only.
     """
@@ -218,3 +225,68 @@ class _Worker:
 def _stop_all(workers: set[_Worker]) -> None:
     for worker in list(workers):
         worker.stop()
+
+
+def serve(module: str, memory: int) -> None:
+    """Handle requests in a worker process until standard input is closed.
+
+    Requests arrive there: a JSON line, then ``size`` bytes. Replies go to standard output: a JSON line, then the bytes
+    that the handler returned.
+
+    Args:
+        module: module whose function ``handle`` is the handler.
+        memory: limit on allocated data (RLIMIT_DATA), in bytes.
+    """
+    handle: Handler = import_module(module).handle
+    _set_limits(memory)
+    with os.fdopen(os.dup(1), "wb") as replies:
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):  # silence libraries, and their messages before an abort
+            os.dup2(null, descriptor)
+        replies.write(b"ready\n")
+        replies.flush()
+        while line := sys.stdin.buffer.readline():
+            header = json.loads(line)
+            body = sys.stdin.buffer.read(header["size"])
+            _set_alarm(header["seconds"])
+            reply, parts = _handle(handle, header["request"], body)
+            _set_alarm(0)
+            replies.write(json.dumps(reply).encode() + b"\n")
+            for part in parts:
+                replies.write(part)
+            replies.flush()
+
+
+def _handle(handle: Handler, request: Any, body: bytes) -> tuple[dict[str, Any], Iterable[bytes]]:
+    try:
+        return handle(request, body)
+    except UserError as error:
+        if isinstance(error.__context__, MemoryError):
+            return {"cause": "memory", "error": ""}, ()
+        return {"error": str(error)}, ()
+    except MemoryError:
+        return {"cause": "memory", "error": ""}, ()
+    except Exception as error:
+        return {"cause": "exception", "error": f"{type(error).__name__}: {error}"}, ()
+
+
+def _set_limits(memory: int) -> None:
+    """Signal handlers and resource limits of this process."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends us
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo what the parent's settings passed on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        with suppress(OSError):  # the OOM killer picks this process first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _set_alarm(seconds: float) -> None:
+    """Arm the timer that kills this process; 0 disarms it."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM kills even while C code holds the GIL

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from mmspec.pipeline import Pipeline
 from mmspec.serving.app import create_app
 from mmspec.serving.limits import Limits
-from mmspec.serving.server import listen, uvicorn_server
+from mmspec.serving.server import Server, listen
 from mmspec.vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
@@ -58,7 +58,7 @@ def served(pipe: Pipeline, limits: Limits | None = None, **options: Any) -> Iter
     limits = limits or Limits()
     app = create_app(pipe, limits, **options)
     with listen("127.0.0.1", 0) as listening:
-        server = uvicorn_server(app, limits)
+        server = Server(app, limits)
         thread = Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -26,7 +26,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors"},
-    {"checks", "extras", "files", "progress", "worker", "workers"},
+    {"checks", "extras", "files", "progress", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},

@@ -19,7 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from mmspec.cli.module import ModuleCommand
+from mmspec.cli.commands import ModuleCommand
 from mmspec.cli.options import OUT_FILE
 from mmspec.files import write_text
 

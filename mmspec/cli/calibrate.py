@@ -31,21 +31,20 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
     target = open_pipeline(notes, drafter=None, **options).target
     with notes.status("measuring"):
         table = cost_table(target, refresh=refresh)
-    base = table.seconds[0]
-    if as_json:
-        rows = [
-            {"nodes": nodes, "seconds": seconds, "ratio": seconds / base}
-            for nodes, seconds in zip(table.tokens, table.seconds, strict=True)
-        ]
-        click.echo(json.dumps({"model": options["model"], **describe(target), "table": rows}))
-        return
+    rows = [
+        {"nodes": nodes, "seconds": seconds, "ratio": seconds / table.seconds[0]}
+        for nodes, seconds in zip(table.tokens, table.seconds, strict=True)
+    ]
     facts = describe(target)
+    if as_json:
+        click.echo(json.dumps({"model": options["model"], **facts, "table": rows}))
+        return
     threads = f", threads: {facts['threads']}" if facts["threads"] else ""
     out = Console(markup=False, highlight=False)
     out.print(f"{options['model']}: {facts['dtype']} on {facts['device']}{threads}", soft_wrap=True)
     shown = Table(caption="t(N): time of a verify pass over N nodes", caption_justify="left")
     for heading in ("N", "t(N) in ms", "t(N)/t(1)"):
         shown.add_column(heading, justify="right")
-    for nodes, seconds in zip(table.tokens, table.seconds, strict=True):
-        shown.add_row(str(nodes), f"{1e3 * seconds:.2f}", f"{seconds / base:.2f}")
+    for row in rows:
+        shown.add_row(str(row["nodes"]), f"{1e3 * row['seconds']:.2f}", f"{row['ratio']:.2f}")
     out.print(shown)

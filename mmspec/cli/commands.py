@@ -103,6 +103,16 @@ class Commands(click.Group):
                     formatter.write_dl(listed, col_max=12)
 
 
+class ModuleCommand(click.Command):
+    """A command of ``python -m MODULE``, which reports a ``UserError`` in one line and exits with status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            raise click.UsageError(str(error)) from error
+
+
 def _help_if_alone(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -31,20 +31,14 @@ def listen_options(port: int) -> Decorator:
     )
 
 
-class _Echo(logging.Handler):
-    """Prints records to stderr."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"{record.getMessage()}...", err=True)
-
-
 @contextmanager
 def steps_shown() -> Iterator[None]:
     """Show the INFO records of ``mmspec``'s loggers while the block runs, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
-    log, handler = logging.getLogger("mmspec"), _Echo()
+    log, handler = logging.getLogger("mmspec"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s..."))
     level, propagated = log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -22,7 +22,6 @@ from mmspec import plugins
 from mmspec.answer import Generation, Piece
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
-from mmspec.core.drafter import Drafter
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
@@ -32,6 +31,7 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
 _log = logging.getLogger("mmspec.load")
+_ROUNDS = 3  # of --compare
 SINGLE_THREADED = 20_000_000  # parameters below which several threads are slower than one
 _CONTROLS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
@@ -62,13 +62,15 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["compare"]:
         home = pipe.model.config.name_or_path
         fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
-        comparison = _compare(notes, pipe, fresh, request, keywords)
+        with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
+            task = bar.add_task("comparing with plain decoding", total=2 * (_ROUNDS + 1))
+            advance = partial(bar.advance, task)
+            comparison = compare(pipe, fresh, request, keywords, rounds=_ROUNDS, progress=advance)
     drafter = registered_name(pipe.drafter)
     if options["as_json"]:
-        click.echo(json.dumps(as_object(generation, pipe.name, drafter, comparison)))
+        click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
         return
-    notes.print(stats_line(generation, drafter), style="dim", markup=False, highlight=False, soft_wrap=True)
-    for line in _comparison_lines(comparison, pipe) if comparison else ():
+    for line in (_stats_line(generation, drafter), *(_comparison_lines(comparison, pipe) if comparison else ())):
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -113,8 +115,8 @@ def open_pipeline(
     return pipe
 
 
-def as_object(
-    generation: Generation, model: str, drafter: str | None, comparison: Comparison | None = None
+def _as_object(
+    generation: Generation, model: str, drafter: str | None, comparison: Comparison | None
 ) -> dict[str, Any]:
     """Returns the JSON object of ``--json``."""
     content = {
@@ -128,7 +130,7 @@ def as_object(
     return content if comparison is None else {**content, "compare": comparison.to_dict()}
 
 
-def stats_line(generation: Generation, drafter: str | None) -> str:
+def _stats_line(generation: Generation, drafter: str | None) -> str:
     """Returns the line of statistics after an answer."""
     stats = generation.stats
     speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
@@ -159,19 +161,6 @@ def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
     assert piece.finish_reason is not None
     assert piece.stats is not None
     return Generation(text, token_ids, piece.finish_reason, piece.stats)
-
-
-def _compare(
-    notes: Console,
-    pipe: Pipeline,
-    fresh: Callable[[], Drafter | None],
-    request: dict[str, Any],
-    keywords: dict[str, Any],
-    rounds: int = 3,
-) -> Comparison:
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task("comparing with plain decoding", total=2 * (rounds + 1))
-        return compare(pipe, fresh, request, keywords, rounds=rounds, progress=lambda: bar.advance(task))
 
 
 def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:

@@ -13,6 +13,8 @@ and later outputs draw t with a probability in proportion to p(t | x) w(x t).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from torch import Tensor
 
 from mmspec.errors import UserError
@@ -24,6 +26,7 @@ class RejectedError(Exception):
     """A token was drawn that the grammar forbids: the output is to be begun anew."""
 
 
+@dataclass(slots=True)
 class _Beginning:
     """A beginning of outputs.
 
@@ -34,12 +37,10 @@ class _Beginning:
         children: by token, if it was drawn and allowed.
     """
 
-    __slots__ = ("children", "prob", "rest", "weight")
-
-    def __init__(self) -> None:
-        self.prob = self.weight = 1.0
-        self.rest: float | None = None
-        self.children: dict[int, _Beginning] = {}
+    prob: float = 1.0
+    weight: float = 1.0
+    rest: float | None = None
+    children: dict[int, _Beginning] = field(default_factory=dict)
 
 
 class Alignment:

@@ -18,7 +18,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.aligned import RejectedError
-from mmspec.sampling.histories import Histories
+from mmspec.sampling.histories import Histories, NodeHistories
 from mmspec.sampling.lossy import lossy_choices
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
@@ -153,7 +153,7 @@ class _Group:
         if not forms:
             return logits
         scores = logits.to(torch.float32, copy=True)
-        seen = self._histories.at([row.history for row in rows], tree, [row.index for row in rows])
+        seen = NodeHistories(self._histories, [row.history for row in rows], tree, [row.index for row in rows])
         for place, form in enumerate(forms):
             if isinstance(form, TreeProcessor):
                 scores = self._mask(place, rows, tree, scores)

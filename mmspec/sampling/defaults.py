@@ -83,7 +83,7 @@ class ModelDefaults(Defaults):
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         try:
-            refuse_other_modes(self._config)
+            refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
             self.sampler(params, torch.zeros(1, 1, dtype=torch.long))
         except ValueError as error:
@@ -92,12 +92,8 @@ class ModelDefaults(Defaults):
             ) from error
 
     @property
-    def _config(self) -> GenerationConfig:
-        return self._model.generation_config
-
-    @property
     def params(self) -> Mapping[str, Any]:
-        config = self._config
+        config = self._model.generation_config
         found = {name: getattr(config, name) for name in _OWN}
         if config.do_sample:
             general = GenerationConfig._get_default_generation_params()
@@ -111,7 +107,7 @@ class ModelDefaults(Defaults):
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
     ) -> LogitsProcessorList:
-        config, length = copy.copy(self._config), input_ids.shape[1]
+        config, length = copy.copy(self._model.generation_config), input_ids.shape[1]
         for name in (*_OWN, "do_sample"):
             setattr(config, name, getattr(params, name))
         config.min_p, config.min_new_tokens = params.min_p or None, params.min_new_tokens or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter as clock
 from typing import Any, TypeVar
@@ -27,6 +28,9 @@ class Grammars:
         tokenizer: of transformers, with a ``tokenizers`` backend.
         eos_token_ids: tokens that end an answer; the only ones allowed at the end of a grammar.
 
+    Attributes:
+        tokenizer: llguidance's.
+
     Raises:
         UserError: the tokenizer has no such backend, there is no EOS token, or llguidance is not installed.
     """
@@ -44,7 +48,7 @@ class Grammars:
         self._eos = sorted(eos_token_ids)
         self._width = max(len(tokenizer), self._eos[-1] + 1)
         try:
-            self._tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
+            self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
         except Exception as error:  # of Rust: its types are not exported
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
@@ -74,33 +78,27 @@ class Grammars:
                 entry.grammar = self._build(kind, text)
             return entry.grammar
 
-    def spelled(self, token: int) -> bytes:
-        return self._tokenizer.decode_bytes([token])
-
-    def tokens_of(self, text: bytes) -> list[int]:
-        return self._tokenizer.tokenize_bytes(text)
-
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
-        grammar = Grammar(kind, lambda: compiled(kind, self._tokenizer, form), self._eos, self._width)
-        grammar.check()
+        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
+        grammar.mask(grammar.start([]))  # raises where there is no first token
         return grammar
 
 
+@dataclass
 class _Entry:
     """A grammar, once it is compiled."""
 
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.grammar: Grammar | None = None
+    lock: Lock = field(default_factory=Lock)
+    grammar: Grammar | None = None
 
 
+@dataclass
 class _State:
     """Matcher of one sequence, and the tokens that it has consumed."""
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
-        self.tokens: list[int] = []
+    matcher: Any
+    tokens: list[int] = field(default_factory=list)
 
 
 class Grammar:
@@ -119,25 +117,22 @@ class Grammar:
         width: size of the tokenizer's vocabulary.
 
     Attributes:
+        eos: as above.
         spent: the lexer has reached a limit: later requests need a new one.
     """
 
     def __init__(self, kind: str, build: Callable[[], Any], eos: Sequence[int], width: int) -> None:
-        self._kind, self._build, self._eos, self._width = kind, build, list(eos), width
+        self._kind, self._build, self.eos, self._width = kind, build, list(eos), width
         start = clock()
         self._first = build()
         self._quick = clock() - start <= _QUICK
         self.spent = False
 
-    def check(self) -> None:
-        """Raises ``UserError`` if the grammar allows no first token."""
-        self.mask(self.start([]))
-
     def start(self, history: list[int]) -> _State:
         return _State(self._first.deep_copy())
 
     def advance(self, state: _State, token: int) -> None:
-        if token in self._eos:
+        if token in self.eos:
             raise self._forbidden(state, token)
         self._tried(state, lambda matcher: matcher.try_consume_tokens([token]) or None, self._forbidden(state, token))
         state.tokens.append(token)
@@ -151,7 +146,7 @@ class Grammar:
         bits = np.frombuffer(self._tried(state, lambda matcher: matcher.compute_bitmask(), None), np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, count=self._width, bitorder="little")).view(torch.bool)
         # Not as text, too, which tokens of this use may have: each ends the answer.
-        allowed[self._eos] = state.matcher.is_accepting()
+        allowed[self.eos] = state.matcher.is_accepting()
         if not bool(allowed.any()):
             raise UserError(
                 f"the {self._kind} needs an EOS token, which ends an answer, after {len(state.tokens)} tokens of output"
@@ -161,15 +156,11 @@ class Grammar:
     def forced(self, state: _State) -> list[int]:
         """Tokens that must come next, without EOS tokens."""
         tokens: list[int] = state.matcher.compute_ff_tokens()
-        return tokens[: next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))]
-
-    def is_end(self, token: int) -> bool:
-        """Whether a token is an EOS token."""
-        return token in self._eos
+        return tokens[: next((place for place, token in enumerate(tokens) if token in self.eos), len(tokens))]
 
     def allows(self, state: _State, token: int) -> bool:
         """Whether the grammar can go on with a token: not with EOS tokens."""
-        return token not in self._eos and state.matcher.validate_tokens([token]) == 1
+        return token not in self.eos and state.matcher.validate_tokens([token]) == 1
 
     def _tried(self, state: _State, call: Callable[[Any], Result | None], otherwise: UserError | None) -> Result:
         """The result of a function of the matcher.

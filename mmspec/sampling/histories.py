@@ -26,16 +26,6 @@ class Histories:
         self._known: list[int] = []
         self._rows: list[list[int]] = []
 
-    def at(self, history: Sequence[list[int]], tree: TokenTree, index: Sequence[int] | None = None) -> NodeHistories:
-        """Histories of a tree's nodes.
-
-        Args:
-            history: tokens of each row, up to the root.
-            tree: (batch, nodes).
-            index: each row's number in its request; None if the rows are the whole request.
-        """
-        return NodeHistories(self, history, tree, range(len(history)) if index is None else index)
-
     def follow(self, history: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows, (batch, longest) int64, left-padded with ``NOTHING``, and their lengths, (batch, 1)."""
         if len(self._rows) != len(history) or any(a is not b for a, b in zip(self._rows, history, strict=True)):
@@ -63,7 +53,14 @@ class Histories:
 
 
 class NodeHistories:
-    """Token histories of all nodes of a tree, computed lazily."""
+    """Token histories of all nodes of a tree, computed lazily.
+
+    Args:
+        rows: device copy of ``history``.
+        history: tokens of each row, up to the root.
+        tree: (batch, nodes).
+        index: each row's number in its request.
+    """
 
     def __init__(self, rows: Histories, history: Sequence[list[int]], tree: TokenTree, index: Sequence[int]) -> None:
         self._rows, self._history, self._tree, self._index = rows, history, tree, index

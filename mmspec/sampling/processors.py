@@ -25,21 +25,17 @@ from mmspec.ops.transfer import on_device
 from mmspec.sampling.additive import AdditiveTerms
 from mmspec.sampling.histories import NOTHING, NodeHistories
 
-_SCORES_ALONE = tuple(
-    getattr(hf, name)
-    for name in [
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "TopHLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-    ]
-    if hasattr(hf, name)
+_SCORES_ALONE = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
 )
 """Processors that ignore the history: one call serves all nodes."""
 
@@ -219,15 +215,11 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
 
 
 def _min_length(processor: Any, scores: Tensor) -> OnTrees:
-    return _until(processor.min_length, processor, scores)
-
-
-def _min_new_tokens(processor: Any, scores: Tensor) -> OnTrees:
-    return _until(processor.prompt_length_to_skip + processor.min_new_tokens, processor, scores)
-
-
-def _until(length: int, processor: Any, scores: Tensor) -> OnTrees:
-    """Forbid EOS before a history has ``length`` tokens."""
+    """Forbid EOS before a history has so many tokens."""
+    if isinstance(processor, hf.MinNewTokensLengthLogitsProcessor):
+        length = processor.prompt_length_to_skip + processor.min_new_tokens
+    else:
+        length = processor.min_length
     ends = _mask(processor.eos_token_id, scores)
     return lambda history, scores: scores.masked_fill(ends & (history.lengths < length)[:, :, None], -torch.inf)
 
@@ -242,16 +234,12 @@ def _suppress_at_begin(processor: Any, scores: Tensor) -> OnTrees:
     return lambda history, scores: scores.masked_fill(suppressed & (history.lengths == length)[:, :, None], -torch.inf)
 
 
-def _forced_begin(processor: Any, scores: Tensor) -> OnTrees:
-    return _force(on_device([processor.bos_token_id], scores.device), 1, scores)
-
-
-def _forced_end(processor: Any, scores: Tensor) -> OnTrees:
-    return _force(processor.eos_token_id, processor.max_length - 1, scores)
-
-
-def _force(tokens: Tensor, length: int, scores: Tensor) -> OnTrees:
-    """Force one of ``tokens`` after a history of ``length`` tokens."""
+def _force(processor: Any, scores: Tensor) -> OnTrees:
+    """Force one of some tokens after a history of so many tokens."""
+    if isinstance(processor, hf.ForcedBOSTokenLogitsProcessor):
+        tokens, length = on_device([processor.bos_token_id], scores.device), 1
+    else:
+        tokens, length = processor.eos_token_id, processor.max_length - 1
     forced = torch.where(_mask(tokens, scores), 0.0, -torch.inf)
     return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
 
@@ -279,9 +267,9 @@ _WITH_HISTORY: dict[type, Callable[[Any, Tensor], OnTrees]] = {
     hf.SequenceBiasLogitsProcessor: _bias,
     hf.NoBadWordsLogitsProcessor: _bias,
     hf.MinLengthLogitsProcessor: _min_length,
-    hf.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
+    hf.MinNewTokensLengthLogitsProcessor: _min_length,
     hf.SuppressTokensLogitsProcessor: _suppress,
     hf.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
-    hf.ForcedBOSTokenLogitsProcessor: _forced_begin,
-    hf.ForcedEOSTokenLogitsProcessor: _forced_end,
+    hf.ForcedBOSTokenLogitsProcessor: _force,
+    hf.ForcedEOSTokenLogitsProcessor: _force,
 }

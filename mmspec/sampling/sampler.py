@@ -20,20 +20,15 @@ from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree
 from mmspec.sampling.trigger import TriggeredGrammar
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
-_UNSUPPORTED = tuple(
-    getattr(hf, name)
-    for name in [
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "HammingDiversityLogitsProcessor",
-        "EncoderRepetitionPenaltyLogitsProcessor",
-        "EncoderNoRepeatNGramLogitsProcessor",
-        "WhisperNoSpeechDetection",
-        "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSChannelFilterLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor",
-    ]
-    if hasattr(hf, name)
+_UNSUPPORTED = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    hf.ClassifierFreeGuidanceLogitsProcessor,
+    hf.EncoderRepetitionPenaltyLogitsProcessor,
+    hf.EncoderNoRepeatNGramLogitsProcessor,
+    hf.WhisperNoSpeechDetection,
+    hf.DiaClassifierFreeGuidanceLogitsProcessor,
+    hf.DiaEOSChannelFilterLogitsProcessor,
+    hf.DiaEOSDelayPatternLogitsProcessor,
 )
 
 Processor = hf.LogitsProcessor | TreeProcessor

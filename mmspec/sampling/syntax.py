@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal
 from typing import Any, TypeVar
 
@@ -174,23 +175,11 @@ def shortened(reason: str) -> str:
 
 def on_large_stack(function: Callable[[], Result]) -> Result:
     """Call a function in a thread with a stack of ``STACK`` bytes: an overflow would end the process."""
-    results: list[Result] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="grammar")
-    with _STACK_SIZE:
-        before = threading.stack_size(STACK)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as thread:
+        with _STACK_SIZE:
+            before = threading.stack_size(STACK)
+            try:
+                result = thread.submit(function)
+            finally:
+                threading.stack_size(before)
+        return result.result()

@@ -1,9 +1,12 @@
-"""Check untrusted grammars in worker processes, with time and memory limits; see ``mmspec.workers``."""
+"""Check untrusted grammars in worker processes, with time and memory limits; see ``mmspec.workers``.
+
+This module must not import torch: it is the workers' as well.
+"""
 
 from __future__ import annotations
 
 from mmspec.errors import UserError
-from mmspec.sampling.syntax import STACK, CheckedText, check_size
+from mmspec.sampling.syntax import STACK, CheckedText, check_grammar, check_size
 from mmspec.workers import Stop, WorkerError, Workers
 
 
@@ -21,7 +24,7 @@ class GrammarTrial:
 
     def __init__(self, *, workers: int = 2, seconds: float = 10.0, memory: int = 256 << 20) -> None:
         self.seconds, self.memory = seconds, memory
-        self._workers = Workers("mmspec.sampling.grammar_worker", workers=workers, memory=memory + STACK)
+        self._workers = Workers(__name__, workers=workers, memory=memory + STACK)
         self.close = self._workers.close
 
     def check(self, kind: str, text: str, *, stop: Stop | None = None) -> CheckedText:
@@ -53,3 +56,9 @@ class GrammarTrial:
         if error.cause == "stop":
             return "was not checked to the end: stopped"
         return f"must be one that llguidance can compile: got one on which it fails ({error.detail})"
+
+
+def handle(request: dict[str, str], body: bytes) -> tuple[dict[str, object], tuple[bytes, ...]]:
+    """Check a grammar in a worker process; see ``check_grammar``."""
+    check_grammar(request["kind"], body.decode())
+    return {}, ()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.sampling.grammar import Grammar, Grammars
+from mmspec.sampling.grammar import Grammar
 
 AT_START = "^"
 """First character of a trigger that counts at the beginning of the output only."""
@@ -38,16 +38,11 @@ class TriggeredGrammar:
         grammar: of the output after the trigger.
         trigger: a text; with ``AT_START`` before it, it counts at the beginning of the output only.
         token: its token, if it is a special one: the same text of other tokens is then no trigger.
+        tokenizer: llguidance's.
     """
 
-    def __init__(
-        self,
-        grammar: Grammar,
-        trigger: str,
-        token: int | None,
-        grammars: Grammars,
-    ) -> None:
-        self._grammar, self._token, self._grammars = grammar, token, grammars
+    def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
+        self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
         self._at_start = trigger.startswith(AT_START)
         self._trigger = trigger.removeprefix(AT_START).encode()
 
@@ -62,7 +57,7 @@ class TriggeredGrammar:
             return state
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
-        text = state.tail + self._grammars.spelled(token)
+        text = state.tail + self._tokenizer.decode_bytes([token])
         at = text.find(self._trigger)
         if at >= 0 and not (at and self._at_start):
             return self._begun(text[at + len(self._trigger) :])
@@ -82,13 +77,13 @@ class TriggeredGrammar:
 
     def allows(self, state: _State, token: int) -> bool:
         """Whether an output can go on with a token: not with EOS tokens, which end it."""
-        return not self._grammar.is_end(token) if state.inner is None else self._grammar.allows(state.inner, token)
+        return token not in self._grammar.eos if state.inner is None else self._grammar.allows(state.inner, token)
 
     def _begun(self, rest: bytes) -> _State:
         """The state after the trigger and the rest of the token that has completed it."""
         inner = self._grammar.start([])
         try:
-            for token in self._grammars.tokens_of(rest) if rest else ():
+            for token in self._tokenizer.tokenize_bytes(rest) if rest else ():
                 self._grammar.advance(inner, token)
         except UserError:
             return _State(over=True)

@@ -16,9 +16,8 @@ from starlette.requests import ClientDisconnect
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.catalog import Catalog, unknown_path
-from mmspec.serving.disconnect import ClientGoneError
-from mmspec.serving.drain import LIVE, READY, Drain, Drained
-from mmspec.serving.endpoints import Endpoints
+from mmspec.serving.drain import Drain, Drained
+from mmspec.serving.endpoints import ClientGoneError, add_endpoints
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.grammars import GrammarChecker
 from mmspec.serving.guard import Guard
@@ -38,7 +37,7 @@ _STORED_SECONDS = 3600
 
 def create_app(
     pipe: Pipeline,
-    limits: Limits | None = None,
+    limits: Limits,
     *,
     api_key: str | None = None,
     hosts: Collection[str] | None = None,
@@ -62,7 +61,6 @@ def create_app(
         scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
         slots: lets requests in; None for slots of its own.
     """
-    limits = limits or Limits()
     if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
         pipe.context_limit = limits.max_model_len
     slots = slots or Slots(limits.max_running, limits.max_waiting)
@@ -72,7 +70,6 @@ def create_app(
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
-    endpoints = Endpoints(runner, requests, catalog, stored, limits.body_bytes, scrape)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,7 +81,7 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_routes(app, endpoints)
+    add_endpoints(app, runner, requests, catalog, stored, limits.body_bytes, scrape)
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
@@ -94,22 +91,6 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
     return app
-
-
-def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
-    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
-    app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", endpoints.response, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", endpoints.delete_response, methods=["DELETE"])
-    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
-    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
-    app.add_api_route("/", endpoints.page, methods=["GET"])
-    for path in (LIVE, *READY):
-        app.add_api_route(path, endpoints.health, methods=["GET"])
-    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
 
 
 async def _respond(request: Request, error: Exception) -> Response:

@@ -81,7 +81,12 @@ class Catalog:
             raise APIError(404, message, "model", "model_not_found")
 
     def model(self, name: str) -> dict[str, Any]:
-        """OpenAI's object of the model, with vLLM's ``max_model_len``."""
+        """OpenAI's object of the model, with vLLM's ``max_model_len``.
+
+        Raises:
+            APIError: see ``check``.
+        """
+        self.check(name)
         limit = {"max_model_len": self._pipe.context_limit}
         return {"id": name, "object": "model", "created": self._created, "owned_by": "mmspec", **limit}
 

@@ -10,6 +10,7 @@ import click
 
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import (
+    LOADING,
     adapt_of,
     adapt_options,
     derived,
@@ -48,6 +49,7 @@ _log = logging.getLogger("mmspec.serve")
 @click.option("--allow-urls", is_flag=True, help="Download images and videos of requests from public addresses.")
 @click.option(
     "--served-model-name",
+    "names",
     multiple=True,
     metavar="NAME",
     help="What requests call the model instead of --model; repeatable, responses have the first.",
@@ -89,6 +91,7 @@ def serve(
     port: int,
     api_key: str | None,
     no_auth: bool,
+    prefix_cache: int,
     engine: str,
     replicas: int,
     replica_gpus: int,
@@ -110,7 +113,9 @@ def serve(
     from mmspec.serving.settings import Settings
 
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    settings = Settings(**options, limits=limits, adapt=adapt, api_key=api_key, hosts=names(host))
+    loading = {name: options.pop(name) for name in LOADING}
+    access = {**options, "api_key": api_key, "hosts": names(host)}
+    settings = Settings(loading, limits, access, prefix_cache, adapt)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -155,9 +160,9 @@ def _on_ray(settings: Settings, replicas: int, gpus: int, host: str, port: int) 
     with listen(host, port) as free:
         port = free.getsockname()[1]
     with steps_shown():
-        _log.info("starting %d replicas of %s on Ray", replicas, settings.model)
+        _log.info("starting %d replicas of %s on Ray", replicas, settings.loading["model"])
     with deployed(settings, replicas, gpus, host, port):
-        _announce(host, port, f"model {settings.model}, {replicas} replicas on Ray")
+        _announce(host, port, f"model {settings.loading['model']}, {replicas} replicas on Ray")
         wait_for_sigterm()
 
 

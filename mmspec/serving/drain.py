@@ -1,10 +1,11 @@
-"""Answers of a server that accepts no requests: while its model loads, and while it stops."""
+"""Answers of a server that accepts no requests: while its model loads, while it stops, and where it was lost."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
 
+from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -125,3 +126,22 @@ class Drained:
             return
         with suppress(OSError):
             await response.complete(self._stopping.error, scope, receive)
+
+
+class LostReplica:
+    """Completes responses that Ray's HTTP proxy leaves incomplete: it returns without a word when a replica dies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = Watched(send)
+        await self.app(scope, receive, response)
+        if scope["type"] == "http":
+            error = APIError(503, "the replica that ran the request was lost: try again", headers={"Retry-After": "1"})
+            await response.complete(error, scope, receive)
+
+
+def proxy_middleware() -> list[Middleware]:
+    """What Ray's proxy imports: see ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``."""
+    return [Middleware(LostReplica)]

@@ -15,6 +15,7 @@ from mmspec.engine.stats import Stats
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
+from mmspec.serving.protocol import GenerationRequest
 from mmspec.serving.tool_calls import CallReader
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -40,9 +41,8 @@ class Format(ABC):
 
     Args:
         decode: token id to text.
-        n: choices per prompt.
+        asked: the request.
         before: text before each choice's own.
-        alternatives: per token whose log probabilities are asked for; None if no log probabilities are.
     """
 
     prefix: str
@@ -52,9 +52,10 @@ class Format(ABC):
     """What ends a stream."""
 
     def __init__(
-        self, model: str, decode: Callable[[int], str], n: int, before: Sequence[str], alternatives: int | None
+        self, model: str, decode: Callable[[int], str], asked: GenerationRequest, before: Sequence[str]
     ) -> None:
-        self._decode, self._n, self._logprobs = decode, n, alternatives is not None
+        self._decode, self._n, self._logprobs = decode, asked.n, asked.alternatives is not None
+        self._include_usage = asked.include_usage
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.answers = [Answer(text) for text in before]
 
@@ -79,22 +80,25 @@ class Format(ABC):
         """Chunks before the first piece."""
         return ()
 
-    def chunks(self, index: int, piece: Piece, *, include_usage: bool) -> Iterable[dict[str, Any]]:
+    def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
         """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
         offset = len(self.answers[index].text)
         self.answers[index].append(piece)
         delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
         choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
-        chunk = {**self._head, "object": self.chunk_object, "choices": [choice]}
+        chunk = self._chunk(choice)
         ended = all(answer.finish_reason is not None for answer in self.answers)
-        if not include_usage:
+        if not self._include_usage:
             return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
-        last = {**self._head, "object": self.chunk_object, "choices": [], **self._figures()}
-        return [{**chunk, "usage": None}, *([last] if ended else [])]
+        last = [{**self._chunk(), **self._figures()}] if ended else []
+        return [{**chunk, "usage": None}, *last]
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
         return [error.content()]
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": choices}
 
     def _figures(self) -> dict[str, Any]:
         stats = [answer.stats or Stats() for answer in self.answers]
@@ -141,8 +145,7 @@ class ChatFormat(Format):
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index in range(len(self.answers)):
-            choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -190,14 +193,12 @@ class TextFormat(Format):
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         for index, answer in enumerate(self.answers):
             if answer.text:
-                choice = {"index": index, "text": answer.text, "logprobs": None, "finish_reason": None}
-                yield {**self._head, "object": self.chunk_object, "choices": [choice]}
+                yield self._chunk({"index": index, "text": answer.text, "logprobs": None, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
-    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
-        return {"text": text}
+    _delta = _content
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
         if not self._logprobs:

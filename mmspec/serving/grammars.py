@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import CheckedText
@@ -20,8 +21,8 @@ _KEPT = 64  # results, of at most 128 KiB each
 class GrammarChecker:
     """Checks the grammars of untrusted requests. Used from one event loop only."""
 
-    def __init__(self, trial: GrammarTrial | None = None) -> None:
-        self._trial = trial or GrammarTrial(workers=_WORKERS)
+    def __init__(self) -> None:
+        self._trial = GrammarTrial(workers=_WORKERS)
         self._threads = ThreadPoolExecutor(_WORKERS, thread_name_prefix="grammar")
         self._running: dict[Constraint, _Check] = {}
         self._results: dict[Constraint, CheckedText | UserError] = {}  # the last used one at the end
@@ -49,7 +50,9 @@ class GrammarChecker:
     async def _checked(self, constraint: Constraint) -> CheckedText | UserError:
         check = self._running.get(constraint)
         if check is None:
-            check = self._running[constraint] = _Check(self._threads, self._trial, constraint)
+            stop = Stop()
+            future = self._threads.submit(self._trial.check, *constraint, stop=stop)
+            check = self._running[constraint] = _Check(future, stop)
         check.waiting += 1
         done = asyncio.wrap_future(check.future)
         try:
@@ -59,7 +62,8 @@ class GrammarChecker:
         except asyncio.CancelledError:
             if check.waiting == 1:
                 self._running.pop(constraint, None)  # a later request begins anew
-                check.end()
+                check.stop()
+                check.future.cancel()
                 await asyncio.wait({done})
             raise
         finally:
@@ -68,6 +72,7 @@ class GrammarChecker:
                 del self._running[constraint]
 
 
+@dataclass
 class _Check:
     """A grammar that is being checked.
 
@@ -75,11 +80,6 @@ class _Check:
         waiting: requests that wait for the result.
     """
 
-    def __init__(self, threads: ThreadPoolExecutor, trial: GrammarTrial, constraint: Constraint) -> None:
-        self._stop = Stop()
-        self.waiting = 0
-        self.future: Future[CheckedText] = threads.submit(trial.check, *constraint, stop=self._stop)
-
-    def end(self) -> None:
-        self._stop()
-        self.future.cancel()
+    future: Future[CheckedText]
+    stop: Stop
+    waiting: int = 0

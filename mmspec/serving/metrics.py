@@ -33,6 +33,10 @@ class Metrics:
 
     Args:
         model: label of all metrics.
+
+    Attributes:
+        first_token: seconds from a request's arrival to a choice's first token.
+        next_tokens: seconds between two pieces of a choice, each the tokens of one or several steps.
     """
 
     def __init__(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:
@@ -64,18 +68,11 @@ class Metrics:
         per_position = "Accepted draft tokens by their depth in the tree, from 0."
         self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "position")
         self._ended = counter("request_success", "Choices that have ended.", "finished_reason")
-        self._first = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _FIRST)
-        self._between = histogram("inter_token_latency_seconds", "Time between a choice's decode steps.", _BETWEEN)
+        self.first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _FIRST)
+        steps = "Time between a choice's decode steps."
+        self.next_tokens = histogram("inter_token_latency_seconds", steps, _BETWEEN)
         gauge("num_requests_running", "Choices that decode.", running)
         gauge("num_requests_waiting", "Choices that wait for a slot.", waiting)
-
-    def first_token(self, seconds: float) -> None:
-        """Record the time from a request's arrival to a choice's first token."""
-        self._first.observe(seconds)
-
-    def next_tokens(self, seconds: float) -> None:
-        """Record the time between two pieces of a choice, each the tokens of one or several steps."""
-        self._between.observe(seconds)
 
     def ended(self, stats: Stats, reason: str) -> None:
         """Record a choice that has ended."""

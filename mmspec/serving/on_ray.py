@@ -20,7 +20,7 @@ from mmspec.serving.settings import Settings
 
 _NAME = "mmspec"
 _ROUTER = "mmspec.serving.ray_router.SessionRouter"
-_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.ray_proxy.middleware"}
+_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.drain.proxy_middleware"}
 
 
 class Replica:
@@ -52,7 +52,7 @@ def deployed(settings: Settings, replicas: int, gpus: int, host: str, port: int)
     At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.
 
     Args:
-        gpus: of each replica, on one machine; with several, ``settings.device_map`` spreads the model over them. A
+        gpus: of each replica, on one machine; with several, a device map spreads the model over them. A
             cluster without GPUs needs none for 1.
 
     Raises:

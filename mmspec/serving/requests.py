@@ -48,23 +48,21 @@ class Requests:
         self._pipe, self._limits, self._catalog, self._tools, self._media = pipe, limits, catalog, tools, media
         self._stored = stored
 
-    def chat(self, asked: ChatRequest) -> tuple[ChatRequest, Work, Format]:
+    def chat(self, asked: ChatRequest) -> tuple[Work, Format]:
         """What a chat request asks for, and how it is answered."""
         work, use = self._chat(asked, asked)
-        before = [""] * work.n
-        form = ChatFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives, reader=use.reader)
-        return asked, work, form
+        return work, ChatFormat(self._catalog.name, self._token_text, asked, [""] * work.n, reader=use.reader)
 
-    def response(self, asked: ResponsesRequest) -> tuple[ResponsesRequest, Work, Format]:
+    def response(self, asked: ResponsesRequest) -> tuple[Work, Format]:
         """What a request of a response asks for, as a chat request, and how it is answered."""
         earlier = self._stored.items(asked.previous_response_id)
         chat = asked.as_chat(earlier)
         work, use = self._chat(chat, asked)
-        common = (self._catalog.name, self._token_text, 1, [""], chat.alternatives)
+        common = (self._catalog.name, self._token_text, chat, [""])
         form = ResponseFormat(*common, reader=use.reader, about=asked.about(work.params))
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
-        return asked, work, form
+        return work, form
 
     def _chat(self, asked: ChatRequest, original: GenerationRequest) -> tuple[Work, Use]:
         """Work of a chat request, whose parameters are those of the original one: so are the names in errors."""
@@ -86,7 +84,7 @@ class Requests:
         self._check_characters([*texts, *(tool.model_dump_json() for tool in tools)], "messages")
         return conversation(messages, self._pipe.io.reads_media)
 
-    def completion(self, asked: CompletionRequest) -> tuple[CompletionRequest, Work, Format]:
+    def completion(self, asked: CompletionRequest) -> tuple[Work, Format]:
         """What a request of completions asks for, and how it is answered."""
         self._catalog.check(asked.model)
         self._check_characters(asked.prompt, "prompt")
@@ -97,7 +95,7 @@ class Requests:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in work.prompts for _ in range(work.n)]
-        return asked, work, TextFormat(self._catalog.name, self._token_text, work.n, before, asked.alternatives)
+        return work, TextFormat(self._catalog.name, self._token_text, asked, before)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):

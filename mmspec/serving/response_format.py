@@ -49,7 +49,7 @@ class ResponseFormat(ChatFormat):
         for name in ("created", "in_progress"):
             yield self._event(f"response.{name}", response=self._response("in_progress"))
 
-    def chunks(self, index: int, piece: Piece, *, include_usage: bool) -> Iterator[Event]:
+    def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
         self.answers[index].append(piece)
         yield from self._grow(piece.text, piece.logprobs)
         if piece.finish_reason is not None:

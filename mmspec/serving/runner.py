@@ -13,7 +13,6 @@ from mmspec.answer import Piece
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
-from mmspec.sampling.syntax import CheckedText
 from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
 from mmspec.serving.media import MediaReader, Medium
@@ -111,19 +110,14 @@ class Runner:
         """Work with its grammar among its parameters, and its media."""
         if work.constraint is not None:
             kind, _ = work.constraint
-            checked: dict[str, Any] = {kind: await self._checked(work)}
-            checked["grammar_trigger"] = work.trigger
-            work = replace(work, params=replace(work.params, **checked))
+            try:
+                checked: Any = {kind: await self.grammars.check(work.constraint)}
+            except UserError as error:
+                if work.source is None:
+                    raise
+                raise APIError(400, f"{work.source}: {error}", work.source) from None
+            work = replace(work, params=replace(work.params, **checked, grammar_trigger=work.trigger))
         return work, await self.media.read(work.media)
-
-    async def _checked(self, work: Work) -> CheckedText:
-        assert work.constraint is not None
-        try:
-            return await self.grammars.check(work.constraint)
-        except UserError as error:
-            if work.source is None:
-                raise
-            raise APIError(400, f"{work.source}: {error}", work.source) from None
 
     async def _choice(
         self,
@@ -143,9 +137,9 @@ class Runner:
                 async for piece in stream:
                     now = clock()
                     if before is None:
-                        self.metrics.first_token(now - arrived)
+                        self.metrics.first_token.observe(now - arrived)
                     else:
-                        self.metrics.next_tokens(now - before)
+                        self.metrics.next_tokens.observe(now - before)
                     before = now
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason))

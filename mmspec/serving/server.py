@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread, Timer
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
     from mmspec.engine.engine import Engine
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
+_QUIET: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
 
 SPARE_CONNECTIONS = 64
 """Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
@@ -48,8 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 @contextmanager
 def loading(listening: socket.socket) -> Iterator[None]:
     """Answer with status 503 during the block, in which a model is loaded; later requests wait for ``run``."""
-    config = uvicorn.Config(Unready("loading its model"), log_level="warning", access_log=False, server_header=False)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(Unready("loading its model"), **_QUIET))
     thread = Thread(target=server.run, kwargs={"sockets": [listening.dup()]}, daemon=True)
     thread.start()
     try:
@@ -62,8 +62,10 @@ def loading(listening: socket.socket) -> Iterator[None]:
 class Server(uvicorn.Server):
     """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.drain``.
 
+    Connections beyond those that may run or wait get status 503.
+
     Args:
-        grace: seconds that running requests have to end; then they are cancelled.
+        limits: after ``shutdown_timeout``, requests that still run are cancelled.
 
     Attributes:
         abandon: end the process if its threads have not ended some seconds after its requests.
@@ -71,9 +73,11 @@ class Server(uvicorn.Server):
 
     abandon = False
 
-    def __init__(self, config: uvicorn.Config, grace: float) -> None:
-        super().__init__(config)
-        self._grace = grace
+    def __init__(self, app: FastAPI, limits: Limits) -> None:
+        most = limits.max_running + limits.max_waiting + SPARE_CONNECTIONS
+        options: dict[str, Any] = {"lifespan": "on", "limit_concurrency": most, "timeout_graceful_shutdown": 1}
+        super().__init__(uvicorn.Config(app, **_QUIET, **options))
+        self._grace = limits.shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.abandon:
@@ -83,22 +87,6 @@ class Server(uvicorn.Server):
             last.start()
         await self.config.app.state.drain.close(self._grace)  # type: ignore[union-attr]
         await super().shutdown(sockets)
-
-
-def uvicorn_server(app: FastAPI, limits: Limits) -> Server:
-    """A server for sockets of ``listen``; connections beyond those that may run or wait get status 503."""
-    return Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            lifespan="on",
-            limit_concurrency=limits.max_running + limits.max_waiting + SPARE_CONNECTIONS,
-            timeout_graceful_shutdown=1,
-        ),
-        limits.shutdown_timeout,
-    )
 
 
 def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
@@ -112,7 +100,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) 
     """
     # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
     with _on_sigterm(lambda: None):
-        server = uvicorn_server(app, limits)
+        server = Server(app, limits)
         server.abandon = True
         server.run(sockets=[listening])
     engine.close()

@@ -59,10 +59,8 @@ class StoredResponses:
         """
         if name is None:
             return ()
-        with self._lock:
-            self._trim()
-            if name in self._kept:
-                return self._kept[name].items
+        if (kept := self._find(name)) is not None:
+            return kept.items
         message = f"previous_response_id must be that of a response which the server keeps: got {name[:80]!r}"
         raise APIError(400, message, "previous_response_id", "previous_response_not_found")
 
@@ -72,14 +70,12 @@ class StoredResponses:
         Raises:
             APIError: status 404, it is not kept.
         """
-        with self._lock:
-            self._trim()
-            if name in self._kept:
-                return self._kept[name].response
+        if (kept := self._find(name)) is not None:
+            return kept.response
         raise APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
 
-    def delete(self, name: str) -> None:
-        """Drop a response.
+    def delete(self, name: str) -> dict[str, Any]:
+        """Drop a response; returns OpenAI's object of that.
 
         Raises:
             APIError: status 404, it is not kept.
@@ -87,6 +83,12 @@ class StoredResponses:
         self.get(name)
         with self._lock:
             self._drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    def _find(self, name: str) -> _Stored | None:
+        with self._lock:
+            self._trim()
+            return self._kept.get(name)
 
     def _trim(self) -> None:
         oldest = time.monotonic() - self._seconds

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import secrets
-import string
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +91,8 @@ class CallReader:
     def _in_head(self, delta: Delta, final: bool) -> bool:
         found = self._head.match(self._rest)
         if found is not None:
-            call = {"index": self.calls, "id": self._id(), "type": "function"}
+            prefix, length = ("", self._form.id_length) if self._form.id_length else ("call_", 24)
+            call = {"index": self.calls, "id": f"{prefix}{uuid.uuid4().hex[:length]}", "type": "function"}
             delta.calls[self.calls] = {**call, "function": {"name": found[1], "arguments": ""}}
             self._rest, self._step, self._json = self._rest[found.end() :], self._in_arguments, _Object()
             return True
@@ -126,11 +126,6 @@ class CallReader:
     def _say(self, delta: Delta, text: str) -> None:
         delta.content += text
         self._said = self._said or bool(text)
-
-    def _id(self) -> str:
-        letters, length = string.ascii_letters + string.digits, self._form.id_length
-        prefix = "" if length else "call_"
-        return prefix + "".join(secrets.choice(letters) for _ in range(length or 24))
 
 
 class _Object:

@@ -32,10 +32,6 @@ class Tool(Fields):
     type: Literal["function"]
     function: Function
 
-    def described(self) -> dict[str, Any]:
-        """The tool in OpenAI's form, as chat templates take it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
-
 
 def _is_choice(value: Any) -> bool:
     if not isinstance(value, dict):
@@ -107,7 +103,8 @@ class ToolUse:
             raise APIError(400, f"tool_choice must name one of the tools: got {named[:80]!r}", "tool_choice")
         if choice == "none" or not tools:
             return Use(as_text=[] if generic else None)
-        keywords: dict[str, Any] = {} if generic else {"tools": [tool.described() for tool in tools]}
+        tools_of_template = [{"type": "function", "function": one} for one in functions]
+        keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
         as_text = functions if generic else None
         if choice == "auto" and schema is None:
             grammar = self._form.grammar(functions, marked=False, several=several)

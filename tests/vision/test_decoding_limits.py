@@ -16,8 +16,8 @@ from mmspec.vision.decoding import Cause, DecodeError, Decoder
 # Injected into the worker: it appends each time limit to the file LIMITS, and each decoded height to the file CALLS;
 # images one pixel wide fail by the name in FAULTS at their height - 1.
 FAULTY = """
-import os, signal, time, mmspec.worker, mmspec.vision.decode_worker as worker
-load, alarm = worker.load_image, mmspec.worker._set_alarm
+import os, signal, time, mmspec.workers, mmspec.vision.decode_worker as worker
+load, alarm = worker.load_image, mmspec.workers._set_alarm
 def note(name, value):
     with open(os.path.join(FOLDER, name), "a") as file:
         file.write(f"{value}\\n")
@@ -33,7 +33,7 @@ def faulty(source, **options):
     if fault == "memory": bytearray(1 << 40)
     if fault == "exception": raise TypeError("not so")
     return image
-worker.load_image, mmspec.worker._set_alarm = faulty, armed
+worker.load_image, mmspec.workers._set_alarm = faulty, armed
 """
 FAULTS = [cause for cause in get_args(Cause) if cause != "stop"]
 MIB = 1 << 20

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec.core.tree import TokenTree
-from mmspec.sampling.histories import NOTHING, Histories
+from mmspec.sampling.histories import NOTHING, Histories, NodeHistories
 from tests.tiny import random_tree, root_path, valid_nodes
 
 
@@ -18,7 +18,7 @@ def test_nodes_see_their_rows_as_they_grow(batch):
         tree = random_tree(g, batch, 1 + number(9), 50)
         tokens = torch.cat([torch.tensor([[row[-1]] for row in rows]), tree.tokens[:, 1:]], dim=1)
         tree = TokenTree(tokens, tree.parents, tree.valid, check=False)
-        seen = followed.at(rows, tree)
+        seen = NodeHistories(followed, rows, tree, range(batch))
         assert seen.prefix.tolist() == [[NOTHING] * (max(map(len, rows)) - len(row)) + row for row in rows]
         for b, row in enumerate(rows):
             for node in valid_nodes(tree, b):

@@ -35,7 +35,7 @@ def others():
 
 def workers():
     own = [one for one in psutil.Process().children() if one.pid not in OTHERS]
-    return [one for one in own if "grammar_worker" in " ".join(one.cmdline())]
+    return [one for one in own if "mmspec.sampling.trial" in " ".join(one.cmdline())]
 
 
 def test_what_passes_is_not_checked_again(trial, monkeypatch):

@@ -17,8 +17,8 @@ LIMITS = Limits(max_running=2, max_tokens=16)
 
 
 def settings(model, adapt=None):
-    fixed = (str(model), "recycle", "cpu", "float32", False, "auto", 0, LIMITS, None, None, (), False)
-    return Settings(*fixed, adapt=adapt)
+    loading = {"model": str(model), "drafter": "recycle", "device": "cpu", "dtype": "float32"}
+    return Settings({**loading, "generation_config": "auto"}, LIMITS, {}, adapt=adapt)
 
 
 def test_answers_are_equal_and_the_table_is_kept(tmp_path):

@@ -10,7 +10,6 @@ import pytest
 
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
-from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.serving import formats
 from mmspec.serving.media import MediaReader
@@ -37,25 +36,25 @@ def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-# The object that owns a stage's function, given the pipeline; the function; the call that fails.
-STAGES: dict[str, tuple[Callable[[Pipeline], Any], str, int]] = {
-    "media": (lambda pipe: MediaReader, "read", 0),
-    "encoding": (lambda pipe: pipe.io, "encode", 0),
-    "defaults": (lambda pipe: Defaults, "complete", 0),
-    "stopping": (lambda pipe: Stopper, "limit", 0),
-    "key of the batch": (lambda pipe: pipe.target, "kind", 0),
-    "queue": (lambda pipe: pipe.engine, "add", 0),
-    "prefill": (lambda pipe: pipe.target, "prefill_chunks", 0),
-    "first token": (lambda pipe: RequestState, "append", 0),
-    "verify pass": (lambda pipe: pipe.target, "forward_tree", 1),
-    "commit": (lambda pipe: pipe.target, "commit", 1),
-    "later token": (lambda pipe: RequestState, "append", 3),
-    "text": (lambda pipe: pipe.io, "decode", 0),
-    "later text": (lambda pipe: pipe.io, "decode", 2),
-    "figures of the first token": (lambda pipe: Metrics, "first_token", 0),
-    "figures of later tokens": (lambda pipe: Metrics, "next_tokens", 0),
-    "figures of the end": (lambda pipe: Metrics, "ended", 0),
-    "response": (lambda pipe: formats, "per_request", 0),
+# The object that owns a stage's function, given the server; the function; the call that fails.
+STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
+    "media": (lambda server: MediaReader, "read", 0),
+    "encoding": (lambda server: server.pipe.io, "encode", 0),
+    "defaults": (lambda server: Defaults, "complete", 0),
+    "stopping": (lambda server: Stopper, "limit", 0),
+    "key of the batch": (lambda server: server.pipe.target, "kind", 0),
+    "queue": (lambda server: server.pipe.engine, "add", 0),
+    "prefill": (lambda server: server.pipe.target, "prefill_chunks", 0),
+    "first token": (lambda server: RequestState, "append", 0),
+    "verify pass": (lambda server: server.pipe.target, "forward_tree", 1),
+    "commit": (lambda server: server.pipe.target, "commit", 1),
+    "later token": (lambda server: RequestState, "append", 3),
+    "text": (lambda server: server.pipe.io, "decode", 0),
+    "later text": (lambda server: server.pipe.io, "decode", 2),
+    "figures of the first token": (lambda server: server.app.state.metrics.first_token, "observe", 0),
+    "figures of later tokens": (lambda server: server.app.state.metrics.next_tokens, "observe", 0),
+    "figures of the end": (lambda server: Metrics, "ended", 0),
+    "response": (lambda server: formats, "per_request", 0),
 }
 
 
@@ -69,7 +68,7 @@ def test_it_reaches_the_client(
     expected = server.post(body)
     assert expected.status_code == 200
     owner, name, number = STAGES[stage]
-    where = owner(server.pipe)
+    where = owner(server)
     with monkeypatch.context() as patch:
         patch.setattr(where, name, at_call(number, getattr(where, name)))
         response = server.post(body)

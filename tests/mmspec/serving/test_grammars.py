@@ -29,7 +29,7 @@ def constrained(schema: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def workers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "grammar_worker" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if "mmspec.sampling.trial" in " ".join(one.cmdline())]
 
 
 @pytest.mark.long

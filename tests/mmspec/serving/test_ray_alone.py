@@ -18,8 +18,8 @@ from prometheus_client.exposition import generate_latest
 
 from mmspec.errors import UserError
 from mmspec.serving import on_ray
+from mmspec.serving.drain import LostReplica
 from mmspec.serving.limits import Limits
-from mmspec.serving.ray_proxy import LostReplica
 from mmspec.serving.server import SPARE_CONNECTIONS
 from mmspec.serving.settings import Settings
 
@@ -75,7 +75,7 @@ def test_requests_of_a_session_have_an_order_of_replicas(
 # ---------------------------------------------------------------------- deployment
 
 LIMITS = Limits(max_running=3, max_waiting=5)
-SETTINGS = Settings("tiny", "auto", "cpu", "auto", False, "auto", 0, LIMITS, None, None, (), False)
+SETTINGS = Settings({"model": "tiny"}, LIMITS, {})
 
 
 class Ray:

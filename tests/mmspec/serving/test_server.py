@@ -198,7 +198,7 @@ def test_several_gpus_of_a_replica_share_the_model(
     monkeypatch.setattr("mmspec.serving.command._on_ray", lambda *given: seen.append(given))
     assert main(["serve", "--engine", "ray", "--replica-gpus", "4", *options]) == 0
     [(settings, replicas, gpus, *_)] = seen
-    assert (settings.device_map, replicas, gpus) == (expected, 1, 4)
+    assert (settings.loading["device_map"], replicas, gpus) == (expected, 1, 4)
 
 
 def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
