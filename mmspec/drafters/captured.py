@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
@@ -174,6 +175,15 @@ def path_of(length: Tensor, width: int) -> Tensor:
     """Path of the first ``length`` nodes, (batch,), of a chain: (batch, width) int64, padded with -1."""
     step = torch.arange(width, device=length.device)
     return torch.where(step < length[:, None], step, -1)
+
+
+def commit_chain(cache: TreeCache, length: Tensor, width: int) -> None:
+    """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written."""
+    path = path_of(length, width)
+    if cache.static_shapes:
+        cache.commit_on_device(path)
+    else:
+        cache.commit(path, [list(range(accepted)) for accepted in length.tolist()])
 
 
 def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:

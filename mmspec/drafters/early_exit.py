@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mmspec import ops
@@ -124,8 +123,7 @@ class EarlyExit(CapturedDrafter):
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return ops.top_log_probs(head(passes(beam, origin)), self.top_k)
 
-        tokens, log_probs = extend(token[:, None], torch.zeros_like(token[:, None]))
-        tree = grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, self.top_k)
+        tree = grow_tree(token, None, extend, budget, self.top_k)
         passes.end()
         return tree
 

@@ -68,7 +68,7 @@ def best_first(
 
 def grow_tree(
     token: Tensor,
-    first: tuple[Tensor, Tensor],
+    first: tuple[Tensor, Tensor] | None,
     extend: Extend,
     budget: Budget,
     top_k: int,
@@ -84,13 +84,17 @@ def grow_tree(
 
     Args:
         token: (batch,) int64, the roots.
-        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order.
+        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None extends
+            the beam of the roots.
         extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
             (batch, width), 0 for the first beam, returns their children as ``(tokens, log_probs)``,
             (batch, width, children) each.
         top_k: beam width.
     """
     batch = token.shape[0]
+    if first is None:
+        drafted, chances = extend(token[:, None], torch.zeros_like(token[:, None]))
+        first = drafted[:, 0], chances[:, 0]
     fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)

@@ -35,6 +35,10 @@ from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError
 
+Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
+"""What is read of a published drafter: the network's configuration, its tensors in their original dtype, the target's
+token of each row of its output layer, (n,) int64 (None is the identity), and its target, for ``check_target``."""
+
 EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
 LAYER = {

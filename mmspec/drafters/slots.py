@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 
-import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
@@ -65,14 +65,16 @@ def grow_levels(
             ``(tokens, log_probs)``, (batch, width, children) each, in descending order.
         top_k: nodes extended per level.
     """
-    levels = iter(range(1, depth))
-    tokens, log_probs = children(0, token[:, None], torch.zeros_like(token[:, None]))
-
-    def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-        level = next(levels)
-        return children(level, beam, origin if level > 1 else torch.zeros_like(beam))  # all descend from the root
-
-    return grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, top_k, depth=depth, nodes=nodes)
+    levels = count()
+    return grow_tree(
+        token,
+        None,
+        lambda beam, origin: children(next(levels), beam, origin),
+        budget,
+        top_k,
+        depth=depth,
+        nodes=nodes,
+    )
 
 
 def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> Iterator[tuple[int, float, int]]:

@@ -26,6 +26,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.entries import causal, last_tokens
 from mmspec.drafters.level_passes import LevelPasses
 from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
 from mmspec.drafters.spec import DrafterSpec
@@ -161,8 +162,8 @@ class Small(CapturedDrafter):
         if output.visual is not None:
             keep = keep * ~output.visual
         keep = relevant(prompt.input_ids, keep.bool(), self._visual.share).long()
-        first = on_device([[row[-1]] for row in history], keep.device)
-        ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
+        ids = torch.cat([prompt.input_ids, last_tokens(history, keep.device)], dim=1)
+        keep = F.pad(keep, (0, 1), value=1)
         if self._shared is not None:
             texts = [row[kept.bool()].tolist() for row, kept in zip(ids, keep, strict=True)]
             ids, lengths = self._translated(texts, keep.device)
@@ -226,7 +227,7 @@ class Small(CapturedDrafter):
         """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
         lm.runner.forget_nodes()
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        chain = causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
         states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
         if isinstance(lm.runner, StaticRunner):

@@ -28,7 +28,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash.config import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import Published, convert, read_published
+from mmspec.drafters.dflash.published import convert, read_published
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
@@ -49,16 +49,13 @@ class DFlash(PositionedDrafter):
 
     config_class = DFlashConfig
     network_class = DFlashNetwork
+    read_published = staticmethod(read_published)
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
 
     def __init__(self, network: DFlashNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         super().__init__(network, network.config.layers, draft_ids, **settings)
         self.features = ()  # known when attached
         self._markov: NativeMarkov | None = None
-
-    @classmethod
-    def read_published(cls, folder: Path) -> Published:
-        return read_published(folder)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Self:
@@ -151,7 +148,7 @@ class DFlash(PositionedDrafter):
         tokens, log_probs = ops.top_log_probs(scores, self.top_k)
         if confidence is not None:
             log_probs = log_probs + F.logsigmoid(confidence.float())[..., None]
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs, memory
+        return self.target_tokens(tokens), log_probs, memory
 
     def _denoise(self, token: Tensor) -> Tensor:
         """The network's outputs over a block per row, (batch, block, hidden)."""

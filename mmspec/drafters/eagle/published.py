@@ -24,6 +24,7 @@ from mmspec.drafters.published import (
     EMBEDDING,
     INPUT_NORM,
     QKV,
+    Published,
     PublishedConfig,
     layout_of,
     read_tensors,
@@ -66,7 +67,7 @@ _OTHER = {
 }
 
 
-def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor], dict[str, Any]]:
+def read_published(folder: Path, layout: Layout[Any]) -> Published:
     """Read a published drafter; see ``convert``.
 
     Raises:
@@ -86,18 +87,12 @@ def read_published(folder: Path, layout: Layout[C]) -> tuple[C, dict[str, Tensor
     return convert(config, tensors, layout, str(folder))
 
 
-def convert(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout[C], source: str
-) -> tuple[C, dict[str, Tensor], dict[str, Any]]:
+def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout[Any], source: str) -> Published:
     """Validate published tensors and convert them to those of an ``EagleNetwork``.
 
     Args:
         config: contents of ``config.json``.
         source: name of the checkpoint in error messages.
-
-    Returns:
-        The network's configuration, its tensors in their original dtype, and its target, for
-        ``published.check_target``.
 
     Raises:
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
@@ -115,7 +110,8 @@ def convert(
     vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size or rows)
     shapes[EMBEDDING] = (vocab, network.hidden_size)
     check_tensors(tensors, shapes, f"layout {layout.name}", source, () if layout.embedding else {EMBEDDING})
-    return network, stack(tensors, parts), {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": vocab}
+    return network, stack(tensors, parts), None, verifier
 
 
 def _network(common: PublishedConfig, config: Mapping[str, Any], names: Any, layout: Layout[C], source: str) -> C:

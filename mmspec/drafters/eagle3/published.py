@@ -29,7 +29,15 @@ from mmspec.checks import whole
 from mmspec.drafters.eagle3.config import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
-from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
+from mmspec.drafters.published import (
+    LAYER,
+    Published,
+    PublishedConfig,
+    draft_tokens,
+    named_verifier,
+    read_layout,
+    rope_parameters,
+)
 from mmspec.errors import UserError
 
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
@@ -41,8 +49,6 @@ _CANDIDATES = "efficient_lm_head"  # of EAGLE-4
 _RETRIEVED = 256  # candidates per state where the configuration names no number
 _SLIDING = "sliding_attention"
 _LAYER = {**LAYER, "embed_norm": LAYER["input_norm"], "hidden_norm": ["hidden_norm"]}
-
-Published = tuple[Eagle3Config, dict[str, Tensor], Tensor | None, dict[str, Any]]
 
 
 def read_published(folder: Path) -> Published:
@@ -57,10 +63,6 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         config: contents of ``config.json``.
         tensors: the published ones; may be on the meta device.
         source: name of the checkpoint in error messages.
-
-    Returns:
-        The network's configuration, its tensors in their original dtype, the target's token of each row of its output
-        layer, (n,) int64 (None is the identity), and its target, for ``published.check_target``.
 
     Raises:
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.

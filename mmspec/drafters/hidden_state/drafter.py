@@ -21,9 +21,9 @@ from mmspec.core.target import Feature, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import RowState, path_of, write_last
+from mmspec.drafters.captured import RowState, commit_chain, write_last
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.entries import causal, take
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
@@ -163,11 +163,8 @@ class HiddenStateDrafter(TrainedDrafter):
         """
         entries, allowed = x.shape[1], None
         if mask is not None or 0 < self.window < entries:
-            causal = torch.ones(len(x), 1, entries, entries, dtype=torch.bool, device=x.device).tril()
-            allowed = causal.triu(1 - self.window) if self.window else causal
-            if mask is not None:
-                # Padding attends to itself, so that no row of the mask is empty.
-                allowed = allowed & mask[:, None, None] | torch.eye(entries, dtype=torch.bool, device=x.device)
+            allowed = causal(len(x), entries, x.device, mask)[:, None]
+            allowed = allowed.triu(1 - self.window) if self.window else allowed
         alone = not (self.static_shapes or self.cache.rows)
         self.cache.kv.device = x.device
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
@@ -225,10 +222,7 @@ class HiddenStateDrafter(TrainedDrafter):
         batch, width = tokens.shape
         x = self.inputs(tokens, states)
         outputs = self.enter(x, self.rotation(batch, width), self._chain_mask(batch, width), self.cache)
-        if self.static_shapes:
-            self.cache.commit_on_device(path_of(length, width))
-        else:
-            self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
+        commit_chain(self.cache, length, width)
         self._position.data[:batch] += length
         write_last(self._output, outputs, length)
 
@@ -238,8 +232,7 @@ class HiddenStateDrafter(TrainedDrafter):
             return None
         if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
             return None
-        chain = torch.ones(width, width, dtype=torch.bool, device=self.like.device).tril().expand(batch, -1, -1)
-        return allowed_slots(self.cache, chain, self.window)
+        return allowed_slots(self.cache, causal(batch, width, self.like.device), self.window)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0

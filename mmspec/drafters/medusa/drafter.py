@@ -11,6 +11,7 @@ positions that count tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,8 @@ from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.medusa.published import Published, read_published
+from mmspec.drafters.medusa.published import read_published
+from mmspec.drafters.published import Published
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
@@ -93,7 +95,7 @@ class Medusa(PositionedDrafter):
         as for ``MedusaNetwork.scores``."""
         assert self._scores is not None, "attach comes first"
         tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+        return self.target_tokens(tokens), log_probs
 
 
 class Hydra(Medusa):
@@ -105,17 +107,15 @@ class Hydra(Medusa):
         heads = self.network.heads
         if not self.network.config.grounded:
             return super().grow(token, budget)
-        read = self._after(self._state(len(token)), token[:, None])
-        levels = iter(range(1, len(heads)))
-        tokens, log_probs = self._ranked(0, [heads[0](read)])
+        read, levels = self._state(len(token)), count()
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal read
             read, level = self._after(take(read, origin), beam), next(levels)
             return self._ranked(level, [heads[level](read)])
 
-        first, deepest = (tokens[:, 0], log_probs[:, 0]), min(self.depth, len(heads))
-        return grow_tree(token, first, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+        deepest = min(self.depth, len(heads))
+        return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
 
     def _after(self, read: Tensor, tokens: Tensor) -> Tensor:
         """What heads read after nodes: (batch, nodes, any), (batch, nodes) int64 -> (batch, nodes, any + hidden)."""

@@ -30,10 +30,8 @@ from mmspec.drafters.checkpoint import take_draft_ids
 from mmspec.drafters.medusa.config import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
-from mmspec.drafters.published import EAGLE_PARTS, read_layout
+from mmspec.drafters.published import EAGLE_PARTS, Published, read_layout
 from mmspec.drafters.shape import RotaryShape
-
-Published = tuple[MedusaConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
 
 _WHAT = {"medusa": "Medusa heads", "hydra": "Hydra heads"}
 _AT = "prefix_embeding_layer"  # as files spell it
@@ -95,9 +93,8 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: st
         folder: of the checkpoint, for error messages.
 
     Returns:
-        The network's configuration, whose ``prefix`` has the right sizes and is otherwise known from the target only,
-        its tensors in their original dtype, the target's token of each row of the output layers, (n,) int64 (None is
-        the identity), and its target, for ``published.check_target``.
+        See ``Published``; ``prefix`` of the configuration has the right sizes and is otherwise known from the target
+        only.
 
     Raises:
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.

@@ -56,7 +56,7 @@ class Flash(MSD):
     """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     name = "flash"
-    reads_published = False
+    read_published = None  # type: ignore[assignment]
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:
