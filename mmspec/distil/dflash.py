@@ -16,7 +16,7 @@ from mmspec.distil.options import BlockLoss, DFlashOptions
 from mmspec.distil.start import decoder_weights, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
+from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import published_parts

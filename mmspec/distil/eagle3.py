@@ -19,7 +19,7 @@ from mmspec.distil.pass_cache import PassCache
 from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take

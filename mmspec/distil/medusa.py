@@ -15,7 +15,7 @@ from mmspec.distil.pass_cache import causal_pass
 from mmspec.distil.start import head_weight
 from mmspec.distil.tasks import DrafterSetup
 from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape

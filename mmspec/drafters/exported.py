@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.published import published_parts as parts_of_blocks
-from mmspec.drafters.eagle3.config import Eagle3Config, default_reads
+from mmspec.drafters.eagle3 import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.published import SWITCHES
 from mmspec.drafters.eagle3.published import published_parts as parts_of_heads

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.checks import FLAG, choice, whole
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
 from mmspec.drafters.published import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter

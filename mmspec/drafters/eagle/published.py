@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmspec.checks import whole
 from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
 from mmspec.drafters.published import (

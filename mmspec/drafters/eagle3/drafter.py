@@ -19,7 +19,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
 from mmspec.drafters.hidden_state.entries import causal

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
 
 

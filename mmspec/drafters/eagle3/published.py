@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.checks import whole
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
 from mmspec.drafters.published import (

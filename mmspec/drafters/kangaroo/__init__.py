@@ -1,4 +1,4 @@
-"""Kangaroo drafter."""
+"""Kangaroo drafter: declaration and configuration."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.medusa.published import read_published
 from mmspec.drafters.published import Published

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.shape import RotaryShape
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mmspec.checks import FLAG, Checked, choice, option, settable, whole, within
 from mmspec.drafters.checkpoint import take_draft_ids
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
 from mmspec.drafters.published import EAGLE_PARTS, Published, read_layout

@@ -15,7 +15,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
-from mmspec.drafters.dflash.config import default_layer_ids
+from mmspec.drafters.dflash import default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.exported import export_blocks
