@@ -5,18 +5,53 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from math import sqrt
+from statistics import fmean, variance
 from typing import Any, Protocol
 
 from torch import nn
 
 from mmspec import plugins
-from mmspec.adaptation.acceptance import AcceptanceWatch
 from mmspec.adaptation.recording import RecordedAnswer, RecordedDrafter
 from mmspec.adaptation.store import Store
 from mmspec.core.target import Target
 from mmspec.drafters.registry import registered_name
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
+
+REQUESTS = 16
+"""Requests that are compared, before and after."""
+
+
+class AcceptanceWatch:
+    """Acceptance lengths of requests, before and since the last replacement."""
+
+    def __init__(self) -> None:
+        self._before: list[float] = []
+        self._since: list[float] = []
+
+    def add(self, acceptance_length: float) -> None:
+        self._since.append(acceptance_length)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough requests have ended since the last replacement."""
+        return len(self._since) >= REQUESTS
+
+    @property
+    def fallen(self) -> bool:
+        """Whether acceptance is lower than before by more than its standard error."""
+        if not self._before:
+            return False
+        error = sqrt(variance(self._before) / len(self._before) + variance(self._since) / len(self._since))
+        return fmean(self._since) + error < fmean(self._before)
+
+    def replaced(self, kept: bool) -> None:
+        """Begin anew after a replacement; ``kept`` says whether that of the last comparison stays the reference."""
+        if kept or not self._before:
+            self._before = self._since[-REQUESTS:]
+        self._since = []
+
 
 _EARLIER = 7  # answers that are learned again with each new one
 _BUFFER = 1 << 27  # bytes of hidden states that are kept to learn from

@@ -28,8 +28,7 @@ from mmspec.loading import load
 from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress
 from mmspec.training.console import train_with_progress
-from mmspec.training.plan import TrainingPlan
-from mmspec.training.sampler import MIXED, TEXT
+from mmspec.training.plan import MIXED, TEXT, TrainingPlan
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
 
 Options = TypeVar("Options", bound=RunOptions)

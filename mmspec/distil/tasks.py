@@ -20,7 +20,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
-from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
+from mmspec.training.plan import CurriculumSampler, ExampleIndex, linear_ramp
 
 ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 
@@ -84,7 +84,7 @@ class DrafterTask:
 
     Args:
         pipe: holds the frozen target.
-        training: conversations by kind: `sampler.TEXT` without and `sampler.MIXED` with images or videos.
+        training: conversations by kind: `plan.TEXT` without and `plan.MIXED` with images or videos.
         extract: returns the target's features of conversations.
         batch: conversations per step, and per forward pass of the evaluation.
         bfloat16: compute losses under autocast; weights stay in float32.

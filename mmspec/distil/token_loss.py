@@ -39,6 +39,56 @@ def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
     return loss.mean()
 
 
+class TokenLosses:
+    """Sum of the losses of drafts against the target's next-token distributions, and its metrics.
+
+    Args:
+        kind: see ``token_loss``.
+        hidden: (batch, length, hidden), the target's states, of which its output layer makes the distributions.
+        wanted: (batch, length) bool, where they are wanted.
+        draft_ids: (n,) int64, to which distributions are restricted; None are all tokens.
+
+    Attributes:
+        head: the target's output layer for these tokens.
+        count: number of the drafts that losses are normalised by, so that those of several processes add up: all that
+            are wanted.
+        output: the losses so far, and the metrics ``token_k`` and ``right_k``, loss and accuracy of the drafts k tokens
+            ahead.
+    """
+
+    def __init__(
+        self, kind: TokenLoss, target: Target, hidden: Tensor, wanted: Tensor, draft_ids: Tensor | None = None
+    ) -> None:
+        self._kind = kind
+        self.head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        self.count = int(wanted.sum())
+        self.output = LossOutput(hidden.new_zeros((), dtype=torch.float32), {})
+        self._index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of a position in the goals
+        if self.count:
+            with torch.no_grad():
+                self._goals = self.head(hidden[wanted]).float().softmax(-1)
+
+    def goals(self, valid: Tensor, position: Tensor | None = None) -> Tensor:
+        """The target's distributions, (drafts, tokens), at positions, (batch, n) int64 or all, where ``valid``."""
+        index = self._index if position is None else self._index.gather(1, position)
+        return self._goals[index[valid]]
+
+    def add(self, ahead: int, scores: Tensor, goal: Tensor, weight: float = 1.0, **further: Tensor) -> None:
+        """Add the losses of drafts.
+
+        Args:
+            ahead: suffix of the metrics' names.
+            scores, goal: (drafts, tokens), logits, and the target's distributions.
+            further: other losses of theirs by name, which are added to that of the tokens.
+        """
+        loss = token_loss(self._kind, goal, scores.float().log_softmax(-1))
+        right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
+        total = self.output.total + weight * len(goal) / self.count * sum(further.values(), loss)
+        values = {"token": loss, "right": right, **further}
+        metrics = {f"{name}_{ahead}": float(value.detach()) for name, value in values.items()}
+        self.output = LossOutput(total, self.output.metrics | metrics)
+
+
 def next_token_loss(
     kind: TokenLoss,
     target: Target,
@@ -57,12 +107,8 @@ def next_token_loss(
         output_layer: of the drafter; by default the target's.
     """
     wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
-    if not bool(wanted.any()):
-        return LossOutput(batch.hidden.new_zeros((), dtype=torch.float32), {})
-    head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
-    with torch.no_grad():
-        goal = head(batch.hidden[:, :-1][wanted]).float().softmax(-1)
-    scores = (output_layer or head)(states()[:, :-1][wanted])
-    loss = token_loss(kind, goal, scores.float().log_softmax(-1))
-    right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
-    return LossOutput(loss, {"token_1": float(loss.detach()), "right_1": float(right)})
+    losses = TokenLosses(kind, target, batch.hidden[:, :-1], wanted, draft_ids)
+    if losses.count:
+        scores = (output_layer or losses.head)(states()[:, :-1][wanted])
+        losses.add(1, scores, losses.goals(wanted))
+    return losses.output

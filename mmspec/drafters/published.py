@@ -31,8 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
-from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
+from mmspec.drafters.checkpoint import load_weights, read_json, tensor_names, weight_files
 from mmspec.errors import UserError
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]

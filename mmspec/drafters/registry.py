@@ -20,9 +20,9 @@ from huggingface_hub import snapshot_download
 from mmspec import plugins
 from mmspec.core.drafter import Drafter, as_drafter, members
 from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.union import Union
-from mmspec.drafters.weight_files import HEADS
 from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline, is_path
 

@@ -22,7 +22,7 @@ from mmspec.ssm.training.layers import CHUNK, fast_layers
 from mmspec.training.export import export
 from mmspec.training.loss import LossOutput, TokenBatch, next_token_loss, pad_tokens
 from mmspec.training.optimisers import LearningRates, Optimisers
-from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
+from mmspec.training.plan import MIXED, TEXT, CurriculumSampler, linear_ramp
 from mmspec.training.tokenizer import chat_template, folder_tokenizer, train_tokenizer
 
 TOKENIZER_EXAMPLES = 6000

@@ -25,7 +25,7 @@ from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.training.sampler import TEXT
+from mmspec.training.plan import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from mmspec.vision.cli.make_data import make_data
 from tests.model_folders import save_text_model

@@ -1,9 +1,9 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
-One pass of the network drafts all levels of a tree, see ``slots``. With a Markov head (DSpark, arXiv 2607.05147) the
-children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The exact
-distributions of all nodes that a level extends are one product. The probability of a path is the product of its tokens'
-probabilities and of the confidences at their parents (section 3.2).
+One pass of the network drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147)
+the children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The
+exact distributions of all nodes that a level extends are one product. The probability of a path is the product of its
+tokens' probabilities and of the confidences at their parents (section 3.2).
 
 Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
 are the target's, of a target with several axes the largest of them.
@@ -29,13 +29,13 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import convert, read_published
+from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
-from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
 from mmspec.ops import cpu_growth
 from mmspec.quantisation.blocks import BlockLinear

@@ -22,11 +22,11 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.eagle3.published import read_published
+from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state.entries import causal
 from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
-from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
 _WATCHED = 128

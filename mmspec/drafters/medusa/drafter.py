@@ -1,8 +1,8 @@
 """Medusa and Hydra drafters (arXiv 2401.10774, 2402.05109) for any target: text, vision-language and hybrid models.
 
 Medusa's heads are independent of each other: the most probable paths by the products of their probabilities are the
-tree (see ``slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its tree
-grows level by level, one head each.
+tree (see ``grow_slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its
+tree grows level by level, one head each.
 
 Entry j of a row is the target's state at token j. Only with a decoder layer (Hydra++) it has keys and values, at
 positions that count tokens.
@@ -22,7 +22,7 @@ from mmspec import ops
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.growth import grow_slots, grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
@@ -31,7 +31,6 @@ from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.medusa.published import read_published
 from mmspec.drafters.published import Published
 from mmspec.drafters.shape import RotaryShape
-from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
 

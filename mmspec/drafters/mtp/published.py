@@ -13,8 +13,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
+from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
-from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
 

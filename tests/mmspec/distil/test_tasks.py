@@ -13,7 +13,7 @@ from mmspec.distil.data import Conversation
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, frequent_tokens
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.training.sampler import TEXT
+from mmspec.training.plan import TEXT
 
 
 def conversation(name: str) -> Conversation:

@@ -19,9 +19,9 @@ from mmspec.drafters.dflash import default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.exported import export_blocks
+from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.parts import unstack
 from mmspec.drafters.registry import make_drafter
-from mmspec.drafters.slots import grow_slots
 from mmspec.ops import kernels
 from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, write
 from tests.tiny import shared_model
