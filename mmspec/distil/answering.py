@@ -119,7 +119,8 @@ class AnswerGenerator:
                 pool = [job for job in pool if job.pending]
 
     def _answer(self, group: list[PendingConversation]) -> None:
-        requests = [{"prompt": self._formatted(job.prompt()), "params": self._params(job)} for job in group]
+        prompts = [data.as_text(job.prompt()) if self._text_only else job.prompt() for job in group]
+        requests = [{"prompt": prompt, "params": self._params(job)} for prompt, job in zip(prompts, group, strict=True)]
         for job, answer in zip(
             group, self.pipe.generate_batch(requests, num_draft_tokens=0, on_error="return"), strict=True
         ):
@@ -136,9 +137,6 @@ class AnswerGenerator:
         if zlib.crc32(f"greedy {job.id}".encode()) < self.greedy * 2**32:
             return replace(self.params, temperature=0.0)
         return replace(self.params, seed=zlib.crc32(f"{self.seed} {job.id} {len(job.answers)}".encode()))
-
-    def _formatted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return data.as_text(messages) if self._text_only else messages
 
 
 MAX_TOKENS = 128

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import TokenLosses
 from mmspec.distil.options import BlockLoss, DFlashOptions
-from mmspec.distil.start import decoder_weights, load_shared_weights, mask_token, output_rows
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import TokenLosses
+from mmspec.distil.tasks import DrafterSetup, decoder_weights, load_shared_weights, mask_token, output_rows
 from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens

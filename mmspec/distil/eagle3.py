@@ -14,11 +14,9 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import PassCache, TokenLosses
 from mmspec.distil.options import Eagle3Options, Eagle3Passes
-from mmspec.distil.pass_cache import PassCache
-from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import TokenLosses
+from mmspec.distil.tasks import DrafterSetup, head_weight, load_shared_weights, mask_token, output_rows
 from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network

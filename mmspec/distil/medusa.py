@@ -10,11 +10,9 @@ from torch import Tensor
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import TokenLosses, causal_pass
 from mmspec.distil.options import HeadLoss, MedusaOptions
-from mmspec.distil.pass_cache import causal_pass
-from mmspec.distil.start import head_weight
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import TokenLosses
+from mmspec.distil.tasks import DrafterSetup, head_weight
 from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
 from mmspec.drafters.medusa.network import MedusaNetwork

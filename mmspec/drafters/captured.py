@@ -57,9 +57,9 @@ class CapturedDrafter(Drafter):
         """Per-sequence state."""
 
     @property
-    @abstractmethod
     def limits(self) -> tuple[int, int]:
-        """Maximum tree depth and number of drafted nodes."""
+        """Maximum tree depth and number of drafted nodes, with static shapes."""
+        return 16, 512
 
     @abstractmethod
     def update(self, *inputs: Tensor) -> None:
@@ -165,11 +165,6 @@ class CapturedDrafter(Drafter):
         self.update(*inputs)
         return ()
 
-    @property
-    def captured(self) -> tuple[int, int]:
-        """Number of captured graphs: with tree growth, and without."""
-        return self._grow.captured, self._update.captured
-
 
 def path_of(length: Tensor, width: int) -> Tensor:
     """Path of the first ``length`` nodes, (batch,), of a chain: (batch, width) int64, padded with -1."""
@@ -177,13 +172,17 @@ def path_of(length: Tensor, width: int) -> Tensor:
     return torch.where(step < length[:, None], step, -1)
 
 
-def commit_chain(cache: TreeCache, length: Tensor, width: int) -> None:
-    """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written."""
+def commit_chain(caches: Sequence[TreeCache], length: Tensor, width: int) -> None:
+    """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written to each
+    cache."""
     path = path_of(length, width)
-    if cache.static_shapes:
-        cache.commit_on_device(path)
-    else:
-        cache.commit(path, [list(range(accepted)) for accepted in length.tolist()])
+    if caches[0].static_shapes:
+        for cache in caches:
+            cache.commit_on_device(path)
+        return
+    rows = [list(range(accepted)) for accepted in length.tolist()]
+    for cache in caches:
+        cache.commit(path, rows)
 
 
 def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:

@@ -56,12 +56,17 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def drafter_name(folder: Path) -> str | None:
-    """Registered name of the drafter in a folder, or None."""
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Contents of a folder's ``config.json``; None if they cannot be read."""
     try:
-        return read_json(folder / _CONFIG).get("mmspec_drafter")
+        return read_json(folder / _CONFIG)
     except UserError:
         return None
+
+
+def drafter_name(folder: Path) -> str | None:
+    """Registered name of the drafter in a folder, or None."""
+    return (read_config(folder) or {}).get("mmspec_drafter")
 
 
 def read(folder: Path, kind: type[S]) -> tuple[S, dict[str, Any], dict[str, Tensor]]:

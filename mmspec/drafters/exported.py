@@ -24,8 +24,8 @@ from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.published import published_parts as parts_of_blocks
 from mmspec.drafters.eagle3 import Eagle3Config, default_reads
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.published import SWITCHES
-from mmspec.drafters.eagle3.published import published_parts as parts_of_heads
+from mmspec.drafters.eagle3.network import SWITCHES
+from mmspec.drafters.eagle3.network import published_parts as parts_of_heads
 from mmspec.drafters.parts import unstack
 from mmspec.drafters.shape import HeadShape
 from mmspec.errors import UserError

@@ -17,11 +17,14 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.budget import Budget
+from mmspec.core.target import Feature
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.ops import kernels
+from mmspec.targets.runner import Runner
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
@@ -185,21 +188,18 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
         tokens: (batch, slots, top_k) int64, of each level in descending order.
         log_probs: (batch, slots, top_k), theirs.
     """
-    if kernels.static_shapes(token.device):
-        return _grow_on_device(token, tokens, log_probs, budget, nodes)
-    most, deepest = min(nodes, budget.nodes), tokens.shape[1]
-    levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
-    rows = [best_first(0, partial(_children, *row), deepest, most, _LEAST) for row in levels]
-    return build_tree(token, [(ids, parents) for ids, parents, _ in rows], [probs for _, _, probs in rows])
+    deepest = tokens.shape[1]
+    if not kernels.static_shapes(token.device):
+        levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
+        rows = [best_first(0, partial(_children, *row), deepest, min(nodes, budget.nodes), _LEAST) for row in levels]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
-
-def _grow_on_device(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget, nodes: int) -> TokenTree:
     def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
         shared = (-1, parents.shape[1], -1)
         return tokens[:, level, None].expand(shared), log_probs[:, level, None].expand(shared)
 
     # Each node with children needs another one below it: a beam of half the tree is exact.
-    return grow_levels(token, children, budget, max(1, nodes // 2), depth=tokens.shape[1], nodes=nodes)
+    return grow_levels(token, children, budget, max(1, nodes // 2), depth=deepest, nodes=nodes)
 
 
 def grow_levels(
@@ -221,17 +221,57 @@ def grow_levels(
         top_k: nodes extended per level.
     """
     levels = count()
-    return grow_tree(
-        token,
-        None,
-        lambda beam, origin: children(next(levels), beam, origin),
-        budget,
-        top_k,
-        depth=depth,
-        nodes=nodes,
-    )
+    extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
+    return grow_tree(token, None, extend, budget, top_k, depth=depth, nodes=nodes)
 
 
 def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> Iterator[tuple[int, float, int]]:
     """Children of every node of a level, see ``best_first``."""
     return ((token, prob, level + 1) for token, prob in zip(tokens[level], probs[level], strict=True))
+
+
+class LevelPasses:
+    """A pass per level of a draft tree.
+
+    Args:
+        runner: of the model; its uncommitted nodes are dropped.
+        recurrent: the model has recurrent layers, whose states cannot be extended by uncommitted nodes: each pass runs
+            all nodes.
+        read: the feature that passes return.
+    """
+
+    def __init__(self, runner: Runner, recurrent: bool, read: Feature = "last") -> None:
+        self._runner, self._recurrent, self._read = runner, recurrent, read
+        self._reach, self._levels = Reach(), 0
+        self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # of all levels: tokens, depths and ancestors
+        runner.forget_nodes()
+
+    def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
+        """Hidden states of a level, (batch, width, hidden).
+
+        Args:
+            tokens: (batch, width) int64.
+            origin: (batch, width) int64, as of ``grow_tree``.
+        """
+        depth = torch.full_like(tokens, self._levels)
+        nodes = tokens, depth, self._reach(origin)
+        if self._recurrent:
+            nodes = self._nodes = nodes if self._nodes is None else _joined(self._nodes, nodes)
+        states = self._runner.forward_nodes(*nodes, self._read)[:, -tokens.shape[1] :]
+        if not self._recurrent:
+            self._runner.keep_nodes(depth)
+        self._levels += 1
+        return states
+
+    def end(self) -> None:
+        """Drop the nodes."""
+        self._runner.forget_nodes()
+
+
+def _joined(
+    nodes: tuple[Tensor, Tensor, Tensor], level: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Earlier nodes and a level, each as of ``Runner.forward_nodes``."""
+    (tokens, depth, reach), (more, deeper, reached) = nodes, level
+    reach = torch.cat([F.pad(reach, (0, more.shape[1])), reached], dim=1)
+    return torch.cat([tokens, more], dim=1), torch.cat([depth, deeper], dim=1), reach

@@ -39,7 +39,8 @@ class LookUpDrafter(Drafter):
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        rows = [best_first(*self.start(row), *limits) for row in range(len(self.rows))]
+        starts = map(self.start, range(len(self.rows)))
+        rows = [best_first(state, children, *limits) for state, children in starts]
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:

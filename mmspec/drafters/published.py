@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
-from mmspec.drafters.checkpoint import load_weights, read_json, tensor_names, weight_files
+from mmspec.drafters.checkpoint import load_weights, read_config, read_json, tensor_names, weight_files
 from mmspec.errors import UserError
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
@@ -76,11 +76,8 @@ def recognise(folder: Path) -> str | None:
     Raises:
         UserError: the weights cannot be read.
     """
-    try:
-        config = read_json(folder / "config.json")
-    except UserError:
-        return None
-    if "mmspec_drafter" in config:
+    config = read_config(folder)
+    if config is None or "mmspec_drafter" in config:
         return None
     return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
 

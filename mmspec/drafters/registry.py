@@ -199,11 +199,6 @@ def _checkpoint_folder(name: str) -> Path:
         return Path(name)
     if is_path(name) or "/" not in name:
         raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """The local copy of a drafter checkpoint on the hub."""
     known = ", ".join(plugins.names("drafters"))
     message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
     patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", *HEADS]

@@ -19,9 +19,8 @@ from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters import published
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import EAGLE, convert, read_published
-from mmspec.drafters.eagle3 import published as published_eagle3
+from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, convert, read_published
+from mmspec.drafters.eagle3 import network as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd.config import MSDConfig

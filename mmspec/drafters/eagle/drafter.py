@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
+from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
 from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
@@ -58,7 +57,7 @@ class Eagle(HiddenStateDrafter):
     def __init__(self, network: EagleNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         config = network.config
         rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
-        super().__init__(network, rotary, 1, draft_ids, **settings)
+        super().__init__(network, rotary, draft_ids, **settings)
         if config.rank and self.depth > config.slots:
             raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {self.depth}")
         if config.head and draft_ids is not None and len(draft_ids) != config.head:
@@ -69,7 +68,7 @@ class Eagle(HiddenStateDrafter):
     def read_published(cls, folder: Path) -> Published:
         return read_published(folder, cls.layout)
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
         if max(self.network.config.reads, default=0) >= layers > 0:
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")

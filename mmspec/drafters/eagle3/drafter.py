@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.eagle3.published import read_published
+from mmspec.drafters.eagle3.network import Eagle3Network, read_published
 from mmspec.drafters.growth import grow_slots
-from mmspec.drafters.hidden_state.entries import causal
-from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.entries import allowed_slots, causal
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError
@@ -43,11 +41,8 @@ class Eagle3(PositionedDrafter):
     network_class = Eagle3Network
     read_published = staticmethod(read_published)
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
-
-    def __init__(self, network: Eagle3Network, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, network.config.layers, draft_ids, **settings)
-        self.features, self.window = (), network.config.window  # features are known when attached
-        self._passes, self._emitted = 0, 0.0  # with drafts, while watched
+    features = ()  # known when attached
+    _passes, _emitted = 0, 0.0  # with drafts, while watched
 
     def check_width(self, width: int) -> None:
         config = self.network.config
@@ -57,10 +52,10 @@ class Eagle3(PositionedDrafter):
                 f"and embeddings of {config.hidden_size}"
             )
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         network: Any = self.network
         decoder: Any = target.config  # type: ignore[attr-defined]
-        self.features = network.config.features(decoder.num_hidden_layers)
+        self.features, self.window = network.config.features(decoder.num_hidden_layers), network.config.window
         rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
         self.keep_to(rows, target)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
@@ -99,9 +94,6 @@ class Eagle3(PositionedDrafter):
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
         allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
         return self.run(x, self.rotation(batch, count), allowed, self.cache)
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         super().observe(tree, verdict, output)

@@ -1,11 +1,17 @@
-"""Entries of a batch's rows: their order, their positions, and what those of prompts take."""
+"""Entries of a batch's rows: their order, their positions, and passes of layers over them and a drafter's KV cache."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mmspec import ops
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.ops.transfer import on_device
 
 
@@ -69,3 +75,72 @@ def following_embeds(target: Target, prompt: Prompt, output: TargetOutput, histo
     (batch, length, hidden); arguments as for ``Drafter.begin``."""
     fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
     return torch.cat([fed[:, 1:], target.embed(last_tokens(history, fed.device))], dim=1)
+
+
+def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
+    """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static.
+
+    Args:
+        reach: (batch, nodes, new) bool, the new entries that each node attends to, itself included.
+        window: see ``HiddenStateDrafter.window``.
+    """
+    if cache.static_shapes:
+        return reach[:, None]
+    batch, nodes = reach.shape[:2]
+    prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
+    if window:
+        lengths = torch.tensor(cache.lengths, device=reach.device)[:, None, None]
+        at = lengths + _depth(reach)[..., None]
+        prefix = prefix & (at - torch.arange(cache.length, device=reach.device) < window)
+    return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
+
+
+def _depth(reach: Tensor) -> Tensor:
+    """(batch, nodes) int64, entries between each node and the prefix: those that it attends to, but itself."""
+    return reach.sum(-1) - 1
+
+
+def attention(
+    qkv: tuple[Tensor, Tensor, Tensor], cache: TreeCache, layer: int, allowed: Tensor | None, window: int, depth: Any
+) -> Tensor:
+    """Write the keys and values of new entries, and attend to them and the cache: (batch, heads, nodes, head_dim).
+
+    Args:
+        qkv: queries, keys and values of new entries, (batch, heads or kv_heads, nodes, head_dim) each.
+        allowed, window: see ``run``.
+        depth: (batch, nodes) int64, entries between each node and the prefix; None are those that a node attends to.
+    """
+    (q, k, v), entry = qkv, cast(Any, cache.layers[layer])
+    keys, values = entry.update(k, v)
+    if not cache.static_shapes:
+        return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
+    assert cache.bounds is not None
+    assert allowed is not None
+    bounds, reach = cache.bounds.first(len(q)), allowed[:, 0]
+    slides: dict[str, Any] = {}
+    if window:
+        slides = {"depth": _depth(reach) if depth is None else depth, "window": window}
+    return ops.tree_attention(q, keys, values, bounds.lengths, reach, start=bounds.start, **slides).transpose(1, 2)
+
+
+def run(
+    network: Any, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, window: int = 0
+) -> Tensor:
+    """Run a network on new entries and write them to the cache.
+
+    Args:
+        network: takes inputs, rotation and attention.
+        x: (batch, nodes, any), inputs.
+        allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
+        window: of static shapes, whose mask has no prefix; see ``HiddenStateDrafter.window``.
+
+    Returns:
+        The network's outputs, (batch, nodes, any).
+    """
+    if cache.static_shapes:
+        cache.set_write_slots(x.shape[1])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+        return attention((q, k, v), cache, layer, allowed, window, None)
+
+    return network(x, rotation, attend)

@@ -24,31 +24,24 @@ class PositionedDrafter(HiddenStateDrafter):
 
     Args:
         network: the shape of its layers is a ``RotaryShape``.
-        layers, draft_ids: see ``HiddenStateDrafter``.
+        draft_ids: see ``HiddenStateDrafter``.
         **settings: top_k, depth, total_tokens, verifier, too.
     """
 
     counts_tokens = True
 
-    def __init__(self, network: Any, layers: int, draft_ids: Tensor | None = None, **settings: Any) -> None:
+    def __init__(self, network: Any, draft_ids: Tensor | None = None, **settings: Any) -> None:
         rotary, self._axis = rotary_of(self.shape_of(network))
-        super().__init__(network, rotary, layers, draft_ids, **settings)
+        super().__init__(network, rotary, draft_ids, **settings)
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         return states
 
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        """Network inputs of a prompt's entries, (batch, length, any).
-
-        Args:
-            first: (batch, 1) int64, the tokens after the prompt.
-        """
-        return self.inputs(first, self.states(output))
-
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        x = self.prompt_inputs(prompt, output, last_tokens(history, prompt.input_ids.device))
+        first = last_tokens(history, prompt.input_ids.device)
+        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
         self.join(len(history), kernels.static_shapes(x.device))
         rotation, position = self._places(output, prompt, x)
         self.start(x, rotation, mask, position, history)

@@ -19,8 +19,8 @@ from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.hidden_state.entries import allowed_slots
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.hidden_state.passes import allowed_slots
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.kangaroo import KangarooConfig
 from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
@@ -79,24 +79,21 @@ class Kangaroo(PositionedDrafter):
     network_class = KangarooNetwork
     read_published = staticmethod(read_published)
 
-    def __init__(self, network: KangarooNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, 1, draft_ids, **settings)
-        self.features = (output_of(network.config.exit_layer - 1),)
-
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        self._first = FirstLayers(target, self.network.config.exit_layer)
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        exit_layer = self.network.config.exit_layer
+        self._first, self.features = FirstLayers(target, exit_layer), (output_of(exit_layer - 1),)
         return self.target_head(target)
 
     def join(self, rows: int, static_shapes: bool) -> None:
-        super().join(rows, static_shapes and self._first.static_shapes)
+        super().join(rows, static_shapes and self._first.target.runner.static_shapes)
 
     def reserve(self, width: int) -> None:
         super().reserve(width)
-        self._first.reserve(self.depth * self.top_k)
+        self._first.target.runner.cache.reserve_nodes(self.depth * self.top_k)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
-        return *super()._version, *self._first.version
+        return *super()._version, *self._first.target.version
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0

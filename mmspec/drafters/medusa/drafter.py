@@ -27,8 +27,7 @@ from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.medusa import MedusaConfig
-from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.medusa.published import read_published
+from mmspec.drafters.medusa.network import MedusaNetwork, read_published
 from mmspec.drafters.published import Published
 from mmspec.drafters.shape import RotaryShape
 from mmspec.errors import UserError
@@ -41,9 +40,6 @@ class Medusa(PositionedDrafter):
 
     config_class = MedusaConfig
     network_class = MedusaNetwork
-
-    def __init__(self, network: MedusaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, len(network.layers), draft_ids, **settings)
 
     @classmethod
     def read_published(cls, folder: Path) -> Published:
@@ -69,7 +65,7 @@ class Medusa(PositionedDrafter):
         self.network.take_shape(shape)
         self._rotary, self._axis = rotary_of(shape)
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         own = self.network.config.head
         self.keep_to(own or (self.published or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
@@ -92,7 +88,6 @@ class Medusa(PositionedDrafter):
     def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments
         as for ``MedusaNetwork.scores``."""
-        assert self._scores is not None, "attach comes first"
         tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
         return self.target_tokens(tokens), log_probs
 
@@ -106,16 +101,13 @@ class Hydra(Medusa):
         heads = self.network.heads
         if not self.network.config.grounded:
             return super().grow(token, budget)
-        read, levels = self._state(len(token)), count()
+        read, levels = self._state(len(token)), count()  # (batch, nodes, any): what heads read of each node
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal read
-            read, level = self._after(take(read, origin), beam), next(levels)
+            embeds, level = self.target.embed(beam).to(read.dtype), next(levels)
+            read = torch.cat([take(read, origin), embeds], dim=-1)
             return self._ranked(level, [heads[level](read)])
 
         deepest = min(self.depth, len(heads))
         return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
-
-    def _after(self, read: Tensor, tokens: Tensor) -> Tensor:
-        """What heads read after nodes: (batch, nodes, any), (batch, nodes) int64 -> (batch, nodes, any + hidden)."""
-        return torch.cat([read, self.target.embed(tokens).to(read.dtype)], dim=-1)

@@ -35,8 +35,7 @@ from mmspec.drafters.hidden_state.entries import (
     following_embeds,
     take,
 )
-from mmspec.drafters.mtp.network import MTPNetwork
-from mmspec.drafters.mtp.published import read_mtp
+from mmspec.drafters.mtp.network import read_mtp
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
@@ -51,23 +50,23 @@ class MTP(TreeDrafter):
 
     Args:
         network: the layers, moved to the target's device and dtype.
-        published: the target, for ``published.check_target``.
         **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
+
+    Attributes:
+        published: the target, for ``published.check_target``, if it is known.
     """
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)
-
-    def __init__(self, network: MTPNetwork, *, published: dict[str, Any] | None = None, **tree: int) -> None:
-        self.published = published
-        network.eval().requires_grad_(False)
-        super().__init__(network, **tree)
+    published: dict[str, Any] | None = None
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load the layers of a target's checkpoint; raises ``UserError`` if invalid."""
         network, verifier = read_mtp(folder)
-        return cls(network, published=verifier)
+        drafter = cls(network.eval().requires_grad_(False))
+        drafter.published = verifier
+        return drafter
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -155,11 +154,10 @@ class MTP(TreeDrafter):
         batch, width = tokens.shape
         embeds, outputs, chain = self.target.embed(tokens), [], causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        before = self._last_outputs(batch)
-        for number, cache in enumerate(self.caches):
+        for number, before in enumerate(self._last_outputs(batch)):
             outputs.append(self._pass(number, embeds, states, depth, None, chain))
-            states = torch.cat([before[number], outputs[-1][:, :-1]], dim=1)
-            commit_chain(cache, length, width)
+            states = torch.cat([before, outputs[-1][:, :-1]], dim=1)
+        commit_chain(self.caches, length, width)
         self._position.data[:batch] += length
         write_last(self._output, torch.cat(outputs, dim=-1), length)
 

@@ -195,10 +195,7 @@ class Recycle(LookUpDrafter):
             for (before, _), row, above in zip(self.rows, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
             for token, parent in zip(row, above, strict=True)
         ]
-        self.rows = [
-            (*last, *tokens)[-2:]  # type: ignore[misc]
-            for last, (_, tokens) in zip(self.rows, verdict.host, strict=True)
-        ]
+        self.rows = [(*last, *tokens)[-2:] for last, (_, tokens) in zip(self.rows, verdict.host, strict=True)]
         drafted, self._drafted = self._drafted, False
         # While drafting does not pay, only new tokens are worth the time.
         if drafted or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):

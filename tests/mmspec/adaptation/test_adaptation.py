@@ -10,8 +10,8 @@ import torch
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.adaptation import heads
 from mmspec.adaptation.adaptation import Adaptation
+from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.adaptation.recording import Ended, RecordedDrafter
 from mmspec.distil import online
 from mmspec.distil.features import ConversationFeatures, collate
 from mmspec.distil.tasks import drafter_optimisers

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmspec.drafters.eagle.drafter import Eagle, Entries
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import Layout
+from mmspec.drafters.eagle.network import EagleNetwork, Layout
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images

@@ -17,9 +17,9 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.hidden_state.entries import run
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation, rotary_frequencies
 from mmspec.drafters.hidden_state.native import NativeLayers
-from mmspec.drafters.hidden_state.passes import run
 from mmspec.ops import cpu_library
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
