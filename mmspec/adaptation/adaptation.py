@@ -77,15 +77,20 @@ class Adaptation:
         return None if self._options.folder is None else Store(self._options.folder / name)
 
     @property
+    def _parts(self) -> list[HeadAdaptation | TableAdaptation]:
+        return [*self.heads, *self.tables]
+
+    @property
     def pending(self) -> bool:
         """Whether there is something to learn or to write."""
-        return any(part.pending for part in [*self.heads, *self.tables])
+        return any(part.pending for part in self._parts)
 
     def turn(self) -> None:
         """Take a training step, replace weights, or write a file."""
-        part = next((part for part in [*self.heads, *self.tables] if part.pending), None)
-        if part is not None:
-            part.turn()
+        for part in self._parts:
+            if part.pending:
+                part.turn()
+                return
 
     def finish(self) -> None:
         """Do all pending work; its engine must be paused."""
