@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 import mmspec
-from mmspec.adaptation import acceptance
+from mmspec.adaptation import heads
 from mmspec.answer import Generation
 from mmspec.cli.options import FILE
 from mmspec.drafters.per_sequence import per_sequence
@@ -104,7 +104,7 @@ def cost(pipes: tuple[Pipeline, Pipeline], requests: list[dict[str, Any]], keywo
         UserError: tokens or drafts differ, so that times would not compare the same work.
     """
     adapting, fixed = pipes
-    acceptance.REQUESTS = sys.maxsize  # weights are not replaced: both draft the same
+    heads.REQUESTS = sys.maxsize  # weights are not replaced: both draft the same
     rng = random.Random(0)
     ratios: dict[str, list[float]] = {"wall": [], "processor": []}
 

@@ -3,12 +3,11 @@ drafts, and is only kept on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
 from mmspec import plugins
-from mmspec.adaptation.heads import HeadAdaptation, check_new
+from mmspec.adaptation.heads import HeadAdaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.adaptation.store import Store
 from mmspec.core.drafter import Drafter
@@ -66,7 +65,8 @@ class Adaptation:
                 self.tables.append(TableAdaptation(drafter, self._target, store))
         elif isinstance(drafter, TrainedDrafter) and drafter.name in plugins.names("adapt"):
             self._found += 1
-            check_new(drafter)
+            if drafter._target is not None:  # its weights are packed, and cannot be trained
+                raise UserError(f"adapt needs a drafter that no pipeline has used: got {registered_name(drafter)}")
             self._bytes += 2 * sum(4 * one.numel() for one in drafter.network.parameters())
             store = self._store(drafter.name)
             self.heads.append(HeadAdaptation(_stored(drafter, store), self._target, store))
@@ -77,9 +77,8 @@ class Adaptation:
         return None if self._options.folder is None else Store(self._options.folder / name)
 
     @property
-    def _parts(self) -> Iterator[HeadAdaptation | TableAdaptation]:
-        yield from self.heads
-        yield from self.tables
+    def _parts(self) -> list[HeadAdaptation | TableAdaptation]:
+        return [*self.heads, *self.tables]
 
     @property
     def pending(self) -> bool:
@@ -100,7 +99,7 @@ class Adaptation:
 
     def close(self) -> None:
         for table in self.tables:
-            table.write()
+            table.turn()
 
 
 def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
@@ -143,9 +142,6 @@ class TableAdaptation:
         return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
 
     def turn(self) -> None:
-        self.write()
-
-    def write(self) -> None:
         """Write the table, if it has changed."""
         if self._drafter.learned != self._written:
             self._written, self._at = self._drafter.learned, monotonic()

@@ -1,22 +1,185 @@
-"""Adaptation of trained drafters: a copy of the weights learns while the engine is idle, and replaces them later."""
+"""Adaptation of trained drafters: a copy of the weights learns while the engine is idle, and replaces them later.
+
+It learns from the target's hidden states of sequences, which are recorded as they are decoded.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean, variance
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from mmspec import plugins
-from mmspec.adaptation.acceptance import AcceptanceWatch
-from mmspec.adaptation.recording import RecordedAnswer, RecordedDrafter
 from mmspec.adaptation.store import Store
-from mmspec.core.target import Target
-from mmspec.drafters.registry import registered_name
+from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.trained import TrainedDrafter
-from mmspec.errors import UserError
+
+_WAITING = 64  # ended sequences that have not been learned from; further ones are not recorded
+_LONGEST = 4096  # tokens of a recorded prompt
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """A sequence with the target's hidden states.
+
+    Attributes:
+        tokens: (length,) int64, prompt and answer, on the host.
+        features: (length, hidden) each, the features that its drafter reads.
+        visual: (length,) bool, positions of image and video features.
+        shown: (visual positions, hidden), their input embeddings.
+    """
+
+    tokens: Tensor
+    prompt: int
+    features: dict[Feature, Tensor]
+    visual: Tensor
+    shown: Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes of the hidden states."""
+        return sum(x.numel() * x.element_size() for x in (*self.features.values(), self.shown))
+
+
+@dataclass
+class _Row:
+    """A sequence that is decoding; ``passes`` are its states in prefill and verify passes, None if not recorded."""
+
+    history: list[int]
+    prompt: int
+    passes: list[dict[Feature, Tensor]] | None
+    visual: Tensor | None = None
+    shown: Tensor | None = None
+    tokens: int = 0  # emitted by steps that drafted
+    steps: int = 0
+
+    def answer(self) -> RecordedAnswer | None:
+        if not self.passes:
+            return None
+        features = {name: torch.cat([one[name] for one in self.passes]) for name in self.passes[0]}
+        length = min(len(next(iter(features.values()))), len(self.history))  # tokens after a stop are dropped
+        visual, shown = torch.zeros(length, dtype=torch.bool), next(iter(features.values()))[:0]
+        if self.visual is not None and self.shown is not None:
+            visual[: self.prompt], shown = self.visual.cpu(), self.shown
+        tokens = torch.tensor(self.history[:length])
+        return RecordedAnswer(tokens, self.prompt, {name: x[:length] for name, x in features.items()}, visual, shown)
+
+
+@dataclass
+class Ended:
+    """A sequence that has ended.
+
+    Attributes:
+        answer: None if it was not recorded.
+        tokens, steps: emitted by verify passes over drafts, and their number.
+    """
+
+    answer: RecordedAnswer | None
+    tokens: int
+    steps: int
+
+
+@dataclass(eq=False)
+class RecordedDrafter(Wrapper):
+    """A trained drafter whose sequences are recorded, and which is replaced while it has none.
+
+    A copy drafts with what has been learned, and is recorded no more.
+
+    Attributes:
+        ended: sequences that have ended, for the learner to take.
+        fresh: replaces ``drafter`` before its next first sequence.
+    """
+
+    drafter: TrainedDrafter
+    ended: list[Ended] = field(default_factory=list)
+    fresh: TrainedDrafter | None = None
+    _rows: list[_Row] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drafter:
+        return copy.deepcopy(self.drafter, memo)
+
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        if self.fresh is not None and not self._rows:
+            self.drafter, self.fresh = self.fresh, None
+            assert self._target is not None
+            self.drafter.attach(self._target)
+        self.drafter.begin(prompt, output, history)
+        length = prompt.input_ids.shape[1]
+        recorded = len(self.ended) < _WAITING and length <= _LONGEST
+        for number, tokens in enumerate(history):
+            own = slice(length + 1 - len(tokens), None)  # without padding
+            row = _Row(tokens, len(tokens) - 1, None)
+            if recorded:
+                row.passes = [{name: output.features[name][number, own].clone() for name in self.features}]
+                if output.visual is not None and output.embeds is not None:
+                    row.visual = output.visual[number, own].clone()
+                    row.shown = output.embeds[number, own][row.visual].clone()
+            self._rows.append(row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+        kept = set(rows)
+        for number, row in enumerate(self._rows):
+            if number not in kept:
+                self.ended.append(Ended(row.answer(), row.tokens, row.steps))
+        self._rows = [self._rows[row] for row in rows]
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.drafter.observe(tree, verdict, output)
+        states = {name: take(output.features[name], verdict.path.clamp(min=0)) for name in self.features}
+        for number, (row, (accepted, _)) in enumerate(zip(self._rows, verdict.host, strict=True)):
+            if tree.nodes > 1:
+                row.tokens += len(accepted)
+                row.steps += 1
+            if row.passes is not None:
+                row.passes.append({name: x[number, : len(accepted)] for name, x in states.items()})
+
+
+REQUESTS = 16
+"""Requests that are compared, before and after."""
+
+
+class AcceptanceWatch:
+    """Acceptance lengths of requests, before and since the last replacement."""
+
+    def __init__(self) -> None:
+        self._before: list[float] = []
+        self._since: list[float] = []
+
+    def add(self, acceptance_length: float) -> None:
+        self._since.append(acceptance_length)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough requests have ended since the last replacement."""
+        return len(self._since) >= REQUESTS
+
+    @property
+    def fallen(self) -> bool:
+        """Whether acceptance is lower than before by more than its standard error."""
+        if not self._before:
+            return False
+        error = sqrt(variance(self._before) / len(self._before) + variance(self._since) / len(self._since))
+        return fmean(self._since) + error < fmean(self._before)
+
+    def replaced(self, kept: bool) -> None:
+        """Begin anew after a replacement; ``kept`` says whether that of the last comparison stays the reference."""
+        if kept or not self._before:
+            self._before = self._since[-REQUESTS:]
+        self._since = []
+
 
 _EARLIER = 7  # answers that are learned again with each new one
 _BUFFER = 1 << 27  # bytes of hidden states that are kept to learn from
@@ -109,9 +272,3 @@ class HeadAdaptation:
 
     def _drafter(self, network: nn.Module) -> TrainedDrafter:
         return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
-
-
-def check_new(drafter: TrainedDrafter) -> None:
-    """Raise ``UserError`` for a drafter that a pipeline uses: its weights are packed, and cannot be trained."""
-    if drafter._target is not None:
-        raise UserError(f"adapt needs a drafter that no pipeline has used: got {registered_name(drafter)}")

@@ -30,17 +30,16 @@ from mmspec.errors import UserError
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
     """Write an EAGLE-3 head or a DFlash drafter in a published format, for engines that read it."""
     from mmspec.drafters.dflash.drafter import DFlash
-    from mmspec.drafters.dflash.export import export as write_blocks
     from mmspec.drafters.eagle3.drafter import Eagle3
-    from mmspec.drafters.eagle3.export import export as write_head
+    from mmspec.drafters.exported import export_blocks, export_head
     from mmspec.drafters.registry import make_drafter, registered_name
     from mmspec.loading import load_config
 
     made = make_drafter(str(drafter.resolve()))
     if isinstance(made, Eagle3) and layout != "z-lab":
-        write_head(made, load_config(model), out, layout, tokens)
+        export_head(made, load_config(model), out, layout, tokens)
     elif isinstance(made, DFlash) and layout != "eagle":
-        write_blocks(made, load_config(model), out, layout)
+        export_blocks(made, load_config(model), out, layout)
     else:
         kinds = {"eagle": "EAGLE-3 heads", "z-lab": "DFlash drafters"}.get(layout, "EAGLE-3 heads and DFlash drafters")
         raise UserError(f"{drafter}: format {layout} is for {kinds}, the drafter is of kind {registered_name(made)}")

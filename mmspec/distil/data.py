@@ -165,14 +165,10 @@ def _records(path: Path) -> Iterator[Any]:
         while (first := file.read(1)).isspace():
             pass
         file.seek(0)
-        yield from json.load(file) if first == "[" else _lines(path, file)
-
-
-def _lines(path: Path, file: Any) -> Iterator[Any]:
-    number = 0
-    for line in file:
-        if line.strip():
-            number += 1
+        if first == "[":
+            yield from json.load(file)
+            return
+        for number, line in enumerate(filter(str.strip, file), start=1):
             try:
                 yield json.loads(line)
             except ValueError:
@@ -199,8 +195,7 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
         return "a media placeholder outside of a question"
     if not any(paths.values()) and any(_ANY_PLACEHOLDER.search(text) for _, text, _ in turns):
         return "a media placeholder without media"
-    messages = _messages(turns, paths)
-    return messages, tuple(ids for role, _, ids in turns if role == "assistant")
+    return _messages(turns, paths), tuple(ids for role, _, ids in turns if role == "assistant")
 
 
 def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:

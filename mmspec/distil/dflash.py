@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import TokenLosses
 from mmspec.distil.options import BlockLoss, DFlashOptions
-from mmspec.distil.start import decoder_weights, load_shared_weights, mask_token, output_rows
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.dflash.config import DFlashConfig, default_layer_ids
+from mmspec.distil.tasks import DrafterSetup, decoder_weights, load_shared_weights, mask_token, output_rows
+from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import published_parts
@@ -118,19 +117,14 @@ class DFlashObjective(BlockLoss):
     ) -> LossOutput:
         """Returns the losses, see ``mmspec.distil.tasks.Objective``; anchors are drawn."""
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
-        total = batch.hidden.new_zeros((), dtype=torch.float32)
-        metrics: dict[str, float] = {}
-        if not bool(followed.any()):
-            return LossOutput(total, metrics)
-        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-        with torch.no_grad():
-            goal = head(batch.hidden[:, :-1][followed]).float().softmax(-1)
-        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids)
+        if not losses.count:
+            return losses.output
         anchors = _draw(followed, self.anchors, generator)
         states = _states(network, target, batch, anchors)
-        scoring = network.lm_head if network.config.head else head
+        scoring = network.lm_head if network.config.head else losses.head
         alive = followed.gather(1, anchors)
-        count = int(alive.sum())
+        losses.count = int(alive.sum())  # blocks
         memory = network.first_memory(states, batch.tokens.gather(1, anchors))
         memory = None if memory is None else memory[alive]
         for slot in range(1, network.config.drafts + 1):
@@ -141,30 +135,12 @@ class DFlashObjective(BlockLoss):
             read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
             memory = None if memory is None else memory[alive[before]]
             scores, confidence, memory = network.corrected(scoring(read), read, previous, memory)
-            truth = goal[index.gather(1, at)[alive]]
-            loss, found = self._slot(scores, confidence, truth)
-            metrics |= {f"{name}_{slot}": value for name, value in found.items()}
-            # Normalised by the number of blocks, so that the losses of several processes add up.
-            total = total + exp(-(slot - 1) / self.gamma) * len(truth) / count * loss
-        return LossOutput(total, metrics)
-
-    def _slot(self, scores: Tensor, confidence: Tensor | None, truth: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Mean loss of the drafts of a slot, and its metrics.
-
-        Args:
-            scores, truth: (drafts, tokens), their logits and the target's probabilities.
-            confidence: (drafts,), logits of their acceptance.
-        """
-        log_probs = scores.float().log_softmax(-1)
-        loss = token_loss(self.loss, truth, log_probs)
-        right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
-        metrics = {"token": float(loss.detach()), "right": float(right)}
-        if confidence is not None:
-            accepted = torch.minimum(truth, log_probs.detach().exp()).sum(-1).clamp(max=1.0)
-            own = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
-            metrics["confidence"] = float(own.detach())
-            loss = loss + own
-        return loss, metrics
+            goal, further = losses.goals(alive, at), {}
+            if confidence is not None:
+                accepted = torch.minimum(goal, scores.detach().float().softmax(-1)).sum(-1).clamp(max=1.0)
+                further["confidence"] = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
+            losses.add(slot, scores, goal, exp(-(slot - 1) / self.gamma), **further)
+        return losses.output
 
 
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

@@ -14,12 +14,10 @@ from torch.nn import functional as F
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import PassCache, TokenLosses
 from mmspec.distil.options import Eagle3Options, Eagle3Passes
-from mmspec.distil.pass_cache import PassCache
-from mmspec.distil.start import head_weight, load_shared_weights, mask_token, output_rows
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.distil.tasks import DrafterSetup, head_weight, load_shared_weights, mask_token, output_rows
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take
@@ -97,13 +95,10 @@ class Eagle3Objective(Eagle3Passes):
         """Returns the losses, see ``mmspec.distil.tasks.Objective``; the chains that a pass keeps are drawn."""
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
-        count, total = int(wanted.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
-        metrics: dict[str, float] = {}
-        if count == 0:
-            return LossOutput(total, metrics)
+        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:], wanted, draft_ids)
+        if not losses.count:
+            return losses.output
         assert batch.layers is not None, "the extractor reads the network's layers"
-        goal = _goal(target, batch.hidden[:, 1:][wanted], draft_ids)
-        index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of an entry in ``goal``
         embeds = _embeddings(network, target, batch.tokens[:, 1:])
         rotary, _ = rotary_of(network.config)
         rotary.reserve(embeds.shape[1], embeds)
@@ -131,27 +126,9 @@ class Eagle3Objective(Eagle3Passes):
                     cache.keep_chains(places)
                 x = _inputs(network, target, take(embeds, entry), take(state, places))
                 state, _ = network.begin(network(x, rotary(entry), attend))
-            scores = _scores(network, target, state[valid], draft_ids)
-            truth = goal[index.gather(1, entry)[valid]]
-            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
-            # Normalised by the entries of the first pass, so that the losses of several processes add up.
-            total = total + self.decay**number * len(truth) / count * loss
-            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
-            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
-        return LossOutput(total, metrics)
-
-
-@torch.no_grad()
-def _goal(target: Target, hidden: Tensor, draft_ids: Tensor | None) -> Tensor:
-    """The target's next-token distributions over the draft vocabulary, (entries, draft tokens) float32."""
-    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-    return head(hidden).float().softmax(-1)
-
-
-def _scores(network: Eagle3Network, target: Target, state: Tensor, draft_ids: Tensor | None) -> Tensor:
-    if network.config.head:
-        return network.scores(network.lm_head, state)
-    return network.scores(target.head if draft_ids is None else target.narrow_head(draft_ids), state)
+            scores = network.scores(network.lm_head if network.config.head else losses.head, state[valid])
+            losses.add(number + 1, scores, losses.goals(valid, entry), self.decay**number)
+        return losses.output
 
 
 def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:

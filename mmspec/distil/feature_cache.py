@@ -38,26 +38,19 @@ class FeatureCache:
         extractor: computes missing features. Its target and settings must be those that the folder was created with,
             except that it may read fewer layers.
         conversations: all conversations of the cache.
-        dtype: of hidden states and visual features on disk; by default the target's.
-        shard: conversations per file.
+        shard: conversations per file. Hidden states and visual features have the target's dtype there.
 
     Raises:
         UserError: the folder holds features of another target, other conversations or other settings.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        extractor: Extractor,
-        conversations: Sequence[Conversation],
-        *,
-        dtype: torch.dtype | None = None,
-        shard: int = 256,
+        self, folder: Path, extractor: Extractor, conversations: Sequence[Conversation], shard: int = 256
     ) -> None:
         self.folder, self.extractor, self.conversations = folder, copy(extractor), conversations
         self._wanted = extractor.layers
         self.target: TransformersTarget = extractor.target
-        self.dtype, self.shard = dtype or self.target.model.dtype, shard
+        self.dtype, self.shard = self.target.model.dtype, shard
         self._places = {_fingerprint(one): place for place, one in enumerate(conversations)}
         self._open = lru_cache(maxsize=256)(self._opened)
         self._check_index()

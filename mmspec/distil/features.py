@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,14 @@ class Extractor:
     A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        max_length, frames, fps, video_backend: as for `Encoder`.
+        max_length: as for `Encoder`.
         layers: further hidden states to read.
     """
 
-    def __init__(
-        self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = (), **video: Any
-    ) -> None:
+    def __init__(self, pipe: Pipeline, max_length: int | None = None, layers: Sequence[Feature] = ()) -> None:
         self.target: TransformersTarget = pipe.target
         self.layers = tuple(layers)
-        self.encoder = Encoder(pipe, max_length, **video)
+        self.encoder = Encoder(pipe, max_length)
 
     @property
     def skipped(self) -> Counter[str]:
@@ -162,28 +160,25 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
 
 def _stackable(batch: Sequence[EncodedConversation]) -> bool:
     """Whether the pixel inputs of a batch can be concatenated: videos of unequal numbers of frames cannot."""
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for one in batch:
-        for name, value in _pixels(one).items():
-            # Images with fewer tiles than others are padded.
-            shape = value.shape[2:] if name == "pixel_values" and value.ndim == 5 else value.shape[1:]
-            shapes.setdefault(name, set()).add(tuple(shape))
-    return all(len(found) == 1 for found in shapes.values())
+    # Images with fewer tiles than others are padded.
+    return all(len({value.shape[1 + _tiled(name, value) :] for value in found}) == 1 for name, found in _pixels(batch))
 
 
-def _pixels(one: EncodedConversation) -> dict[str, Tensor]:
-    return {name: value for name, value in one.inputs.items() if name != _TOKEN_TYPES}
+def _pixels(batch: Sequence[EncodedConversation]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Pixel inputs of the conversations that have some, by name."""
+    for name in dict.fromkeys(name for one in batch for name in one.inputs if name != _TOKEN_TYPES):
+        yield name, [one.inputs[name] for one in batch if name in one.inputs]
+
+
+def _tiled(name: str, value: Tensor) -> bool:
+    return name == "pixel_values" and value.ndim == 5
 
 
 def _concatenated(batch: Sequence[EncodedConversation]) -> dict[str, Any]:
     """Concatenated pixel inputs of a batch."""
-    parts: dict[str, list[Tensor]] = {}
-    for one in batch:
-        for name, value in _pixels(one).items():
-            parts.setdefault(name, []).append(value)
     inputs: dict[str, Any] = {}
-    for name, values in parts.items():
-        if name == "pixel_values" and values[0].ndim == 5:
+    for name, values in _pixels(batch):
+        if _tiled(name, values[0]):
             most = max(value.shape[1] for value in values)
             values = [torch.nn.functional.pad(value, (0, 0) * 3 + (0, most - value.shape[1])) for value in values]
         inputs[name] = torch.cat(values)

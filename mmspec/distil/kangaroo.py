@@ -10,14 +10,12 @@ from torch import Tensor
 
 from mmspec.core.target import Target, output_of
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import causal_pass, next_token_loss
 from mmspec.distil.options import KangarooOptions, NextTokenLoss
-from mmspec.distil.pass_cache import causal_pass
 from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import next_token_loss
 from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.kangaroo.config import KangarooConfig
-from mmspec.drafters.kangaroo.drafter import Kangaroo
-from mmspec.drafters.kangaroo.network import KangarooNetwork
+from mmspec.drafters.kangaroo import KangarooConfig
+from mmspec.drafters.kangaroo.drafter import Kangaroo, KangarooNetwork
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.training.loss import LossOutput

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import TokenLosses, causal_pass
 from mmspec.distil.options import HeadLoss, MedusaOptions
-from mmspec.distil.pass_cache import causal_pass
-from mmspec.distil.start import head_weight
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import token_loss
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.distil.tasks import DrafterSetup, head_weight
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
@@ -56,14 +54,10 @@ class MedusaObjective(HeadLoss):
     ) -> LossOutput:
         """Returns the losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
-        count, total = int(followed.sum()), batch.hidden.new_zeros((), dtype=torch.float32)
-        metrics: dict[str, float] = {}
-        if count == 0:
-            return LossOutput(total, metrics)
-        head = target.head if draft_ids is None else target.narrow_head(draft_ids)
-        with torch.no_grad():
-            goal = head(batch.hidden[:, 1:-1][followed]).float().softmax(-1)
-        index = followed.flatten().cumsum(0).view(followed.shape) - 1  # of a token in ``goal``
+        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
+        if not losses.count:
+            return losses.output
+        positions = torch.arange(followed.shape[1], device=followed.device).expand_as(followed)
         states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
         for number, chain in enumerate(network.heads):
             length = followed.shape[1] - number
@@ -72,11 +66,6 @@ class MedusaObjective(HeadLoss):
                 break
             before = number + 1 if network.config.grounded else 0
             read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
-            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], head)
-            truth = goal[index[:, number:][wanted]]
-            loss = token_loss(self.loss, truth, scores.float().log_softmax(-1))
-            # Normalised by the tokens of the first head, so that the losses of several processes add up.
-            total = total + self.decay**number * len(truth) / count * loss
-            right = (scores.argmax(-1) == truth.argmax(-1)).float().mean()
-            metrics |= {f"token_{number + 1}": float(loss.detach()), f"right_{number + 1}": float(right)}
-        return LossOutput(total, metrics)
+            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
+            losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
+        return losses.output

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspec.adaptation.recording import RecordedAnswer
+from mmspec.adaptation.heads import RecordedAnswer
 from mmspec.core.target import Target
 from mmspec.distil.features import ConversationFeatures, collate
 from mmspec.distil.medusa import MedusaObjective

@@ -25,10 +25,10 @@ from mmspec.checks import (
     unset,
     whole,
 )
-from mmspec.drafters.dflash.config import DFlashConfig
-from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.kangaroo.config import KangarooConfig
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.dflash import DFlashConfig
+from mmspec.drafters.eagle3 import Eagle3Config
+from mmspec.drafters.kangaroo import KangarooConfig
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.training.plan import Schedule
 

@@ -27,10 +27,8 @@ from mmspec.errors import UserError
 from mmspec.loading import load
 from mmspec.pipeline import Pipeline
 from mmspec.progress import show_progress
-from mmspec.training.console import train_with_progress
-from mmspec.training.plan import TrainingPlan
-from mmspec.training.sampler import MIXED, TEXT
-from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer
+from mmspec.training.plan import MIXED, TEXT, TrainingPlan
+from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
 
 Options = TypeVar("Options", bound=RunOptions)
 
@@ -42,7 +40,6 @@ _FITTED = 1024
 """Conversations that a network is fitted to before it is trained, at most."""
 
 _KINDS = {TEXT: "text", MIXED: "data"}
-_TASK = ("batch", "prompts", "max_new_tokens", "optimiser", "rate", "text_share", "seed")
 
 
 def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Tensor | None], DrafterSetup]) -> None:
@@ -71,7 +68,7 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
         some = random.Random(options.seed).sample(examples, min(len(examples), _FITTED))
         setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
     bfloat16 = _uses_bfloat16(options.precision, pipe.target)
-    task = DrafterTask(pipe, setup, training, held_out, extract, bfloat16=bfloat16, **options.part(_TASK))
+    task = DrafterTask(pipe, setup, training, held_out, extract, options, bfloat16)
     # Examples are sampled by index: a file with more conversations is another data set.
     counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
     settings = _settings(options) | {"conversations": counts}

@@ -23,6 +23,7 @@ from mmspec.pipeline import Pipeline
 CONTEXT = -1
 """Turn of the tokens outside of answers."""
 
+_VIDEO: dict[str, Any] = {"frames": None, "fps": None, "backend": "pyav"}  # sampling, for targets that take videos
 _Token = tuple[int, int]  # token id; index of its answer, or CONTEXT
 
 
@@ -53,27 +54,17 @@ class Encoder:
     Args:
         pipe: holds the target; its processor or tokenizer must have a chat template.
         max_length: maximum length in tokens; by default, and at most, the target's context length.
-        frames, fps, video_backend: video sampling, for targets that take videos.
 
     Attributes:
         settings: settings that the sequences depend on besides target and conversation, as JSON values.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        max_length: int | None = None,
-        *,
-        frames: int | None = None,
-        fps: float | None = None,
-        video_backend: str = "pyav",
-    ) -> None:
+    def __init__(self, pipe: Pipeline, max_length: int | None = None) -> None:
         self.pipe, target, processor = pipe, pipe.target, pipe.io
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
         self._reasons: dict[str, str] = {}
-        self._video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
-        self.settings: dict[str, Any] = {"max_length": self.max_length, **self._video}
+        self.settings: dict[str, Any] = {"max_length": self.max_length, **_VIDEO}
         config = target.model.config
         marks = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
         self.visual_ids = {mark for mark in marks if mark is not None}
@@ -99,8 +90,8 @@ class Encoder:
         encoded = self._encode(conversation)
         if encoded is None or self.max_length is None or len(encoded.tokens) <= self.max_length:
             return encoded
-        whole = [turn for turn in range(len(conversation.answers)) if _end(encoded.turn, turn) <= self.max_length]
-        keep = max(whole) + 1 if whole else 1
+        ends = [int((encoded.turn == turn).nonzero()[-1]) + 1 for turn in range(len(conversation.answers))]
+        keep = max(1, sum(end <= self.max_length for end in ends))
         shorter = encoded if keep == len(conversation.answers) else self._encode(_first_turns(conversation, keep))
         assert shorter is not None
         start = int((shorter.turn >= 0).int().argmax())
@@ -113,7 +104,7 @@ class Encoder:
         processor: Any = self.pipe.io
         media: dict[str, Any] = {}
         if processor.reads_media:
-            shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **self._video)
+            shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **_VIDEO)
         else:
             shown = data.as_text(conversation.messages)
         if processor.has_typed_tokens(shown):
@@ -205,11 +196,6 @@ class Encoder:
         for visual, group in groupby(tokens, key=lambda token: token[0] in self.visual_ids):
             result += [(token, CONTEXT) for token in next(runs)] if visual else group
         return result
-
-
-def _end(turns: Tensor, turn: int) -> int:
-    """Position after an answer's last token."""
-    return int((turns == turn).nonzero()[-1]) + 1
 
 
 def _first_turns(conversation: Conversation, count: int) -> Conversation:

@@ -16,16 +16,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
+from mmspec.distil.objectives import TokenLoss, next_token_loss
 from mmspec.distil.options import SmallOptions
-from mmspec.distil.start import decoder_weights, head_weight
-from mmspec.distil.tasks import DrafterSetup
-from mmspec.distil.token_loss import TokenLoss, next_token_loss
+from mmspec.distil.tasks import DrafterSetup, decoder_weights, head_weight
 from mmspec.drafters.dflash.drafter import plain_embedding
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
 from mmspec.pipeline import Pipeline
 from mmspec.targets.head import Head
-from mmspec.training.export import export
+from mmspec.training.embedded import export
 from mmspec.training.loss import LossOutput
 
 _HEAD_DIM = 64

@@ -1,4 +1,7 @@
-"""Training task of a drafter: conversations, the target's features of them, a loss, and held-out acceptance length."""
+"""Training task of a drafter: conversations, the target's features of them, a loss, and held-out acceptance length.
+
+Networks may start from weights of the target, or of another drafter.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,20 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmspec.core.target import Feature
+from mmspec.core.target import Feature, Target
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import Features
+from mmspec.distil.options import RunOptions
+from mmspec.drafters.dflash.drafter import plain_embedding
+from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.decoder_layer import MergedLayer
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
-from mmspec.training.sampler import CurriculumSampler, ExampleIndex, linear_ramp
+from mmspec.training.plan import CurriculumSampler, ExampleIndex, linear_ramp
 
 ExtractFeatures = Callable[[Sequence[Conversation]], Features]
 
@@ -84,17 +92,12 @@ class DrafterTask:
 
     Args:
         pipe: holds the frozen target.
-        training: conversations by kind: `sampler.TEXT` without and `sampler.MIXED` with images or videos.
+        training: conversations by kind: `plan.TEXT` without and `plan.MIXED` with images or videos.
         extract: returns the target's features of conversations.
-        batch: conversations per step, and per forward pass of the evaluation.
+        options: of the run. Evaluations have the same batch size. "muon" trains matrices by Muon and the rest by AdamW
+            at half the rate; "adamw" is the setting of arXiv 2505.14260. After the share of the run on text only (stage
+            1), that of `MIXED` examples rises linearly to 1 (section 3.3).
         bfloat16: compute losses under autocast; weights stay in float32.
-        prompts: held-out prompts that each evaluation decodes.
-        optimiser: "muon" trains matrices by Muon and the rest by AdamW at half the rate; "adamw" is the setting of
-            arXiv 2505.14260.
-        rate: learning rate; by default that of `RATES`.
-        text_share: share of the run on text only (stage 1), after which the share of `MIXED` examples rises linearly
-            to 1 (arXiv 2505.14260, section 3.3).
-        seed: of the order of examples.
     """
 
     def __init__(
@@ -104,24 +107,17 @@ class DrafterTask:
         training: Mapping[str, Sequence[Conversation]],
         held_out: Sequence[Conversation],
         extract: ExtractFeatures,
-        *,
-        batch: int = 16,
+        options: RunOptions,
         bfloat16: bool = False,
-        prompts: int = 8,
-        max_new_tokens: int = 96,
-        optimiser: Literal["muon", "adamw"] = "muon",
-        rate: float | None = None,
-        text_share: float = 0.3,
-        seed: int = 0,
     ) -> None:
         self.pipe, self.setup, self.network = pipe, setup, setup.network
         self.training, self._extract = training, extract
         lengths = {kind: [one.size for one in found] for kind, found in training.items()}
-        self.sampler = CurriculumSampler(lengths, batch, seed, linear_ramp(text_share))
-        self.optimisers = drafter_optimisers(self.network, optimiser, rate or RATES[optimiser])
-        self._bfloat16 = bfloat16
-        self._batch, self._max_new_tokens = batch, max_new_tokens
-        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, prompts)]
+        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, linear_ramp(options.text_share))
+        rate = options.rate or RATES[options.optimiser]
+        self.optimisers = drafter_optimisers(self.network, options.optimiser, rate)
+        self._options, self._bfloat16 = options, bfloat16
+        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
         self._prompts = prompt_messages if pipe.io.reads_media else [data.as_text(one) for one in prompt_messages]
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
@@ -158,8 +154,8 @@ class DrafterTask:
     def _held_out_losses(self) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         weights: dict[str, int] = defaultdict(int)
-        for start in range(0, len(self._held_out), self._batch):
-            batch = self._extract(self._held_out[start : start + self._batch])
+        for start in range(0, len(self._held_out), self._options.batch):
+            batch = self._extract(self._held_out[start : start + self._options.batch])
             # The same noise in every evaluation, so that they are comparable.
             output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
             for name, value in {"loss": float(output.total), **output.metrics}.items():
@@ -174,7 +170,7 @@ class DrafterTask:
         emitted = steps = 0
         for prompt in self._prompts:
             try:
-                limits = {"max_new_tokens": self._max_new_tokens, "nodes": drafter.tree_size}
+                limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
                 stats = pipe.generate(prompt, temperature=0.0, **limits).stats
             except UserError:
                 continue  # a prompt that fills the target's context
@@ -210,3 +206,63 @@ def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversat
     """Up to `count` conversations, evenly spaced in the list."""
     count = min(count, len(conversations))
     return [conversations[place * len(conversations) // count] for place in range(count)]
+
+
+@torch.no_grad()
+def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
+    """Weight of the target's output layer for a draft vocabulary, (draft tokens, hidden) float32."""
+    head = target.head if draft_ids is None else target.narrow_head(draft_ids)
+    width = target.embed(torch.zeros(1, dtype=torch.long, device=target.device)).shape[-1]
+    unit = torch.eye(width, device=target.device, dtype=target.dtype)
+    return (head(unit) - head(torch.zeros_like(unit[:1]))).t().float()
+
+
+def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
+    """Weights of a target's decoder under their published names, with these of its layers only, numbered from 0."""
+    decoder = target.model.get_decoder()
+    found: dict[str, Tensor] = {}
+
+    def add(prefix: str, module: nn.Module) -> None:
+        for name, part in module.named_modules(prefix=prefix):
+            plain = part.unpacked() if isinstance(part, PackedLinear) else part
+            found.update({f"{name}.{key}": weight for key, weight in plain.named_parameters(recurse=False)})
+
+    for name, module in decoder.named_children():
+        if name != "layers":
+            add(name, module)
+    for number, place in enumerate(layers if hasattr(decoder, "layers") else ()):
+        layer = decoder.layers[place]
+        if isinstance(layer, MergedLayer):
+            found |= {f"layers.{number}.{name}": weight for name, weight in layer.separate().items()}
+        else:
+            add(f"layers.{number}", layer)
+    return found
+
+
+def output_rows(target: Target) -> int:
+    """Tokens that the target's output layer has."""
+    return target.head(target.embed(torch.zeros(1, dtype=torch.long, device=target.device))).shape[-1]
+
+
+def mask_token(pipe: Pipeline) -> int:
+    """A token for masks: one that answers do not contain, if the tokenizer has it, else the last that ends no answer.
+
+    Its embedding is not zero, which attention could not turn.
+    """
+    tokenizer, vocab = pipe.io.tokenizer, pipe.target.config.vocab_size
+    named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
+    for token in [*(token for token in named if token is not None and token < vocab), *reversed(range(vocab))]:
+        embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))
+        if token not in pipe.target.eos_token_ids and bool(embedding.any()):
+            return int(token)
+    raise UserError("expected a target with a token for masks, received one whose embeddings are all zero")
+
+
+def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:
+    """Loads the weights of another drafter that the network has too; all others keep their random initialisation."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}
+    for name, tensor in shared.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise UserError(f"{folder}: expected {name} {wanted[name]} to start from, received {tuple(tensor.shape)}")
+    network.load_state_dict(shared, strict=False)

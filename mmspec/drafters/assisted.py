@@ -31,13 +31,13 @@ def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, token
     Raises:
         UserError: no drafter does the same, or another one is named.
     """
-    chosen = _assisted_drafter(config, assistant, tokenizers, home)
+    chosen = _assisted(config, assistant, tokenizers, home)
     if chosen is not None and drafter != "auto":
         raise UserError(f"assisted generation chooses the drafter: expected no other one, got {shown(drafter)}")
     return drafter if chosen is None else chosen
 
 
-def _assisted_drafter(config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Drafter | None:
+def _assisted(config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Drafter | None:
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise UserError("assistant_ensemble_weight changes the output, which drafters do not: expected None")
     if config.assistant_early_exit is not None:
@@ -46,10 +46,8 @@ def _assisted_drafter(config: GenerationConfig, assistant: Any, tokenizers: Any,
         return Ngram(config.max_matching_ngram_size) if config.max_matching_ngram_size else Ngram()
     if getattr(config, "use_mtp", None):
         return make_drafter("mtp", home)
-    return None if assistant is None else _drafter_of(assistant, tokenizers)
-
-
-def _drafter_of(assistant: Any, tokenizers: Any) -> Drafter:
+    if assistant is None:
+        return None
     if not isinstance(assistant, PreTrainedModel):
         raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
     if assistant.config.model_type in MODEL_TYPES:

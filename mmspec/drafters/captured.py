@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
@@ -56,9 +57,9 @@ class CapturedDrafter(Drafter):
         """Per-sequence state."""
 
     @property
-    @abstractmethod
     def limits(self) -> tuple[int, int]:
-        """Maximum tree depth and number of drafted nodes."""
+        """Maximum tree depth and number of drafted nodes, with static shapes."""
+        return 16, 512
 
     @abstractmethod
     def update(self, *inputs: Tensor) -> None:
@@ -164,16 +165,24 @@ class CapturedDrafter(Drafter):
         self.update(*inputs)
         return ()
 
-    @property
-    def captured(self) -> tuple[int, int]:
-        """Number of captured graphs: with tree growth, and without."""
-        return self._grow.captured, self._update.captured
-
 
 def path_of(length: Tensor, width: int) -> Tensor:
     """Path of the first ``length`` nodes, (batch,), of a chain: (batch, width) int64, padded with -1."""
     step = torch.arange(width, device=length.device)
     return torch.where(step < length[:, None], step, -1)
+
+
+def commit_chain(caches: Sequence[TreeCache], length: Tensor, width: int) -> None:
+    """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written to each
+    cache."""
+    path = path_of(length, width)
+    if caches[0].static_shapes:
+        for cache in caches:
+            cache.commit_on_device(path)
+        return
+    rows = [list(range(accepted)) for accepted in length.tolist()]
+    for cache in caches:
+        cache.commit(path, rows)
 
 
 def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from mmspec import ops
@@ -19,14 +18,11 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter
-from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.level_passes import LevelPasses
+from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.transformers_target import TransformersTarget
-
-_DEPTH, _NODES = 16, 512  # maximum tree size with static shapes
 
 
 class FirstLayers:
@@ -48,19 +44,6 @@ class FirstLayers:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_decoder": None}  # a view of the target's modules
-
-    @property
-    def static_shapes(self) -> bool:
-        return self.target.runner.static_shapes
-
-    @property
-    def version(self) -> tuple[Hashable, ...]:
-        """Changes when a buffer of the target has been reallocated."""
-        return self.target.version
-
-    def reserve(self, nodes: int) -> None:
-        """Reserve KV slots of the target for the nodes of a tree."""
-        self.target.runner.cache.reserve_nodes(nodes)
 
     def passes(self, read: Feature = "last") -> LevelPasses:
         """Passes over the levels of a new tree, which return this feature."""
@@ -99,15 +82,11 @@ class EarlyExit(CapturedDrafter):
     def parts(self) -> tuple[()]:
         return ()
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        return _DEPTH, _NODES
-
     def draft_chains(self, length: int) -> None:
         self.top_k = 1
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.join(len(history), self._first.static_shapes)
+        self.join(len(history), self._first.target.runner.static_shapes)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Nothing to do: the target's commit has the accepted tokens."""
@@ -116,7 +95,7 @@ class EarlyExit(CapturedDrafter):
         """Nothing to do, see ``observe``."""
 
     def reserve(self, width: int) -> None:
-        self._first.reserve(1 + _DEPTH * self.top_k)
+        self._first.target.runner.cache.reserve_nodes(1 + self.limits[0] * self.top_k)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         passes, head = self._first.passes(), self._first.target.head
@@ -124,14 +103,13 @@ class EarlyExit(CapturedDrafter):
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             return ops.top_log_probs(head(passes(beam, origin)), self.top_k)
 
-        tokens, log_probs = extend(token[:, None], torch.zeros_like(token[:, None]))
-        tree = grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, self.top_k)
+        tree = grow_tree(token, None, extend, budget, self.top_k)
         passes.end()
         return tree
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
-        return self._first.version
+        return self._first.target.version
 
 
 SPEC = DrafterSpec(

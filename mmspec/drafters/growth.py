@@ -2,21 +2,29 @@
 
 ``best_first`` is for look-up drafters on the host, ``grow_tree`` for drafters with a forward pass per level. In both,
 children follow their parents in descending order of path probability, so that every prefix of the nodes is a tree.
+
+``grow_levels`` and ``grow_slots`` are for drafters of which one pass predicts all levels, a slot each. Where slots are
+independent of each other, all nodes of a level have the same children (DDTree, arXiv 2604.12989).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import count
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.budget import Budget
-from mmspec.core.tree import TokenTree
+from mmspec.core.target import Feature
+from mmspec.core.tree import TokenTree, build_tree
 from mmspec.ops import kernels
+from mmspec.targets.runner import Runner
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
@@ -68,7 +76,7 @@ def best_first(
 
 def grow_tree(
     token: Tensor,
-    first: tuple[Tensor, Tensor],
+    first: tuple[Tensor, Tensor] | None,
     extend: Extend,
     budget: Budget,
     top_k: int,
@@ -84,13 +92,17 @@ def grow_tree(
 
     Args:
         token: (batch,) int64, the roots.
-        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order.
+        first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None extends
+            the beam of the roots.
         extend: given the next beam's tokens, (batch, width), and the previous beam's entry that each descends from,
             (batch, width), 0 for the first beam, returns their children as ``(tokens, log_probs)``,
             (batch, width, children) each.
         top_k: beam width.
     """
     batch = token.shape[0]
+    if first is None:
+        drafted, chances = extend(token[:, None], torch.zeros_like(token[:, None]))
+        first = drafted[:, 0], chances[:, 0]
     fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
@@ -160,3 +172,106 @@ class Reach:
                 above = above.repeat_interleave(self._stride, dim=1)
             self._reach = torch.cat([above, self._own], dim=2)
         return self._reach
+
+
+_LEAST = 1e-30
+"""Least probability of a path on the host, where it must not be 0."""
+
+
+def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget, nodes: int) -> TokenTree:
+    """Grow the tree of the most probable paths over independent slots, one per row.
+
+    It is grown best first on the host, or with static shapes and without host syncs, which gives the same tree.
+
+    Args:
+        token: (batch,) int64, the roots.
+        tokens: (batch, slots, top_k) int64, of each level in descending order.
+        log_probs: (batch, slots, top_k), theirs.
+    """
+    deepest = tokens.shape[1]
+    if not kernels.static_shapes(token.device):
+        levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
+        rows = [best_first(0, partial(_children, *row), deepest, min(nodes, budget.nodes), _LEAST) for row in levels]
+        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
+
+    def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+        shared = (-1, parents.shape[1], -1)
+        return tokens[:, level, None].expand(shared), log_probs[:, level, None].expand(shared)
+
+    # Each node with children needs another one below it: a beam of half the tree is exact.
+    return grow_levels(token, children, budget, max(1, nodes // 2), depth=deepest, nodes=nodes)
+
+
+def grow_levels(
+    token: Tensor,
+    children: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
+    budget: Budget,
+    top_k: int,
+    *,
+    depth: int,
+    nodes: int,
+) -> TokenTree:
+    """Grow a tree level by level, where the children of a node depend on its token; see ``grow_tree``.
+
+    Args:
+        token: (batch,) int64, the roots.
+        children: given a level, from 0 on, its parents' tokens, (batch, width) int64, and the place of each parent's
+            own parent among those of the level before, (batch, width) int64, returns their children as
+            ``(tokens, log_probs)``, (batch, width, children) each, in descending order.
+        top_k: nodes extended per level.
+    """
+    levels = count()
+    extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
+    return grow_tree(token, None, extend, budget, top_k, depth=depth, nodes=nodes)
+
+
+def _children(tokens: list[list[int]], probs: list[list[float]], level: int) -> Iterator[tuple[int, float, int]]:
+    """Children of every node of a level, see ``best_first``."""
+    return ((token, prob, level + 1) for token, prob in zip(tokens[level], probs[level], strict=True))
+
+
+class LevelPasses:
+    """A pass per level of a draft tree.
+
+    Args:
+        runner: of the model; its uncommitted nodes are dropped.
+        recurrent: the model has recurrent layers, whose states cannot be extended by uncommitted nodes: each pass runs
+            all nodes.
+        read: the feature that passes return.
+    """
+
+    def __init__(self, runner: Runner, recurrent: bool, read: Feature = "last") -> None:
+        self._runner, self._recurrent, self._read = runner, recurrent, read
+        self._reach, self._levels = Reach(), 0
+        self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # of all levels: tokens, depths and ancestors
+        runner.forget_nodes()
+
+    def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
+        """Hidden states of a level, (batch, width, hidden).
+
+        Args:
+            tokens: (batch, width) int64.
+            origin: (batch, width) int64, as of ``grow_tree``.
+        """
+        depth = torch.full_like(tokens, self._levels)
+        nodes = tokens, depth, self._reach(origin)
+        if self._recurrent:
+            nodes = self._nodes = nodes if self._nodes is None else _joined(self._nodes, nodes)
+        states = self._runner.forward_nodes(*nodes, self._read)[:, -tokens.shape[1] :]
+        if not self._recurrent:
+            self._runner.keep_nodes(depth)
+        self._levels += 1
+        return states
+
+    def end(self) -> None:
+        """Drop the nodes."""
+        self._runner.forget_nodes()
+
+
+def _joined(
+    nodes: tuple[Tensor, Tensor, Tensor], level: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Earlier nodes and a level, each as of ``Runner.forward_nodes``."""
+    (tokens, depth, reach), (more, deeper, reached) = nodes, level
+    reach = torch.cat([F.pad(reach, (0, more.shape[1])), reached], dim=1)
+    return torch.cat([tokens, more], dim=1), torch.cat([depth, deeper], dim=1), reach

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from torch import Tensor
-
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree, build_tree
-from mmspec.core.verify import Verdict
-from mmspec.drafters.growth import Nodes, best_first
+from mmspec.drafters.lookup import Children, LookUpDrafter
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
@@ -24,7 +19,7 @@ _OCCURRENCES = 12  # latest occurrences used per suffix
 _TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # prior acceptance rate after a matching suffix of 1, 2, ... tokens
 
 
-class Ngram(Drafter):
+class Ngram(LookUpDrafter):
     """Prompt-lookup drafter.
 
     Args:
@@ -39,10 +34,10 @@ class Ngram(Drafter):
     def __init__(self, longest: int = 4, shortest: int = 1, memory: int = 0, width: int | None = None) -> None:
         if not 1 <= shortest <= longest:
             raise UserError(f"suffix lengths must satisfy 1 <= shortest <= longest: got {shortest} and {longest}")
+        super().__init__()
         self.lengths = range(longest, shortest - 1, -1)
         self.memory, self.width = memory, width
         self._past: list[int] = []
-        self._texts: list[_Text] = []
 
     @property
     def learns(self) -> bool:
@@ -55,26 +50,17 @@ class Ngram(Drafter):
             self.select([])
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self._texts += [_Text(self._past, row, self.lengths) for row in history]
+        self.rows += [_Text(self._past, row, self.lengths) for row in history]
 
     def select(self, rows: Sequence[int]) -> None:
         if self.memory:
-            left = [text.history for row, text in enumerate(self._texts) if row not in rows]
+            left = [text.history for row, text in enumerate(self.rows) if row not in rows]
             self._past = [token for text in (self._past, *left) for token in text][-self.memory :]
-        self._texts = [self._texts[row] for row in rows]
+        super().select(rows)
 
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        rows = [text.continuations(budget, self.width) for text in self._texts]
-        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self._texts[row].after(path)
-
-    def draft_chains(self, length: int) -> None:
-        self.width = 1
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """No-op: the engine extends the history, which ``propose`` indexes."""
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[Occurrences, Children]:
+        """Occurrences of the longest known suffixes, and their children."""
+        return self.rows[row].start(path)
 
 
 Occurrences = list[tuple[int, float]]  # (position of the next token, trust in it)
@@ -88,26 +74,11 @@ class _Text:
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self.indexed = 0
 
-    def continuations(self, budget: Budget, width: int | None) -> Nodes:
-        """Most probable continuations, see ``best_first``."""
-        text = self._indexed()
-        starts = self._occurrences(text, text[-self.lengths[0] :])
-        if not starts:
-            return [], [], []
-        return best_first(
-            starts,
-            lambda occurrences: _children(text, occurrences),
-            budget.max_depth,
-            budget.nodes,
-            budget.floor,
-            width,
-        )
-
-    def after(self, path: Sequence[int]) -> list[tuple[int, float]]:
-        """Next tokens after the row's tokens and ``path``, with their probabilities."""
-        text, longest = self._indexed(), self.lengths[0]
-        starts = self._occurrences(text, [*text[-longest:], *path][-longest:])
-        return [(token, p) for token, p, _ in _children(text, starts)] if starts else []
+    def start(self, path: Sequence[int]) -> tuple[Occurrences, Children]:
+        """See ``Ngram.start``."""
+        text, longest = self.past + self.history if self.past else self.history, self.lengths[0]
+        self._index(text)
+        return self._occurrences(text, [*text[-longest:], *path][-longest:]), partial(_children, text)
 
     def _occurrences(self, text: list[int], tail: list[int]) -> Occurrences:
         """Occurrences of the longest known suffixes of ``tail``."""
@@ -120,12 +91,6 @@ class _Text:
             if len(starts) >= _OCCURRENCES:
                 break
         return starts
-
-    def _indexed(self) -> list[int]:
-        """Tokens to look up in, all of them indexed."""
-        text = self.past + self.history if self.past else self.history
-        self._index(text)
-        return text
 
     def _index(self, text: list[int]) -> None:
         for end in range(self.indexed + 1, len(text) + 1):
@@ -146,7 +111,7 @@ def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, 
         if position < len(text):
             groups.setdefault(text[position], []).append((position + 1, trust))
     total = sum(trust for _, trust in occurrences)
-    doubt = 1.0 - max(trust for _, trust in occurrences)
+    doubt = 1.0 - max((trust for _, trust in occurrences), default=0.0)
     for token, group in groups.items():
         yield token, sum(trust for _, trust in group) / (total + doubt), group
 

@@ -31,9 +31,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
-from mmspec.drafters.checkpoint import read_json
-from mmspec.drafters.weight_files import load_weights, tensor_names, weight_files
+from mmspec.drafters.checkpoint import load_weights, read_config, read_json, tensor_names, weight_files
 from mmspec.errors import UserError
+
+Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
+"""What is read of a published drafter: the network's configuration, its tensors in their original dtype, the target's
+token of each row of its output layer, (n,) int64 (None is the identity), and its target, for ``check_target``."""
 
 EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
@@ -73,11 +76,8 @@ def recognise(folder: Path) -> str | None:
     Raises:
         UserError: the weights cannot be read.
     """
-    try:
-        config = read_json(folder / "config.json")
-    except UserError:
-        return None
-    if "mmspec_drafter" in config:
+    config = read_config(folder)
+    if config is None or "mmspec_drafter" in config:
         return None
     return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
 

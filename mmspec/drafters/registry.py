@@ -20,9 +20,9 @@ from huggingface_hub import snapshot_download
 from mmspec import plugins
 from mmspec.core.drafter import Drafter, as_drafter, members
 from mmspec.drafters import checkpoint
+from mmspec.drafters.checkpoint import HEADS
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.union import Union
-from mmspec.drafters.weight_files import HEADS
 from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline, is_path
 
@@ -199,11 +199,6 @@ def _checkpoint_folder(name: str) -> Path:
         return Path(name)
     if is_path(name) or "/" not in name:
         raise UserError(f"{name}: expected the folder of a drafter checkpoint, there is none")
-    return _from_hub(name)
-
-
-def _from_hub(name: str) -> Path:
-    """The local copy of a drafter checkpoint on the hub."""
     known = ", ".join(plugins.names("drafters"))
     message = f"unknown drafter: expected one of {known}, a local folder or a reachable hub id, got {name!r}"
     patterns = ["config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json", *HEADS]

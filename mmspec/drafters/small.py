@@ -25,8 +25,8 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
-from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.level_passes import LevelPasses
+from mmspec.drafters.growth import LevelPasses, grow_tree
+from mmspec.drafters.hidden_state.entries import causal, last_tokens, packing
 from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.vocabulary import SharedTokens, tokenizer_of
@@ -38,8 +38,6 @@ from mmspec.targets.packing import drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import from_pretrained, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
-
-_DEPTH, _NODES = 16, 512  # maximum tree size with static shapes
 
 
 class Small(CapturedDrafter):
@@ -149,30 +147,25 @@ class Small(CapturedDrafter):
     def draft_chains(self, length: int) -> None:
         self.top_k = 1
 
-    @property
-    def limits(self) -> tuple[int, int]:
-        return _DEPTH, _NODES
-
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         if (seen := self._seen(prompt, output.visual)) is not None:
             self._begin_with_media(seen, output, history)
             return
-        keep = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask.long()
+        mask = prompt.attention_mask
+        keep = torch.ones_like(prompt.input_ids).bool() if mask is None else mask.bool()
         if output.visual is not None:
-            keep = keep * ~output.visual
-        keep = relevant(prompt.input_ids, keep.bool(), self._visual.share).long()
-        first = on_device([[row[-1]] for row in history], keep.device)
-        ids, keep = torch.cat([prompt.input_ids, first], dim=1), F.pad(keep, (0, 1), value=1)
+            keep = keep & ~output.visual
+        keep = relevant(prompt.input_ids, keep, self._visual.share)
+        ids = torch.cat([prompt.input_ids, last_tokens(history, keep.device)], dim=1)
+        keep = F.pad(keep, (0, 1), value=True)
         if self._shared is not None:
-            texts = [row[kept.bool()].tolist() for row, kept in zip(ids, keep, strict=True)]
+            texts = [row[kept].tolist() for row, kept in zip(ids, keep, strict=True)]
             ids, lengths = self._translated(texts, keep.device)
-            keep = (torch.arange(ids.shape[1], device=keep.device) < lengths[:, None]).long()
-        # Move the text tokens to the right, in order: left padding.
-        order = keep.sort(dim=1, stable=True).indices
-        width = int(keep.sum(1).max())
-        ids, mask = self._readable(ids.gather(1, order)[:, -width:]), keep.gather(1, order)[:, -width:]
+            keep = torch.arange(ids.shape[1], device=keep.device) < lengths[:, None]
+        order, keep = packing(keep, left=True)
+        ids = self._readable(ids.gather(1, order))
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(mask.all()) else mask), max_new_tokens=1024)
+        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=1024)
         self._output.append(read.features["last"][:, -1])
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
@@ -217,7 +210,7 @@ class Small(CapturedDrafter):
         return padded, on_device([len(row) for row in own], device)
 
     def reserve(self, width: int) -> None:
-        self.lm.runner.cache.reserve_nodes(width + _DEPTH * self.top_k)
+        self.lm.runner.cache.reserve_nodes(width + self.limits[0] * self.top_k)
 
     def advance(self, accepted: list[int]) -> None:
         self.lm.runner.cache.advance(accepted)
@@ -226,7 +219,7 @@ class Small(CapturedDrafter):
         """Append accepted tokens, (batch, width), to the KV cache."""
         (batch, width), lm = tokens.shape, self.lm
         lm.runner.forget_nodes()
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        chain = causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
         states, path = lm.runner.forward_nodes(self._readable(tokens), depth, chain), path_of(length, width)
         if isinstance(lm.runner, StaticRunner):

@@ -10,52 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import Tensor
-
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, TargetOutput
-from mmspec.core.tree import TokenTree, build_tree
-from mmspec.core.verify import Verdict
-from mmspec.drafters.growth import best_first
-from mmspec.drafters.mixing import mixed
+from mmspec.drafters.lookup import Children, LookUpDrafter, mixed
 from mmspec.drafters.spec import DrafterSpec
 
 _CONTEXTS = 2  # contexts that are mixed, longest first; more did not raise acceptance
 _COUNTED = 64  # contexts counted per token: of more, the text repeats itself and the longest ones decide
 
 
-class Suffix(Drafter):
+class Suffix(LookUpDrafter):
     """Suffix drafter. Proposals depend on the sequence alone."""
 
     learns = False
 
-    def __init__(self) -> None:
-        self.width: int | None = None  # maximum children per node
-        self._rows: list[_Row] = []
-
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self._rows += map(_Row, history)
+        self.rows += map(_Row, history)
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        rows = [best_first(row.current(), row.text.children, *limits) for row in self._rows]
-        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """No-op: the engine extends the history, which ``propose`` indexes."""
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        text, state = self._rows[row].text, self._rows[row].current()
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[int, Children]:
+        text, state = self.rows[row].text, self.rows[row].current()
         for token in path:
             state = text.follow(state, token)
-        return [(token, p) for token, p, _ in text.children(state)]
-
-    def draft_chains(self, length: int) -> None:
-        self.width = 1
+        return state, text.children
 
 
 class _Row:

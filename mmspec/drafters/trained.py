@@ -54,7 +54,8 @@ class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own.
 
     Attributes:
-        reads_published: whether ``read_published`` is defined.
+        read_published: returns what a folder with a published checkpoint contains, see ``Published``, and raises
+            ``UserError`` if it is invalid; None without such checkpoints.
         published: target of a published checkpoint, see ``published.check_target``.
 
     Args:
@@ -66,7 +67,7 @@ class TrainedDrafter(TreeDrafter):
 
     config_class: ClassVar[type[Checked]]
     network_class: ClassVar[type[nn.Module]]
-    reads_published: ClassVar[bool] = False
+    read_published: ClassVar[Any] = None
     published: dict[str, Any] | None = None
 
     def __init__(
@@ -87,7 +88,7 @@ class TrainedDrafter(TreeDrafter):
         """
         keywords: dict[str, Any] = {}
         published = None
-        if cls.reads_published and checkpoint.drafter_name(folder) is None:
+        if cls.read_published is not None and checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, published = cls.read_published(folder)
         else:
             config, tensors, draft_ids, keywords = checkpoint.read_network(folder, cls.config_class)
@@ -96,14 +97,9 @@ class TrainedDrafter(TreeDrafter):
         drafter.published = published
         return drafter
 
-    @classmethod
-    def read_published(cls, folder: Path) -> tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]:
-        """Configuration and tensors of a published network, its draft vocabulary, and its target, see ``check_target``.
-
-        Raises:
-            UserError: it is invalid.
-        """
-        raise NotImplementedError
+    def target_tokens(self, drafted: Tensor) -> Tensor:
+        """The target's tokens of draft-vocabulary indices, (...) int64."""
+        return drafted if self.draft_ids is None else self.draft_ids[drafted]
 
     def renewed(self, network: Any) -> Self:
         """A drafter like this one, without rows and attached to no target, with another network of the same shape."""

@@ -1,25 +1,31 @@
 """The trainer of drafters and embedded models: one device or several, limited by steps or minutes, resumable.
 
-It is independent of what it trains: a `TrainingTask` provides network, optimisers, examples and loss.
+It is independent of what it trains: a `TrainingTask` provides network, optimisers, examples and loss. On the console,
+it has a progress bar and stops cleanly on SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from rich.console import Console
 from torch import Tensor, nn
 
 from mmspec import files
 from mmspec.errors import UserError
+from mmspec.progress import show_progress
 from mmspec.training.curve import draw
 from mmspec.training.loss import RunningMeans
 from mmspec.training.optimisers import lr_factor
@@ -30,6 +36,7 @@ DRAFTER, MODEL = "drafter", "model"
 LOG_ROWS = 400
 """Rows of training metrics in the log of a complete run."""
 
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 _STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
 """Entries of a checkpoint."""
 
@@ -59,7 +66,8 @@ class Trainer:
         settings: Mapping[str, Any] | None = None,
         result: str = DRAFTER,
     ) -> None:
-        _check_replicated(accelerator)
+        if accelerator.distributed_type not in _REPLICATED:
+            raise UserError(f"the network must be replicated on every device: received {accelerator.distributed_type}")
         self.folder, self.plan, self.task, self.accelerator = folder, plan, task, accelerator
         self.notify: Callable[[dict[str, Any]], None] = lambda row: None
         self.settings, self.result = json.loads(json.dumps(settings or {})), folder / result
@@ -222,7 +230,49 @@ class _LossModule(nn.Module):
         return output.total + unused, output.metrics
 
 
-def _check_replicated(accelerator: Accelerator) -> None:
-    replicated = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-    if accelerator.distributed_type not in replicated:
-        raise UserError(f"the network must be replicated on every device: received {accelerator.distributed_type}")
+def train_with_progress(trainer: Trainer, console: Console, title: str = "training") -> bool:
+    """Trains with a progress bar; returns whether the run is complete.
+
+    SIGINT and SIGTERM stop the run after the current step and its checkpoint.
+    """
+    with _progress_bar(console, title) as trainer.notify, _stop_signals() as stopped:
+        trainer.train(stopped)
+    if not trainer.done:
+        console.print(f"{title} stopped at step {trainer.step}; run the same command again to resume", markup=False)
+    return trainer.done
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether SIGINT or SIGTERM was received."""
+    received = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress_bar(console: Console, title: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that shows a row of the training log."""
+    with show_progress(console, title) as bar:
+        shown: dict[str, str] = {}
+
+        def show(row: dict[str, Any]) -> None:
+            if "stage" in row:
+                shown["stage"] = f"stage {row['stage']}"
+            if row["event"] == "train":
+                shown["loss"] = f"loss {row['loss']:.3f}"
+            if "mean_acceptance_length" in row:
+                shown["acceptance"] = f"acceptance {row['mean_acceptance_length']:.2f}"
+            metrics = " ".join([f"step {row['step']}", *shown.values()])
+            bar(row["progress"], 1.0, metrics)
+
+        yield show

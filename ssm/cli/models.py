@@ -55,9 +55,8 @@ def tiny_hybrid(
 
     from mmspec.ssm.training.architecture import ARCHITECTURES
     from mmspec.ssm.training.task import HybridTask
-    from mmspec.training.console import train_with_progress
     from mmspec.training.plan import TrainingPlan
-    from mmspec.training.trainer import MODEL, Trainer
+    from mmspec.training.trainer import MODEL, Trainer, train_with_progress
 
     logging.disable_progress_bar()
     torch.set_num_threads(threads)

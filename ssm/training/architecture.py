@@ -13,7 +13,7 @@ from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel, Qwen3_5
 from transformers.models.bamba.modeling_bamba import BambaMixer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from mmspec.training.tokenizer import SPECIAL
+from mmspec.training.embedded import SPECIAL
 
 STEP_SIZES = (1e-3, 1e-1)
 """Initial step sizes dt of a layer's first and last head, at zero input (arXiv 2312.00752, section 3.6)."""

@@ -19,11 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from mmspec.ssm.texts import KINDS, TextExample, example
 from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.ssm.training.layers import CHUNK, fast_layers
-from mmspec.training.export import export
+from mmspec.training.embedded import chat_template, export, folder_tokenizer, train_tokenizer
 from mmspec.training.loss import LossOutput, TokenBatch, next_token_loss, pad_tokens
 from mmspec.training.optimisers import LearningRates, Optimisers
-from mmspec.training.sampler import MIXED, TEXT, CurriculumSampler, linear_ramp
-from mmspec.training.tokenizer import chat_template, folder_tokenizer, train_tokenizer
+from mmspec.training.plan import MIXED, TEXT, CurriculumSampler, linear_ramp
 
 TOKENIZER_EXAMPLES = 6000
 """Examples that the tokenizer is trained on."""

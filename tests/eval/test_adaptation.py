@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmspec import UserError
-from mmspec.adaptation import acceptance
+from mmspec.adaptation import heads
 from mmspec.eval import adaptation
 
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
     now = SimpleNamespace(seconds=0.0, slept_paused=[])
     monkeypatch.setattr(adaptation, "clock", lambda: now.seconds)
     monkeypatch.setattr(adaptation, "process_time", lambda: now.seconds / 2)
-    monkeypatch.setattr(acceptance, "REQUESTS", acceptance.REQUESTS)
+    monkeypatch.setattr(heads, "REQUESTS", heads.REQUESTS)
 
     def sleep(seconds):
         now.seconds += seconds

@@ -88,7 +88,7 @@ def test_a_recycle_chain_drafts_the_likeliest_successor_and_learns_all(folder):
     drafter._vocab = 320
     drafter._table = {(4, 5): {7: 0.2, 8: 0.7}, (5, 8): {9: 0.3, 6: 0.1}}
     chained = as_chain(drafter, 3, mmspec.load(folder, drafter=None).target)
-    chained._last = [(4, 5)]
+    chained.rows = [(4, 5)]
     tree = chained.propose(torch.tensor([5]), Budget(3))
     assert tree.tokens.tolist() == [[5, 8, 9]]
     assert chained.top_k == drafter.top_k

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import mmspec
 from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features
+from mmspec.distil.options import RunOptions
 from mmspec.distil.tasks import DrafterSetup, DrafterTask
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
@@ -25,7 +26,7 @@ from mmspec.ssm.drafters.mamba.config import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
-from mmspec.training.sampler import TEXT
+from mmspec.training.plan import TEXT
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from mmspec.vision.cli.make_data import make_data
 from tests.model_folders import save_text_model
@@ -178,9 +179,8 @@ def test_make_data_generates_the_answers_of_a_text_target(model: str, answered: 
 
 def test_evaluation_prompts_of_a_text_target_are_text(model: str, answered: Path) -> None:
     pipe, found = mmspec.load(model, drafter=None), read(answered).conversations
-    task = DrafterTask(
-        pipe, DrafterSetup(network(), forward_kl, Mamba), {TEXT: found}, found[:2], Extractor(pipe), prompts=2
-    )
+    setup, options = DrafterSetup(network(), forward_kl, Mamba), RunOptions(out=Path("unused"), prompts=2)
+    task = DrafterTask(pipe, setup, {TEXT: found}, found[:2], Extractor(pipe), options)
     assert task._prompts == [[{"role": "user", "content": found[k].messages[0]["content"][0]["text"]}] for k in (0, 1)]
 
 

@@ -28,8 +28,7 @@ from mmspec.ssm.training.delta import chunk_delta
 from mmspec.ssm.training.layers import chunk_scan, fast_layers
 from mmspec.ssm.training.task import FIRST_SHARE, MIXED_FROM, HybridTask, collate, encode, make_tokenizer, text_loss
 from mmspec.training.loss import IGNORE
-from mmspec.training.plan import TrainingPlan
-from mmspec.training.sampler import MIXED, POOL, TEXT
+from mmspec.training.plan import MIXED, POOL, TEXT, TrainingPlan
 from mmspec.training.trainer import CHECKPOINT, LOG, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

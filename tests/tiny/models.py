@@ -21,16 +21,16 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.gemma4.drafter import sharing_allowed
-from mmspec.drafters.kangaroo.config import KangarooConfig
-from mmspec.drafters.kangaroo.network import KangarooNetwork
-from mmspec.drafters.medusa.config import MedusaConfig
+from mmspec.drafters.kangaroo import KangarooConfig
+from mmspec.drafters.kangaroo.drafter import KangarooNetwork
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
 from mmspec.drafters.shape import LayerShape, RotaryShape

@@ -19,9 +19,8 @@ from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters import published
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import EAGLE, convert, read_published
-from mmspec.drafters.eagle3 import published as published_eagle3
+from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, convert, read_published
+from mmspec.drafters.eagle3 import network as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd.config import MSDConfig
@@ -178,8 +177,8 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
 def test_files_of_every_kind_say_the_same(kind, tmp_path):
     tensors = tensors_of(QWEN, dtype=torch.float16)
     expected = convert(QWEN, tensors, LAYOUT, "here")
-    network, ours, settings = read_msd(write(tmp_path, QWEN, tensors, kind))
-    assert (network, settings) == (expected[0], expected[2])
+    network, ours, _, settings = read_msd(write(tmp_path, QWEN, tensors, kind))
+    assert (network, settings) == (expected[0], expected[3])
     assert ours.keys() == expected[1].keys()
     for name, value in ours.items():
         assert value.dtype == torch.float16
@@ -228,7 +227,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
 def test_the_user_decides_how_visual_positions_are_fed(config, tmp_path):
     folder = write(tmp_path, config)
     assert read_msd(folder)[0].decoupled
-    network, tensors, _ = read_published(folder, EAGLE)
+    network, tensors, _, _ = read_published(folder, EAGLE)
     assert not isinstance(network, MSDConfig)
     assert tensors.keys() == read_msd(folder)[1].keys()
 
@@ -263,10 +262,10 @@ def test_saved_rotary_frequencies_do_no_harm():
 def test_an_eagle_head_may_leave_out_what_the_target_has():
     tensors = tensors_of(VICUNA)
     del tensors["embed_tokens.weight"]
-    assert convert(VICUNA, tensors, EAGLE, "here")[2]["vocab_size"] == 96
+    assert convert(VICUNA, tensors, EAGLE, "here")[3]["vocab_size"] == 96
     with pytest.raises(UserError, match=r"vocab_size must be a whole number >= 1: got None"):
         convert({**VICUNA, "vocab_size": None}, tensors, EAGLE, "here")
-    rows = convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), EAGLE, "here")[2]
+    rows = convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), EAGLE, "here")[3]
     assert rows["vocab_size"] == 96
 
 
@@ -275,7 +274,7 @@ def test_an_eagle_head_may_leave_out_what_the_target_has():
 )
 def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     tensors = tensors_of(config, device="meta")
-    network, ours, settings = convert(config, tensors, LAYOUT, "here")
+    network, ours, _, settings = convert(config, tensors, LAYOUT, "here")
     with torch.device("meta"):
         expected = {name: value.shape for name, value in MSDNetwork(network).state_dict().items()}
     assert {name: value.shape for name, value in ours.items()} == expected

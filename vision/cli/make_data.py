@@ -91,9 +91,8 @@ def make_data(
     from rich.console import Console
 
     from mmspec.cli.session import open_pipeline
-    from mmspec.distil.answering import AnswerGenerator
+    from mmspec.distil.answering import AnswerGenerator, draw_prompts
     from mmspec.distil.recorded import Recorder
-    from mmspec.distil.self_prompts import draw_prompts
     from mmspec.pipeline import Pipeline
 
     asked = [] if prompts is None else _read_prompts(prompts, images)

@@ -92,7 +92,7 @@ def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, sc
     from transformers.utils import logging
 
     import mmspec
-    from mmspec.training.console import train_with_progress
+    from mmspec.training.trainer import train_with_progress
     from mmspec.vision.training.accuracy import scene_accuracy
 
     logging.disable_progress_bar()

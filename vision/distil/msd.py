@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.distil.features import Features
-from mmspec.distil.start import head_weight, load_shared_weights, output_rows
-from mmspec.distil.tasks import DrafterSetup
+from mmspec.distil.tasks import DrafterSetup, head_weight, load_shared_weights, output_rows
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

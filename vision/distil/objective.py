@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from mmspec.checks import option, whole
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
-from mmspec.distil.pass_cache import PassCache
-from mmspec.distil.token_loss import token_loss
+from mmspec.distil.objectives import PassCache, token_loss
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.training.loss import LossOutput

@@ -19,7 +19,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from mmspec import files
 from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
-from mmspec.training.export import replacing
+from mmspec.training.embedded import replacing
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import Optimisers
 from mmspec.vision.efficientnet import MEAN, STD, STRIDE

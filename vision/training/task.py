@@ -14,11 +14,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, PreTrainedTokenizerFast
 
-from mmspec.training.export import export
+from mmspec.training.embedded import export, folder_tokenizer
 from mmspec.training.loss import LossOutput, TokenBatch
 from mmspec.training.optimisers import Optimisers
 from mmspec.training.plan import TrainingPlan, TrainingTask
-from mmspec.training.tokenizer import folder_tokenizer
 from mmspec.training.trainer import CHECKPOINT, MODEL, Trainer
 from mmspec.vision.scenes.conversations import DrawnConversation
 from mmspec.vision.scenes.scene import seeded

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from mmspec.training.tokenizer import SPECIAL, chat_template
-from mmspec.training.tokenizer import train_tokenizer as train_any
+from mmspec.training.embedded import SPECIAL, chat_template
+from mmspec.training.embedded import train_tokenizer as train_any
 from mmspec.vision.scenes.conversations import DrawnConversation
 from mmspec.vision.scenes.vocabulary import SIDE, SLOT
 

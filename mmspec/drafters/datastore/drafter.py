@@ -10,16 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree, build_tree
-from mmspec.core.verify import Verdict
 from mmspec.drafters.datastore.index import SuffixIndex
-from mmspec.drafters.growth import best_first
-from mmspec.drafters.mixing import mixed
+from mmspec.drafters.lookup import Children, LookUpDrafter, mixed
 from mmspec.errors import UserError
 
 _OCCURRENCES = 64  # of a context, at most; of more, evenly spaced ones are read
@@ -28,7 +22,7 @@ _FEW = 8  # occurrences of a context; if there are fewer, a shorter one is read 
 _State = tuple[list[int], ...]  # positions of the next token, per context, the longest first
 
 
-class Datastore(Drafter):
+class Datastore(LookUpDrafter):
     """Datastore drafter. Proposals depend on the sequence and the store alone.
 
     Args:
@@ -41,9 +35,8 @@ class Datastore(Drafter):
     learns = False
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__()
         self.index = SuffixIndex(Path(folder))
-        self.width: int | None = None  # maximum children per node
-        self._rows: list[list[int]] = []
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -56,32 +49,16 @@ class Datastore(Drafter):
         self.select([])
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self._rows += history
+        self.rows += history
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[row] for row in rows]
-
-    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        rows = [best_first(self._found(row), self._children, *limits) for row in self._rows]
-        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return [(token, p) for token, p, _ in self._children(self._found([*self._rows[row], *path]))]
-
-    def draft_chains(self, length: int) -> None:
-        self.width = 1
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        """No-op: the engine extends the history, whose end ``propose`` looks up."""
-
-    def _found(self, tokens: Sequence[int]) -> _State:
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[_State, Children]:
+        tokens = [*self.rows[row], *path] if path else self.rows[row]
         length, places = self.index.longest(tokens)
         state = [self.index.following(places, length, _OCCURRENCES)]
         if length > 1 and len(places) < _FEW:
             shorter = length // 2
             state.append(self.index.following(self.index.find(tokens[-shorter:]), shorter, _OCCURRENCES))
-        return tuple(state)
+        return tuple(state), self._children
 
     def _children(self, state: _State) -> Iterator[tuple[int, float, _State]]:
         groups: list[dict[int, list[int]]] = []

@@ -1,9 +1,9 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
-One pass of the network drafts all levels of a tree, see ``slots``. With a Markov head (DSpark, arXiv 2607.05147) the
-children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The exact
-distributions of all nodes that a level extends are one product. The probability of a path is the product of its tokens'
-probabilities and of the confidences at their parents (section 3.2).
+One pass of the network drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147)
+the children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The
+exact distributions of all nodes that a level extends are one product. The probability of a path is the product of its
+tokens' probabilities and of the confidences at their parents (section 3.2).
 
 Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
 are the target's, of a target with several axes the largest of them.
@@ -26,16 +26,15 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import Published, convert, read_published
-from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.dflash.published import convert, read_published
+from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
 from mmspec.drafters.hidden_state.layer import Rotation
-from mmspec.drafters.hidden_state.native import NativeLayers
-from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.native import Native, NativeLayers
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
-from mmspec.drafters.slots import grow_levels, grow_slots
 from mmspec.errors import UserError
 from mmspec.ops import cpu_growth
 from mmspec.quantisation.blocks import BlockLinear
@@ -49,16 +48,10 @@ class DFlash(PositionedDrafter):
 
     config_class = DFlashConfig
     network_class = DFlashNetwork
+    read_published = staticmethod(read_published)
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
-
-    def __init__(self, network: DFlashNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, network.config.layers, draft_ids, **settings)
-        self.features = ()  # known when attached
-        self._markov: NativeMarkov | None = None
-
-    @classmethod
-    def read_published(cls, folder: Path) -> Published:
-        return read_published(folder)
+    features = ()  # known when attached
+    _markov: NativeMarkov | None = None
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Self:
@@ -69,7 +62,7 @@ class DFlash(PositionedDrafter):
         drafter.published = found
         return drafter
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         network, decoder = self.network, target.config  # type: ignore[attr-defined]
         self.features = network.config.features(decoder.num_hidden_layers)
         rows = network.config.embedding or decoder.vocab_size
@@ -77,7 +70,7 @@ class DFlash(PositionedDrafter):
             raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
         self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
         head = network.lm_head if network.config.head else self.target_head(target)
-        drafted = head(probe).shape[-1]
+        drafted = head(self.like).shape[-1]
         if network.config.markov_outputs not in (0, drafted):
             raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
         self._markov = NativeMarkov.of(network, self.draft_ids)
@@ -122,7 +115,6 @@ class DFlash(PositionedDrafter):
         deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
         block = self._denoise(token)
         states = block[:, config.first : config.first + deepest]
-        assert self._scores is not None, "attach comes first"
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
             tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
@@ -151,7 +143,7 @@ class DFlash(PositionedDrafter):
         tokens, log_probs = ops.top_log_probs(scores, self.top_k)
         if confidence is not None:
             log_probs = log_probs + F.logsigmoid(confidence.float())[..., None]
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs, memory
+        return self.target_tokens(tokens), log_probs, memory
 
     def _denoise(self, token: Tensor) -> Tensor:
         """The network's outputs over a block per row, (batch, block, hidden)."""
@@ -162,22 +154,15 @@ class DFlash(PositionedDrafter):
         if cache.static_shapes:
             cache.set_write_slots(config.block_size)
         place = torch.arange(config.block_size, device=token.device)
-        masks = [mask.expand(batch, -1, -1) for mask in attended(place[:, None] - place, config)]
-        if not cache.static_shapes:
+        if cache.static_shapes:
+            masks = [mask.expand(batch, 1, -1, -1) for mask in attended(place[:, None] - place, config)]
+        else:
             masks = _slot_masks(cache, place, config)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            entry: Any = cache.layers[layer]
-            keys, values = entry.update(k, v)
-            if not cache.static_shapes:
-                return F.scaled_dot_product_attention(q, keys, values, masks[layer], enable_gqa=True)
-            assert cache.bounds is not None
-            bounds = cache.bounds.first(batch)
-            window: dict[str, Any] = {}
-            if layer in config.sliding:  # a window of the operation excludes its last distance
-                window = {"depth": place.expand(batch, -1), "window": config.window + 1}
-            read = ops.tree_attention(q, keys, values, bounds.lengths, masks[layer], start=bounds.start, **window)
-            return read.transpose(1, 2)
+            # A window of the operation excludes its last distance.
+            window = config.window + 1 if layer in config.sliding else 0
+            return attention((q, k, v), cache, layer, masks[layer], window, place.expand(batch, -1))
 
         return self.network(x, rotation, attend)
 
@@ -206,8 +191,8 @@ def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[T
     return [slots & mask[:, None] for mask in attended(torch.cat([prefix, block], dim=2), config)]
 
 
-class NativeMarkov:
-    """See the module.
+class NativeMarkov(Native):
+    """A Markov head in the C++ kernels: a tree is one call.
 
     Args:
         out: from a token's embedding to the draft vocabulary.
@@ -216,8 +201,8 @@ class NativeMarkov:
     """
 
     def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
-        self._arguments = out, table, draft_ids
-        self._table, self._draft_ids = table.float().contiguous(), draft_ids
+        super().__init__(out, table, draft_ids)
+        self._table = table.float().contiguous()
         self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
 
     @classmethod
@@ -229,12 +214,6 @@ class NativeMarkov:
         if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):
             return None
         return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NativeMarkov, self._arguments  # pointers belong to this process
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeMarkov:
-        return self  # copies of a drafter share weights
 
     def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
         """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""

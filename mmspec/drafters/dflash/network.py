@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.hidden_state.layer import Attend, LayerParts, Norm, Rotation, rotate
 
 

@@ -22,19 +22,21 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.checks import FLAG, choice, whole
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
-from mmspec.drafters.published import LAYER, PublishedConfig, draft_tokens, named_verifier, read_layout, rope_parameters
+from mmspec.drafters.published import (
+    LAYER,
+    Published,
+    PublishedConfig,
+    draft_tokens,
+    named_verifier,
+    read_layout,
+    rope_parameters,
+)
 from mmspec.errors import UserError
 
-_UNSUPPORTED = (
-    "attention_bias",
-    "mlp_bias",
-    "fc_layernorm",
-    "use_swa",
-    "shift_label",
-)
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "fc_layernorm", "use_swa", "shift_label")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _CAUSAL = ("causal_head", "causal", "is_causal")
 _ENCODER = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
@@ -53,8 +55,6 @@ _LAYER = {
     "k_norm": ["self_attn.k_norm"],
 }
 
-Published = tuple[DFlashConfig, dict[str, Tensor], Tensor | None, dict[str, Any]]
-
 
 def read_published(folder: Path) -> Published:
     """Read a published DFlash drafter; see ``convert``."""
@@ -68,10 +68,6 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         config: contents of ``config.json``.
         tensors: the published ones; may be on the meta device.
         source: name of the checkpoint in error messages.
-
-    Returns:
-        The network's configuration, its tensors in their original dtype, the target's token of each row of its output
-        layer, (n,) int64 (None is the identity), and its target, for ``published.check_target``.
 
     Raises:
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
@@ -168,8 +164,7 @@ def _sliding(layer: Mapping[str, Any], layers: int, source: str) -> list[int]:
     kinds = layer.get("layer_types") or [_FULL] * layers
     if not isinstance(kinds, list) or len(kinds) != layers or not set(map(str, kinds)) <= {_SLIDING, _FULL}:
         raise UserError(f"{source}/config.json: layer_types must be {layers} of {_SLIDING} and {_FULL}: got {kinds!r}")
-    sliding = [number for number, kind in enumerate(kinds) if kind == _SLIDING]
-    return sliding
+    return [number for number, kind in enumerate(kinds) if kind == _SLIDING]
 
 
 def _causal(settings: Mapping[str, Any], layers: int, sliding: list[int], source: str) -> list[int]:

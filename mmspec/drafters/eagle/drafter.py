@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.drafters.eagle.config import EagleConfig
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import EAGLE, Layout, read_published
+from mmspec.drafters.eagle import EagleConfig
+from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.published import Published
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.ops.transfer import on_device
 
 
 @dataclass
@@ -50,7 +50,6 @@ class Eagle(HiddenStateDrafter):
     """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
-    reads_published = True
     layout: ClassVar[Layout] = EAGLE
     config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
@@ -58,7 +57,7 @@ class Eagle(HiddenStateDrafter):
     def __init__(self, network: EagleNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
         config = network.config
         rotary = Rotary(rotary_frequencies(config.head_dim, config.rope_theta))
-        super().__init__(network, rotary, 1, draft_ids, **settings)
+        super().__init__(network, rotary, draft_ids, **settings)
         if config.rank and self.depth > config.slots:
             raise UserError(f"depth must be at most the {config.slots} slots of a pass, with rank: got {self.depth}")
         if config.head and draft_ids is not None and len(draft_ids) != config.head:
@@ -66,11 +65,10 @@ class Eagle(HiddenStateDrafter):
         self.features = ("last", *config.reads)
 
     @classmethod
-    def read_published(cls, folder: Path) -> tuple[EagleConfig, dict[str, Tensor], None, dict[str, Any]]:
-        config, tensors, target = read_published(folder, cls.layout)
-        return config, tensors, None, target
+    def read_published(cls, folder: Path) -> Published:
+        return read_published(folder, cls.layout)
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)
         if max(self.network.config.reads, default=0) >= layers > 0:
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
@@ -101,20 +99,15 @@ class Eagle(HiddenStateDrafter):
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        target, network = self.target, self.network
-        hidden = network.states(self.states(output))
-        batch, length = prompt.input_ids.shape
+        hidden = self.network.states(self.states(output))
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        position = torch.full((batch,), length, device=hidden.device) if mask is None else mask.sum(1)
-        first = on_device([[row[-1]] for row in history], hidden.device)
-        fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
-        embeds = torch.cat([fed[:, 1:], target.embed(first)], dim=1)
+        at, position = counted_positions(prompt)
+        embeds = following_embeds(self.target, prompt, output, history)
         visual = None if output.visual is None else F.pad(output.visual[:, 1:], (0, 1))
-        at: slice | Tensor = slice(0, length) if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
         if visual is not None and mask is not None:
             visual = visual & mask  # an image at the start of a row has no entry for its first token
-        self.join(batch, kernels.static_shapes(hidden.device))
+        self.join(len(history), kernels.static_shapes(hidden.device))
         entries = Entries(embeds, hidden, mask, at, visual)
         x = self.prompt_inputs(entries)
-        self._rotary.reserve(length + AHEAD, x)
+        self._rotary.reserve(prompt.input_ids.shape[1] + AHEAD, x)
         self.start(x, self._rotary(entries.at), entries.mask, position, history)

@@ -10,23 +10,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.core.target import Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.eagle3.config import Eagle3Config
-from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.eagle3.published import Published, read_published
-from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.eagle3 import Eagle3Config
+from mmspec.drafters.eagle3.network import Eagle3Network, read_published
+from mmspec.drafters.growth import grow_slots
+from mmspec.drafters.hidden_state.entries import allowed_slots, causal
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
-from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
 _WATCHED = 128
@@ -41,16 +39,10 @@ class Eagle3(PositionedDrafter):
 
     config_class = Eagle3Config
     network_class = Eagle3Network
+    read_published = staticmethod(read_published)
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
-
-    def __init__(self, network: Eagle3Network, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, network.config.layers, draft_ids, **settings)
-        self.features, self.window = (), network.config.window  # features are known when attached
-        self._passes, self._emitted = 0, 0.0  # with drafts, while watched
-
-    @classmethod
-    def read_published(cls, folder: Path) -> Published:
-        return read_published(folder)
+    features = ()  # known when attached
+    _passes, _emitted = 0, 0.0  # with drafts, while watched
 
     def check_width(self, width: int) -> None:
         config = self.network.config
@@ -60,10 +52,10 @@ class Eagle3(PositionedDrafter):
                 f"and embeddings of {config.hidden_size}"
             )
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         network: Any = self.network
         decoder: Any = target.config  # type: ignore[attr-defined]
-        self.features = network.config.features(decoder.num_hidden_layers)
+        self.features, self.window = network.config.features(decoder.num_hidden_layers), network.config.window
         rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
         self.keep_to(rows, target)
         self._embed = network.embed_tokens if network.config.embedding else target.embed
@@ -83,8 +75,7 @@ class Eagle3(PositionedDrafter):
         return self.network.combine(embeds, self.network.project(states))
 
     def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
-        ids = tokens if self.draft_ids is None else self.draft_ids[tokens]
-        return self.network.combine(self._embed(ids), predicted)
+        return self.network.combine(self._embed(self.target_tokens(tokens)), predicted)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         if self.network.config.mask_token_id is None:
@@ -94,20 +85,15 @@ class Eagle3(PositionedDrafter):
         if later > 0:
             outputs = torch.cat([outputs, self._later(len(token), later)], dim=1)
         tokens, log_probs = self.children(*self.network.begin(outputs))
-        if self.draft_ids is not None:
-            tokens = self.draft_ids[tokens]
-        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+        return grow_slots(token, self.target_tokens(tokens), log_probs, budget, self.total_tokens)
 
     def _later(self, batch: int, count: int) -> Tensor:
         """Outputs of the levels after the first, (batch, count, hidden), which attend to those before."""
         network, device = self.network, self._position.data.device
         mask = torch.full((1, 1), network.config.mask_token_id, device=device)
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
-        chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        return self.run(x, self.rotation(batch, count), allowed_slots(self.cache, chain, self.window), self.cache)
-
-    def prompt_inputs(self, prompt: Prompt, output: TargetOutput, first: Tensor) -> Tensor:
-        return self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
+        allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
+        return self.run(x, self.rotation(batch, count), allowed, self.cache)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         super().observe(tree, verdict, output)

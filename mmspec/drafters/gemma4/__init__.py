@@ -10,13 +10,9 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.checkpoint import read_json
-    from mmspec.errors import UserError
+    from mmspec.drafters.checkpoint import read_config
 
-    try:
-        return read_json(folder / "config.json").get("model_type") in MODEL_TYPES
-    except UserError:
-        return False
+    return (read_config(folder) or {}).get("model_type") in MODEL_TYPES
 
 
 SPEC = DrafterSpec(

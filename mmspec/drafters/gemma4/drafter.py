@@ -195,17 +195,14 @@ class Gemma4(TreeDrafter):
             ).last_hidden_state
             return hidden, self.network.post_projection(hidden)
 
-        hidden, states = read(token[:, None], self._state.data[: len(token), None])
+        states = self._state.data[: len(token), None]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal states
             hidden, states = read(beam, take(states, origin))
             return self._children(hidden)
 
-        first = tuple(children[:, 0] for children in self._children(hidden))
-        return grow_tree(
-            token, (first[0], first[1]), extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens
-        )
+        return grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
 
     def _mask(self, kind: str, shared: KeysValues) -> Tensor:
         """The target's slots that every node attends to, (batch, 1, 1, slots) bool."""

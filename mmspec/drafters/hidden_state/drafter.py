@@ -21,13 +21,12 @@ from mmspec.core.target import Feature, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import RowState, path_of, write_last
+from mmspec.drafters.captured import RowState, commit_chain, write_last
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.entries import allowed_slots, causal, run, take
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation
 from mmspec.drafters.hidden_state.native import NativeLayers
-from mmspec.drafters.hidden_state.passes import allowed_slots, run
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
@@ -42,9 +41,9 @@ class HiddenStateDrafter(TrainedDrafter):
     """See the module.
 
     Args:
-        network: the trained network, moved to the target's device and dtype.
+        network: the trained network, moved to the target's device and dtype; without ``layers``, entries have no keys
+            and values.
         rotary: rotary positions of its layers.
-        layers: number of its layers; without any, entries have no keys and values.
         draft_ids: (n,) int64, draft vocabulary, the target's token of each row of the output layer; None is the
             target's whole vocabulary.
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
@@ -53,22 +52,22 @@ class HiddenStateDrafter(TrainedDrafter):
         fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
             int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
         into: the same of a cell between slots.
-        like: a tensor of the network's dtype and device, once attached.
+        like: (1, hidden), an embedding of the target, of the network's dtype and device; set before ``scoring``.
         window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
     """
 
     fuse: Callable[[Tensor, Tensor], Tensor]
     into: TokenLinear
     like: Tensor
+    _scores: Callable[[Tensor], Tensor]
     native: NativeCell | None = None
     native_layers: NativeLayers | None = None
     features: Sequence[Feature] = ("last",)
     beyond = 0  # by how much the next position of a row may exceed its tokens
     window = 0
 
-    def __init__(self, network: Any, rotary: Rotary, layers: int, draft_ids: Tensor | None, **settings: Any) -> None:
-        self._rotary, self._layers = rotary, layers
-        self._scores: Callable[[Tensor], Tensor] | None = None
+    def __init__(self, network: Any, rotary: Rotary, draft_ids: Tensor | None, **settings: Any) -> None:
+        self._rotary, self._layers = rotary, len(network.layers)
         super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
 
     def reset(self, static_shapes: bool = False) -> None:
@@ -95,7 +94,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self._target, self.like = target, probe.detach()
         self.reset()
         with torch.inference_mode():
-            self._scores = self.scoring(target, probe)
+            self._scores = self.scoring(target)
 
     @staticmethod
     def shape_of(network: Any) -> Any:
@@ -108,12 +107,8 @@ class HiddenStateDrafter(TrainedDrafter):
         return 1
 
     @abstractmethod
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        """Prepare for a target, and set ``fuse``; returns the draft vocabulary's logits of predicted states.
-
-        Args:
-            probe: (1, hidden), an embedding of the target, for device and dtype.
-        """
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """Prepare for a target, and set ``fuse``; returns the draft vocabulary's logits of predicted states."""
 
     def states(self, output: TargetOutput) -> Tensor:
         """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
@@ -163,11 +158,8 @@ class HiddenStateDrafter(TrainedDrafter):
         """
         entries, allowed = x.shape[1], None
         if mask is not None or 0 < self.window < entries:
-            causal = torch.ones(len(x), 1, entries, entries, dtype=torch.bool, device=x.device).tril()
-            allowed = causal.triu(1 - self.window) if self.window else causal
-            if mask is not None:
-                # Padding attends to itself, so that no row of the mask is empty.
-                allowed = allowed & mask[:, None, None] | torch.eye(entries, dtype=torch.bool, device=x.device)
+            allowed = causal(len(x), entries, x.device, mask)[:, None]
+            allowed = allowed.triu(1 - self.window) if self.window else allowed
         alone = not (self.static_shapes or self.cache.rows)
         self.cache.kv.device = x.device
         cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
@@ -225,10 +217,7 @@ class HiddenStateDrafter(TrainedDrafter):
         batch, width = tokens.shape
         x = self.inputs(tokens, states)
         outputs = self.enter(x, self.rotation(batch, width), self._chain_mask(batch, width), self.cache)
-        if self.static_shapes:
-            self.cache.commit_on_device(path_of(length, width))
-        else:
-            self.cache.commit(path_of(length, width), [list(range(count)) for count in length.tolist()])
+        commit_chain([self.cache], length, width)
         self._position.data[:batch] += length
         write_last(self._output, outputs, length)
 
@@ -238,8 +227,7 @@ class HiddenStateDrafter(TrainedDrafter):
             return None
         if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
             return None
-        chain = torch.ones(width, width, dtype=torch.bool, device=self.like.device).tril().expand(batch, -1, -1)
-        return allowed_slots(self.cache, chain, self.window)
+        return allowed_slots(self.cache, causal(batch, width, self.like.device), self.window)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
@@ -247,8 +235,7 @@ class HiddenStateDrafter(TrainedDrafter):
         first = self.children(predicted, carried)
         deepest = min(self.depth, budget.max_depth)
         if self.native is not None and not self.static_shapes and deepest <= self.slots:
-            limits = {"depth": deepest, "nodes": self.total_tokens}
-            return self.native.grow(token, carried, first, self.draft_ids, budget, self.top_k, **limits)
+            return self.native.grow(self, token, carried, first, budget, deepest)
         levels = TreeGrower(self, predicted, carried)
         tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         self.cache.offset = 0
@@ -264,7 +251,6 @@ class HiddenStateDrafter(TrainedDrafter):
     def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
         returned."""
-        assert self._scores is not None, "attach comes first"
         return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
 
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:

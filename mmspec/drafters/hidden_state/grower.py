@@ -14,9 +14,9 @@ from mmspec import ops
 from mmspec.core.budget import Budget
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import Reach
-from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.entries import allowed_slots, take
 from mmspec.drafters.hidden_state.layer import Rotation
-from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.native import Native
 from mmspec.ops import cpu_growth, cpu_library
 from mmspec.quantisation.blocks import LANES, BlockLinear
 from mmspec.quantisation.linear import PackedLinear
@@ -68,7 +68,7 @@ class TokenLinear:
         return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
 
 
-class NativeCell:
+class NativeCell(Native):
     """A network's cell in the C++ kernels: a tree is one call.
 
     Args:
@@ -78,8 +78,7 @@ class NativeCell:
     """
 
     def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
-        self._arguments = norm, table, layers
-        self._layers = layers
+        super().__init__(norm, table, layers)
         self._table = table.float().contiguous()
         self._norm = copy.deepcopy(norm).float()
         self._weights = cpu_growth.cell_weights([layer.native for layer in layers], self._table, self._norm)
@@ -101,36 +100,26 @@ class NativeCell:
         layers = [layer for layer in map(BlockLinear.of, (into.over_x, cell.out, *own)) if layer is not None]
         return cls(cell.norm, into.table, layers) if len(layers) == 4 else None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NativeCell, self._arguments  # pointers belong to this process
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeCell:
-        return self  # as above
-
     def grow(
         self,
+        drafter: HiddenStateDrafter,
         token: Tensor,
         carried: Tensor,
         first: tuple[Tensor, Tensor],
-        draft_ids: Tensor | None,
         budget: Budget,
-        top_k: int,
-        *,
         depth: int,
-        nodes: int,
     ) -> TokenTree:
-        """Grow a tree; see ``grow_tree``.
+        """Grow a drafter's tree; see ``grow_tree``.
 
         Args:
             carried: (batch, hidden), the states that the first level was drafted from.
-            draft_ids: (n,) int64, the target's tokens of the draft vocabulary; None is the identity.
         """
         tokens, log_probs = first
-        tree, budget.levels = cpu_growth.draft_cells(
-            *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
-            *(top_k, depth, budget.least_gain, min(nodes, budget.nodes)),
+        drafted, budget.levels = cpu_growth.draft_cells(
+            *(self._weights, carried.float(), (tokens, log_probs.float()), token, drafter.draft_ids),
+            *(drafter.top_k, depth, budget.least_gain, min(drafter.total_tokens, budget.nodes)),
         )
-        tokens, parents, log_probs = tree
+        tokens, parents, log_probs = drafted
         return TokenTree(tokens, parents, log_probs=log_probs, check=False)
 
 

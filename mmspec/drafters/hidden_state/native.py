@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,21 @@ from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP
 
 
-class NativeLayers:
+class Native:
+    """Weights in the C++ kernels: pointers, which belong to a process. Copies of a drafter share them, another process
+    calls the constructor again with its arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class NativeLayers(Native):
     """See the module. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
 
     Args:
@@ -24,7 +38,7 @@ class NativeLayers:
     """
 
     def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
-        self._arguments = layers, shape, kind
+        super().__init__(layers, shape, kind)
         self._shape = shape
         self._linears = [linear for layer in layers for linear in _linears(layer, shape, kind)]
         self._norms = [_norms(layer, shape) for layer in layers]
@@ -48,12 +62,6 @@ class NativeLayers:
         """Whether the kernels take layers of a shape."""
         widths = shape.hidden_size, shape.mlp, shape.heads * shape.head_dim
         return shape.head_dim in cpu.HEAD_DIMS and all(width and width % GROUP == 0 for width in widths)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NativeLayers, self._arguments  # pointers belong to this process
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:
-        return self  # copies of a drafter share weights
 
     def __call__(
         self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, middle: bool = False

@@ -1,10 +1,26 @@
-"""Kangaroo drafter."""
+"""Kangaroo drafter: declaration and configuration."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from mmspec.checks import option, whole
+from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec, published_as
+
+
+@dataclass(frozen=True)
+class KangarooConfig(RotaryShape):
+    """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
+
+    Attributes:
+        mlp: 0, as the layer has none.
+        exit_layer: number of the target's first layers whose output the network reads.
+    """
+
+    mlp: int = option(0, whole(0, 0))
+    exit_layer: int = option(2, whole(1, 2**10))
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Kangaroo drafter (arXiv 2404.18911) for any target of transformers: text, vision-language and hybrid models.
 
-The target's first layers run over the tree with the target's keys and values, as in ``early_exit``. The network has
-keys and values of its own, at positions that count tokens; entry j of a row takes the target's early state at token j.
-The budget ends a tree where a further level gains too little, in place of the paper's confidence threshold for chains.
+The target's first layers run over the tree with the target's keys and values, as in ``early_exit``. The network, an
+attention layer without MLP and a norm (section 3.1), has keys and values of its own, at positions that count tokens;
+entry j of a row takes the target's early state at token j. The budget ends a tree where a further level gains too
+little, in place of the paper's confidence threshold for chains.
 """
 
 from __future__ import annotations
@@ -11,50 +12,88 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state.passes import allowed_slots
+from mmspec.drafters.hidden_state.entries import allowed_slots
+from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.kangaroo.config import KangarooConfig
-from mmspec.drafters.kangaroo.network import KangarooNetwork
-from mmspec.drafters.kangaroo.published import read_published
+from mmspec.drafters.kangaroo import KangarooConfig
+from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
+from mmspec.drafters.published import EAGLE_PARTS, Published, PublishedConfig, read_layout
+from mmspec.errors import UserError
+
+_PARTS = {f"layers.0.{name}": EAGLE_PARTS[name] for name in ("qkv.weight", "out.weight", "input_norm.weight")}
+_PARTS["norm.weight"] = ["norm.weight"]
+
+
+class KangarooNetwork(nn.Module):
+    """The layer and the norm between the target's early states and its output layer."""
+
+    def __init__(self, config: KangarooConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers: Any = nn.ModuleList([LlamaLayer(config)])
+        self.norm = Norm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """States of the target's output layer, (batch, nodes, hidden), from the target's early states.
+
+        Args:
+            x: (batch, nodes, hidden).
+            rotation, attend: see ``DecoderLayer.attention``.
+        """
+        return self.norm(self.layers[0](x, rotation, attend))
+
+
+def read_published(folder: Path) -> Published:
+    """Read a published adapter (Equationliu/Kangaroo) strictly, without running its code.
+
+    A folder has the configuration of a Llama of one layer, of which the layer's attention, its norm and the final norm
+    are kept. Rotary positions have the base 10,000 whatever it says. The layer at which the target is left is not in
+    it.
+
+    Raises:
+        UserError: a damaged or unsupported checkpoint, or a tensor that is missing, unexpected or does not match
+            ``config.json``.
+    """
+    config, tensors = read_layout(folder, "kangaroo", "a Kangaroo adapter")
+    source = f"{folder}/config.json"
+    common = PublishedConfig.read(config, source, others=True)
+    if common.num_hidden_layers != 1:
+        raise UserError(f"{source}: num_hidden_layers must be 1: got {common.num_hidden_layers}")
+    network = KangarooConfig.read({**common.shape(), "mlp": 0}, source)
+    shapes = shapes_of(parameters(KangarooNetwork, network), _PARTS, network)
+    check_tensors(tensors, shapes, "a Kangaroo adapter", str(folder))
+    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": common.vocab_size}
+    return network, stack(tensors, _PARTS), None, verifier
 
 
 class Kangaroo(PositionedDrafter):
     name: ClassVar[str] = "kangaroo"
-
     config_class = KangarooConfig
     network_class = KangarooNetwork
+    read_published = staticmethod(read_published)
 
-    def __init__(self, network: KangarooNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, 1, draft_ids, **settings)
-        self.features = (output_of(network.config.exit_layer - 1),)
-
-    @classmethod
-    def read_published(cls, folder: Path) -> tuple[KangarooConfig, dict[str, Tensor], None, dict[str, Any]]:
-        config, tensors, target = read_published(folder)
-        return config, tensors, None, target
-
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        self._first = FirstLayers(target, self.network.config.exit_layer)
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        exit_layer = self.network.config.exit_layer
+        self._first, self.features = FirstLayers(target, exit_layer), (output_of(exit_layer - 1),)
         return self.target_head(target)
 
     def join(self, rows: int, static_shapes: bool) -> None:
-        super().join(rows, static_shapes and self._first.static_shapes)
+        super().join(rows, static_shapes and self._first.target.runner.static_shapes)
 
     def reserve(self, width: int) -> None:
         super().reserve(width)
-        self._first.reserve(self.depth * self.top_k)
+        self._first.target.runner.cache.reserve_nodes(self.depth * self.top_k)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:
-        return *super()._version, *self._first.version
+        return *super()._version, *self._first.target.version
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
@@ -66,11 +105,9 @@ class Kangaroo(PositionedDrafter):
             states = self.run(passes(beam, origin), next(rotations), allowed, self.cache)
             self.cache.offset += beam.shape[1]
             tokens, log_probs = self.children(states, states)
-            return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+            return self.target_tokens(tokens), log_probs
 
-        tokens, log_probs = extend(token[:, None], torch.zeros_like(token[:, None]))
-        limits = {"depth": self.depth, "nodes": self.total_tokens}
-        tree = grow_tree(token, (tokens[:, 0], log_probs[:, 0]), extend, budget, self.top_k, **limits)
+        tree = grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         passes.end()
         self.cache.offset = 0
         return tree

@@ -1,8 +1,8 @@
 """Medusa and Hydra drafters (arXiv 2401.10774, 2402.05109) for any target: text, vision-language and hybrid models.
 
 Medusa's heads are independent of each other: the most probable paths by the products of their probabilities are the
-tree (see ``slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its tree
-grows level by level, one head each.
+tree (see ``grow_slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its
+tree grows level by level, one head each.
 
 Entry j of a row is the target's state at token j. Only with a decoder layer (Hydra++) it has keys and values, at
 positions that count tokens.
@@ -11,6 +11,7 @@ positions that count tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,15 +22,14 @@ from mmspec import ops
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.growth import grow_slots, grow_tree
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.medusa.config import MedusaConfig
-from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.medusa.published import Published, read_published
+from mmspec.drafters.medusa import MedusaConfig
+from mmspec.drafters.medusa.network import MedusaNetwork, read_published
+from mmspec.drafters.published import Published
 from mmspec.drafters.shape import RotaryShape
-from mmspec.drafters.slots import grow_slots
 from mmspec.errors import UserError
 
 
@@ -40,9 +40,6 @@ class Medusa(PositionedDrafter):
 
     config_class = MedusaConfig
     network_class = MedusaNetwork
-
-    def __init__(self, network: MedusaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        super().__init__(network, len(network.layers), draft_ids, **settings)
 
     @classmethod
     def read_published(cls, folder: Path) -> Published:
@@ -68,7 +65,7 @@ class Medusa(PositionedDrafter):
         self.network.take_shape(shape)
         self._rotary, self._axis = rotary_of(shape)
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         own = self.network.config.head
         self.keep_to(own or (self.published or {}).get("vocab_size"), target)
         return target.head if own else self.target_head(target)
@@ -91,9 +88,8 @@ class Medusa(PositionedDrafter):
     def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments
         as for ``MedusaNetwork.scores``."""
-        assert self._scores is not None, "attach comes first"
         tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
-        return tokens if self.draft_ids is None else self.draft_ids[tokens], log_probs
+        return self.target_tokens(tokens), log_probs
 
 
 class Hydra(Medusa):
@@ -105,18 +101,13 @@ class Hydra(Medusa):
         heads = self.network.heads
         if not self.network.config.grounded:
             return super().grow(token, budget)
-        read = self._after(self._state(len(token)), token[:, None])
-        levels = iter(range(1, len(heads)))
-        tokens, log_probs = self._ranked(0, [heads[0](read)])
+        read, levels = self._state(len(token)), count()  # (batch, nodes, any): what heads read of each node
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal read
-            read, level = self._after(take(read, origin), beam), next(levels)
+            embeds, level = self.target.embed(beam).to(read.dtype), next(levels)
+            read = torch.cat([take(read, origin), embeds], dim=-1)
             return self._ranked(level, [heads[level](read)])
 
-        first, deepest = (tokens[:, 0], log_probs[:, 0]), min(self.depth, len(heads))
-        return grow_tree(token, first, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
-
-    def _after(self, read: Tensor, tokens: Tensor) -> Tensor:
-        """What heads read after nodes: (batch, nodes, any), (batch, nodes) int64 -> (batch, nodes, any + hidden)."""
-        return torch.cat([read, self.target.embed(tokens).to(read.dtype)], dim=-1)
+        deepest = min(self.depth, len(heads))
+        return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)

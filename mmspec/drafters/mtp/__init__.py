@@ -8,7 +8,7 @@ from mmspec.drafters.spec import DrafterSpec
 
 
 def _recognises(folder: Path) -> bool:
-    from mmspec.drafters.mtp.published import has_mtp
+    from mmspec.drafters.mtp.network import has_mtp
 
     return has_mtp(folder)
 

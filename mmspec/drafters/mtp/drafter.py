@@ -25,17 +25,21 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import RowState, path_of, write_last
+from mmspec.drafters.captured import RowState, commit_chain, write_last
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state.drafter import AHEAD
-from mmspec.drafters.hidden_state.entries import take
-from mmspec.drafters.mtp.network import MTPNetwork
-from mmspec.drafters.mtp.published import read_mtp
+from mmspec.drafters.hidden_state.entries import (
+    axis_positions,
+    causal,
+    counted_positions,
+    following_embeds,
+    take,
+)
+from mmspec.drafters.mtp.network import read_mtp
 from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.ops.transfer import on_device
 from mmspec.targets.attention import NAME, PASS, TreePass
 from mmspec.targets.masks import tail_mask, tree_mask, window_of
 from mmspec.targets.packing import drafter_kind, pack_drafter
@@ -46,23 +50,23 @@ class MTP(TreeDrafter):
 
     Args:
         network: the layers, moved to the target's device and dtype.
-        published: the target, for ``published.check_target``.
         **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
+
+    Attributes:
+        published: the target, for ``published.check_target``, if it is known.
     """
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)
-
-    def __init__(self, network: MTPNetwork, *, published: dict[str, Any] | None = None, **tree: int) -> None:
-        self.published = published
-        network.eval().requires_grad_(False)
-        super().__init__(network, **tree)
+    published: dict[str, Any] | None = None
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Self:
         """Load the layers of a target's checkpoint; raises ``UserError`` if invalid."""
         network, verifier = read_mtp(folder)
-        return cls(network, published=verifier)
+        drafter = cls(network.eval().requires_grad_(False))
+        drafter.published = verifier
+        return drafter
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -89,13 +93,10 @@ class MTP(TreeDrafter):
 
     @torch.inference_mode()
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        device, embed = prompt.input_ids.device, self.target.embed
-        first = on_device([[row[-1]] for row in history], device)
-        fed = embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
-        embeds, states = torch.cat([fed[:, 1:], embed(first)], dim=1), output.features["last"]
+        embeds, states = following_embeds(self.target, prompt, output, history), output.features["last"]
         mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
-        positions, following = _positions(output, prompt, mask)
-        self.join(len(history), self.network.attention == NAME and kernels.static_shapes(device))
+        positions, following = _positions(output, prompt)
+        self.join(len(history), self.network.attention == NAME and kernels.static_shapes(embeds.device))
         length, count = embeds.shape[1], self.network.count
         if length < count:  # layers without any entry
             short = (count - length, 0)
@@ -125,11 +126,9 @@ class MTP(TreeDrafter):
         cache.commit_prompt(0, None, batch)
         if kept is None and self.network.attention == NAME and window_of(config, number) is None:
             return None
-        reach = torch.ones(entries, entries, dtype=torch.bool, device=like.device).tril().expand(batch, -1, -1)
+        reach = causal(batch, entries, like.device, kept)
         depth = torch.arange(entries, device=like.device).expand(batch, -1)
         if kept is not None:
-            # Padding attends to itself, so that no row of the mask is empty.
-            reach = (reach & kept[:, None]) | torch.eye(entries, dtype=torch.bool, device=like.device)
             depth = (kept.cumsum(1) - 1).clamp(min=0)
         return self._of_layer(number, tree_mask(config, cache, depth, None, reach, like.dtype))
 
@@ -153,17 +152,12 @@ class MTP(TreeDrafter):
         """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, hidden)."""
         self._drop_nodes()
         batch, width = tokens.shape
-        embeds, path, outputs = self.target.embed(tokens), path_of(length, width), []
-        chain = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(batch, -1, -1)
+        embeds, outputs, chain = self.target.embed(tokens), [], causal(batch, width, tokens.device)
         depth = torch.arange(width, device=tokens.device).expand(batch, -1)
-        before = self._last_outputs(batch)
-        for number, cache in enumerate(self.caches):
+        for number, before in enumerate(self._last_outputs(batch)):
             outputs.append(self._pass(number, embeds, states, depth, None, chain))
-            states = torch.cat([before[number], outputs[-1][:, :-1]], dim=1)
-            if cache.static_shapes:
-                cache.commit_on_device(path)
-            else:
-                cache.commit(path, [list(range(accepted)) for accepted in length.tolist()])
+            states = torch.cat([before, outputs[-1][:, :-1]], dim=1)
+        commit_chain(self.caches, length, width)
         self._position.data[:batch] += length
         write_last(self._output, torch.cat(outputs, dim=-1), length)
 
@@ -224,14 +218,12 @@ class MTP(TreeDrafter):
         return ops.top_log_probs(self._scores(states), self.top_k)
 
 
-def _positions(output: TargetOutput, prompt: Prompt, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _positions(output: TargetOutput, prompt: Prompt) -> tuple[Tensor, Tensor]:
     """Positions of a prompt's tokens, (batch, length) or (3, batch, length) int64, and of each row's next token,
     (batch,)."""
-    batch, length = prompt.input_ids.shape
-    if output.positions is not None and output.positions.ndim > 2:
-        axes = output.positions[-3:].expand(3, batch, length)  # in front of them, a fourth axis counts tokens
-        return axes, axes.amax((0, 2)) + 1
-    device = prompt.input_ids.device
-    if mask is None:
-        return torch.arange(length, device=device).expand(batch, -1), torch.full((batch,), length, device=device)
-    return (mask.long().cumsum(1) - 1).clamp(min=0), mask.sum(1)
+    if (found := axis_positions(prompt, output)) is not None:
+        return found
+    (batch, length), (at, following) = prompt.input_ids.shape, counted_positions(prompt)
+    if isinstance(at, slice):
+        at = torch.arange(length, device=following.device).expand(batch, -1)
+    return at, following

@@ -143,17 +143,14 @@ class Recycled(CapturedDrafter):
         self.last.write(both.gather(1, length[:, None] + torch.arange(2, device=length.device)))
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        drafter, last = self._drafter, self.last.data[: len(token)]
-        above = last[:, 1:]
-        started = False
+        above = self.last.data[: len(token), :1]
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            nonlocal above, started
-            before = above.gather(1, origin) if started else above.expand_as(beam)
-            above, started = beam, True
+            nonlocal above
+            before, above = above.gather(1, origin), beam
             return self._children(before, beam)
 
-        return grow_tree(token, self._children(*last.unbind(1)), extend, budget, drafter.top_k)
+        return grow_tree(token, None, extend, budget, self._drafter.top_k)
 
     def _children(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """Successors of contexts, (...), and their log probabilities, (..., width) each."""

@@ -20,12 +20,11 @@ from torch import Tensor
 from mmspec import ops
 from mmspec.checks import FLAG, Checked, option, required, whole
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree, build_tree
+from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.growth import best_first
+from mmspec.drafters.lookup import Children, LookUpDrafter
 from mmspec.drafters.recycle.device import NEWEST, UNLIKELY, Recycled
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -46,7 +45,7 @@ class _Settings(Checked):
     pairs: bool = option(True, FLAG)
 
 
-class Recycle(Drafter):
+class Recycle(LookUpDrafter):
     """Token Recycling drafter.
 
     The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With
@@ -63,12 +62,11 @@ class Recycle(Drafter):
 
     def __init__(self, top_k: int = 8, pairs: bool = True, width: int | None = None) -> None:
         _Settings(top_k, pairs)
-        self.top_k, self.width = top_k, width
-        self.pairs = pairs
+        super().__init__()  # rows are the token before the root, and the root
+        self.top_k, self.pairs, self.width = top_k, pairs, width
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
-        self._last: list[Context] = []  # per row, the token before the root, and the root
         self._drafted = False  # in this step
         self._recycled: Recycled | None = None  # device table, with static shapes
         self.learned = 0  # steps
@@ -151,7 +149,7 @@ class Recycle(Drafter):
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         if self._vocab != output.logits.shape[-1]:  # the vocabulary has changed
-            self._table, self._recycled, self._last = {}, None, []
+            self._table, self._recycled, self.rows = {}, None, []
             self._vocab = output.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
         device = output.logits.device
@@ -165,31 +163,27 @@ class Recycle(Drafter):
             first = on_device([row[-1] for row in history], device)
             self._recycled.begin(on_device(ends, device), output, first)
             return
-        self._last += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
+        self.rows += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
         self._learn(ends, output.logits.flatten(0, 1))
 
     def select(self, rows: Sequence[int]) -> None:
         if self._recycled is not None:
             self._recycled.select(rows)
         else:
-            self._last = [self._last[row] for row in rows]
+            super().select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         if self._recycled is not None:
             return self._recycled.propose(token, budget)
         self._drafted = True
-        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
-        rows = [best_first(last, self._successors, *limits) for last in self._last]
-        return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
+        return super().propose(token, budget)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        if self._recycled is not None:
-            return ()  # the table is on the device
-        before, last = (*self._last[row], *path)[-2:]
-        return [(token, p) for token, p, _ in self._successors((before, last))]
+        return () if self._recycled is not None else super().continuations(row, path)  # its table is on the device
 
-    def draft_chains(self, length: int) -> None:
-        self.width = 1
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[Context, Children]:
+        before, last = (*self.rows[row], *path)[-2:]
+        return (before, last), self._successors
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.learned += 1
@@ -198,13 +192,10 @@ class Recycle(Drafter):
             return
         contexts: list[Context] = [
             (row[parent] if parent >= 0 else before, token)
-            for (before, _), row, above in zip(self._last, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+            for (before, _), row, above in zip(self.rows, tree.tokens.tolist(), tree.parents.tolist(), strict=True)
             for token, parent in zip(row, above, strict=True)
         ]
-        self._last = [
-            (*last, *tokens)[-2:]  # type: ignore[misc]
-            for last, (_, tokens) in zip(self._last, verdict.host, strict=True)
-        ]
+        self.rows = [(*last, *tokens)[-2:] for last, (_, tokens) in zip(self.rows, verdict.host, strict=True)]
         drafted, self._drafted = self._drafted, False
         # While drafting does not pay, only new tokens are worth the time.
         if drafted or tree.nodes > 1 or any((_ANY, last) not in self._table for _, last in contexts):

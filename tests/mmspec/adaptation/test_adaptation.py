@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.adaptation import acceptance, heads
+from mmspec.adaptation import heads
 from mmspec.adaptation.adaptation import Adaptation
+from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.adaptation.recording import Ended, RecordedDrafter
 from mmspec.distil import online
 from mmspec.distil.features import ConversationFeatures, collate
 from mmspec.distil.tasks import drafter_optimisers
@@ -35,7 +35,7 @@ def _at_once(monkeypatch):
     """Idle work begins at once, and weights are replaced after few requests."""
     monkeypatch.setattr(engines, "QUIET", 0.0)
     monkeypatch.setattr(engines, "SHARE", 1.0)
-    monkeypatch.setattr(acceptance, "REQUESTS", REQUESTS)
+    monkeypatch.setattr(heads, "REQUESTS", REQUESTS)
 
 
 def pipeline(name, drafter, adapt=None):

@@ -14,11 +14,10 @@ from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.distil.features import Features
 from mmspec.distil.medusa import MedusaObjective
-from mmspec.distil.start import head_weight
+from mmspec.distil.tasks import head_weight
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.medusa.published import convert
+from mmspec.drafters.medusa.network import MedusaNetwork, convert
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.medusa import HEADS, LAYERS, MAP, logits, parts, plain_chain, prefix, published
 from tests.tiny import shared_model

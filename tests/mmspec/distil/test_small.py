@@ -19,7 +19,7 @@ import mmspec
 from mmspec.cli.drafters import small
 from mmspec.distil.features import Features
 from mmspec.distil.small import _first_layers, distillation_loss
-from mmspec.distil.start import decoder_weights
+from mmspec.distil.tasks import decoder_weights
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.targets.decoder_layer import MergedLayer

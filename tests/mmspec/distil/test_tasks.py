@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from mmspec.answer import Generation
 from mmspec.distil import tasks
 from mmspec.distil.data import Conversation
+from mmspec.distil.options import RunOptions
 from mmspec.distil.tasks import DrafterSetup, DrafterTask, frequent_tokens
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.training.sampler import TEXT
+from mmspec.training.plan import TEXT
 
 
 def conversation(name: str) -> Conversation:
@@ -47,7 +49,8 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
     pipe = SimpleNamespace(target=None, io=SimpleNamespace(reads_media=False))
     setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
-    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, prompts=4, max_new_tokens=5)  # type: ignore[arg-type]
+    options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
+    task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}

@@ -78,4 +78,4 @@ def test_inputs_are_left_alone():
     history = list(TEXT)
     drafter = begun(Ngram(), history)
     drafter.continuations(0, (6, 7))
-    assert drafter._texts[0].history == TEXT
+    assert drafter.rows[0].history == TEXT

@@ -67,7 +67,7 @@ def test_nodes_have_the_share_of_occurrences_that_pass_through_them(tmp_path):
     texts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [9, 2, 6]]
     build_store(texts, VOCAB, "tiny", tmp_path / "store")
     drafter = Datastore(str(tmp_path / "store"))
-    drafter._rows = [[7, 1, 2]]
+    drafter.rows = [[7, 1, 2]]
     tree = drafter.propose(torch.tensor([2]), Budget(8, 3))
     found = {}
     for node, children in enumerate(tree.children[0]):

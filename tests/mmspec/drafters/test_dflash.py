@@ -15,13 +15,13 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
-from mmspec.drafters.dflash.config import default_layer_ids
+from mmspec.drafters.dflash import default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
-from mmspec.drafters.dflash.export import export
 from mmspec.drafters.dflash.published import published_parts
+from mmspec.drafters.exported import export_blocks
+from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.parts import unstack
 from mmspec.drafters.registry import make_drafter
-from mmspec.drafters.slots import grow_slots
 from mmspec.ops import kernels
 from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, write
 from tests.tiny import shared_model
@@ -179,7 +179,7 @@ def test_a_trained_chain_accepts_what_generate_accepts_and_a_tree_more(tmp_path)
     model, prompts = copy.deepcopy(shared_model("llama")), text_inputs(4, 6)["input_ids"].clamp(min=3)
     model.get_output_embeddings().weight.data *= 3.0  # the same answers, of which the target is surer
     drafter = trained(model, prompts, 90)
-    export(drafter, model.config, tmp_path, "z-lab")
+    export_blocks(drafter, model.config, tmp_path, "z-lab")
     config = drafter.network.config
     plain = reference(
         num_hidden_layers=2,

@@ -274,7 +274,7 @@ def test_recycle_proposes_what_the_target_ranked():
     best = logits[:, 0].topk(2).indices
     tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
     # The rows end alike with 3 but differ before it; their last two tokens tell them apart.
-    drafter._last = [(2, 3), (5, 3)]
+    drafter.rows = [(2, 3), (5, 3)]
     tree = drafter.propose(torch.tensor([3, 3]), Budget(8, 1))
     assert_well_formed(tree)
     for b in range(2):
@@ -290,7 +290,7 @@ def test_recycle_learns_from_every_node():
         logits[0, node, successor] = 20.0
     drafter.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8]])), TargetOutput(logits, {}))
     for token, successor in ((2, 5), (4, 7), (6, 8)):
-        drafter._last = [(0, token)]
+        drafter.rows = [(0, token)]
         assert paths(drafter.propose(torch.tensor([token]), Budget(1, 1))) == [[successor]]
     drafter.reset()
     assert drafter.propose(torch.tensor([2]), Budget(4)).nodes == 1
@@ -376,7 +376,7 @@ def test_recycle_forgets_another_vocabulary():
     drafter = Recycle()
     begun(drafter, [[1, 2]], vocab=30)
     begun(drafter, [[1, 2]], vocab=4)
-    drafter._last = [(1, 2)]
+    drafter.rows = [(1, 2)]
     assert int(drafter.propose(torch.tensor([2]), Budget(50)).tokens.max()) < 4
 
 

@@ -13,8 +13,8 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.dflash.drafter import DFlash
 from mmspec.drafters.dflash.network import DFlashNetwork
 from mmspec.drafters.dflash.published import convert
+from mmspec.drafters.growth import grow_levels
 from mmspec.drafters.registry import make_drafter
-from mmspec.drafters.slots import grow_levels
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_model
 from tests.compiled import needs_kernels

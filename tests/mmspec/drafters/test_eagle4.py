@@ -8,7 +8,7 @@ import torch
 from mmspec import SamplingParams, UserError
 from mmspec.drafters import published
 from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.published import convert as convert_from
+from mmspec.drafters.eagle3.network import convert as convert_from
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
@@ -40,7 +40,7 @@ def load(tmp_path, config, layout="C"):
     tensors = head_tensors(config, layout)
     drafter = make_drafter(str(write_head(tmp_path, config, tensors)))
     assert isinstance(drafter, Eagle3)
-    assert drafter.window == 5
+    assert drafter.network.config.window == 5
     drafter.top_k = 3
     return drafter, tensors
 

@@ -93,7 +93,7 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     target.prefill(Prompt(torch.arange(3, 12)[None]), 32)
     tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
     passes = first.passes(drafter.features[0])
-    first.reserve(3)
+    target.runner.cache.reserve_nodes(3)
     origin = torch.zeros(1, 1, dtype=torch.long)
     states = [passes(tokens[:, place : place + 1], origin) for place in range(3)]
     passes.end()

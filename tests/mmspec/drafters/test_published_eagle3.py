@@ -7,7 +7,7 @@ import torch
 
 from mmspec import UserError, plugins
 from mmspec.drafters import checkpoint, published
-from mmspec.drafters.eagle3 import published as published_eagle3
+from mmspec.drafters.eagle3 import network as published_eagle3
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.registry import make_drafter

@@ -81,7 +81,7 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
     device.propose(tree.tokens[:, 0], Budget(5, 3))
     same_rankings(host, device)
     last = device._recycled.last
-    assert last.data[: last.rows].tolist() == [list(last) for last in host._last]
+    assert last.data[: last.rows].tolist() == [list(last) for last in host.rows]
 
 
 def unlimited(self, context, latest):

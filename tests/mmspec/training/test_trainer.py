@@ -21,8 +21,7 @@ from mmspec.errors import UserError
 from mmspec.training.curve import draw
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import lr_factor
-from mmspec.training.plan import TrainingPlan
-from mmspec.training.sampler import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, linear_ramp
+from mmspec.training.plan import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, TrainingPlan, linear_ramp
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 
 EXAMPLES = 40

@@ -209,7 +209,7 @@ def test_text_targets(tmp_path, prompts):
 
 def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     # Random weights write no words.
-    monkeypatch.setattr("mmspec.distil.self_prompts._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
+    monkeypatch.setattr("mmspec.distil.answering._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
     folder = save_text_model(tmp_path / "text")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"

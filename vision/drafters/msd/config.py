@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmspec.checks import FLAG, option, whole
-from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.errors import UserError
 
 

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from mmspec.drafters.eagle.drafter import Eagle, Entries
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle.published import Layout
+from mmspec.drafters.eagle.network import EagleNetwork, Layout
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
@@ -56,7 +55,7 @@ class Flash(MSD):
     """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     name = "flash"
-    reads_published = False
+    read_published = None  # type: ignore[assignment]
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:

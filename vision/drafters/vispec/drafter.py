@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.eagle.published import Layout
+from mmspec.drafters.eagle.network import Layout
 from mmspec.vision.drafters.msd.config import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
@@ -103,8 +103,8 @@ class ViSpec(MSD):
     def parts(self) -> tuple[RowState, ...]:
         return *super().parts, self._image
 
-    def scoring(self, target: Target, probe: Tensor) -> Callable[[Tensor], Tensor]:
-        head = super().scoring(target, probe)
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        head = super().scoring(target)
         self._fc, self.fuse = self.fuse, self._fuse
         return head
 

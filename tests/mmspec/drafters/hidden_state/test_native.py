@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.drafters.dflash.config import DFlashConfig
+from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.eagle.config import EagleConfig
+from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle3.config import Eagle3Config
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.hidden_state.entries import run
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation, rotary_frequencies
 from mmspec.drafters.hidden_state.native import NativeLayers
-from mmspec.drafters.hidden_state.passes import run
 from mmspec.ops import cpu_library
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}

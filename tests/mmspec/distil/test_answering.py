@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.distil.self_prompts import _usable, draw_prompts, prompt_id, user_opening
+from mmspec.distil.answering import _usable, draw_prompts, prompt_id, user_opening
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 from tests.model_folders import save_text_model

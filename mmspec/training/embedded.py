@@ -1,12 +1,18 @@
-"""Tokenizer and chat template of the embedded models."""
+"""Shared by the training of embedded models: tokenizer, chat template, and export as folders for transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from mmspec.files import atomic
 
@@ -84,3 +90,41 @@ def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast])
         with atomic(path) as part:
             trained.save_pretrained(part)
     return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+MAX_NEW_TOKENS = 256
+
+
+def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
+    """Saves bfloat16 weights, configuration and processor; each file is replaced atomically.
+
+    Args:
+        model: of any dtype; left unchanged.
+        folder: created if missing; other files in it are kept.
+    """
+    small: Any = copy.deepcopy(model)
+    small.to(torch.bfloat16)
+    text: Any = model.config.get_text_config()
+    small.generation_config = GenerationConfig(
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        max_new_tokens=MAX_NEW_TOKENS,
+        do_sample=False,
+    )
+    with replacing(folder) as part:
+        small.save_pretrained(part)
+        processor.save_pretrained(part)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, whose files then replace those of the same names in `folder`, each atomically."""
+    part = folder.parent / (folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    folder.mkdir(exist_ok=True)
+    for path in sorted(part.iterdir()):
+        os.replace(path, folder / path.name)
+    part.rmdir()
