@@ -55,7 +55,7 @@ class AdaptiveBudget(MeasuredBudget):
         self._costs: dict[int, list[float]] = {}  # by batch size: calibrated seconds of a pass over n nodes per row
         self._batch = 0  # largest batch since drafting was last tried anew
         self._rows = 1  # of the step
-        self._beyond = Line()  # time of pass and commit beyond calibration, by draft tokens per row
+        self._beyond = Line(least=-0.5)  # time of pass and commit beyond calibration, by draft tokens per row
         self._drafting = Line()  # draft time by tree levels, after a step that also drafted
         self._drafted = False  # whether the last step did
         self._tokens, self._time = 1.0, 1.0  # recent tokens and time

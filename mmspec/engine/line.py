@@ -12,9 +12,13 @@ class Line:
     """``base + fixed + slope * x``, a time that grows with a tree, of which ``base`` is known.
 
     The slope comes from the differences of successive steps, which other load slows alike.
+
+    Args:
+        least: of ``fixed``; above the negative of the smallest base.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = 0.0) -> None:
+        self._least = least
         self.fixed = self.slope = 0.0
         self._last: tuple[float, float] | None = None
         self._spread = self._common = 0.0
@@ -34,7 +38,7 @@ class Line:
             self._common = _DECAY * self._common + more * (y - self._last[1])
         self.slope = max(self._common + _PRIOR * guess, 0.0) / (self._spread + _PRIOR)
         self._last = x, y
-        self.fixed += self._weight * (y - self.slope * x - self.fixed)
+        self.fixed = max(self.fixed + self._weight * (y - self.slope * x - self.fixed), self._least)
         self._weight = max(_FADE, self._weight / (1.0 + self._weight))
 
     def interrupt(self) -> None:

@@ -284,6 +284,14 @@ def test_plain_steps_are_measured_for_each_size_of_batches_and_anew():
     assert budget._trial._gains[-1] == pytest.approx(2 - 1.1)
 
 
+def test_trees_that_cost_less_than_calibrated_are_taken():
+    budget = adaptive(DEARER)
+    for size in [0, 16, 16, 16] * 30:
+        budget.observe(size + 1, [[0]], 0.0, 1.0 if size == 0 else 0.5 * DEARER(size + 1))
+    assert budget.take([[0.8**i for i in range(1, 9)]]) >= 4
+    assert min(budget._extra(size) for size in range(1, 17)) >= 0.0
+
+
 def test_tokens_that_a_grammar_forces_in_the_first_step_show_nothing():
     budget = AdaptiveBudget(FREE)
     budget.observe(4, [[0, 1, 2, 3]], 0.1, 1.0)
