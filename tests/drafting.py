@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from tests.draft_checks import check_drafts
 from tests.targets import prompt_of, row_of
 from tests.tiny.models import msd_network

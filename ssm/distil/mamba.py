@@ -14,7 +14,7 @@ from mmspec.distil.tasks import DrafterSetup
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.distil.options import MambaOptions
-from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.training.loss import LossOutput

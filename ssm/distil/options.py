@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmspec.checks import again
 from mmspec.distil.options import TreeOptions
-from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba import MambaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

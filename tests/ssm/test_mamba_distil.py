@@ -22,7 +22,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.ssm.cli.drafters import mamba
 from mmspec.ssm.distil.mamba import forward_kl
-from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba import MambaConfig
 from mmspec.ssm.drafters.mamba.drafter import Mamba
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
 from mmspec.targets.transformers_target import TransformersTarget

@@ -34,9 +34,9 @@ from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
 from mmspec.drafters.shape import LayerShape, RotaryShape
-from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba import MambaConfig
 from mmspec.ssm.drafters.mamba.network import MambaNetwork
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.network import MSDNetwork
 from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
 from tests.tiny.configs import (

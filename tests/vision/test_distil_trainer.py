@@ -32,7 +32,7 @@ from mmspec.errors import UserError
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
 from mmspec.vision.cli.drafters import flash, msd
 from mmspec.vision.distil.msd import fit_projection
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.network import MSDNetwork
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
 from tests.model_folders import save_llava

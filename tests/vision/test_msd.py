@@ -9,7 +9,7 @@ from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.eagle.drafter import Eagle
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.network import MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of

@@ -23,7 +23,7 @@ from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, convert, read_pub
 from mmspec.drafters.eagle3 import network as published_eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.drafter import LAYOUT, MSD
 from mmspec.vision.drafters.msd.network import MSDNetwork
 from tests.targets import prompt_of

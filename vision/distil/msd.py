@@ -18,7 +18,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.vision.distil.objective import HiddenStateObjective
 from mmspec.vision.distil.options import FlashOptions, MSDOptions
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD, Flash
 from mmspec.vision.drafters.msd.network import MSDNetwork
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, again, option, unset, whole
 from mmspec.distil.options import HeadOptions, Passes, TreeOptions
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
-from mmspec.ssm.drafters.mamba.config import MambaConfig
+from mmspec.ssm.drafters.mamba import MambaConfig
 from mmspec.ssm.drafters.mamba.network import MambaNetwork, State
 from mmspec.targets.support import lay_out_for_few_rows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmspec.drafters.eagle.drafter import Eagle, Entries
 from mmspec.drafters.eagle.network import EagleNetwork, Layout
 from mmspec.drafters.hidden_state.entries import packing, take
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
 from mmspec.vision.drafters.msd.network import MSDNetwork
 

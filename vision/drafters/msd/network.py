@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images, Latents, compress, find_images
 
 

@@ -17,7 +17,7 @@ from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
 from mmspec.drafters.eagle.network import Layout
-from mmspec.vision.drafters.msd.config import MSDConfig
+from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
 from mmspec.vision.drafters.msd.network import MSDNetwork
