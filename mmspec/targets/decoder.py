@@ -24,7 +24,7 @@ from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.stack import Stack, first_layers
+from mmspec.targets.stack import first_layers
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 
 
@@ -63,10 +63,8 @@ class Decoder:
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
-        first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        self._merged: Stack | None = getattr(first, "stack", None)  # the layers as one call
-        if self._merged is not None:
-            self._merged.direct = None  # tried anew
+        self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
+        self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
@@ -101,22 +99,30 @@ class Decoder:
         """The named features of one pass of the decoder, and ``"last"``."""
         biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
         with self._applied(), biases:
-            stack = self._merged
-            if stack is not None and (states := stack.states(self._module, inputs, cache)) is not None:
-                return self._named(states, names)
+            if (states := self._stack_states(inputs, cache)) is not None:
+                layers = {name: layer_of(name) for name in names}
+                features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
+                features["last"] = self._module.norm(states[-1])
+                return {name: self._in_dtype(state) for name, state in features.items()}
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
 
-    def _named(self, states: list[Tensor], names: Sequence[Feature]) -> dict[Feature, Tensor]:
-        """The named features, and ``"last"``, of the layers' inputs and the last one's output."""
-        layers = {name: layer_of(name) for name in names}
-        features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-        features["last"] = self._module.norm(states[-1])
-        return {name: self._in_dtype(state) for name, state in features.items()}
-
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
+
+    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
+        """Inputs of the layers and the last one's output by ``Stack.states``, if a pass gives that output's norm."""
+        stack = getattr(self._first, "stack", None) if self._direct is not False else None
+        if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
+            return None
+        nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
+        states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
+        if states is None:
+            return None
+        if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
+            self._direct = torch.equal(self._run(inputs, cache), self._module.norm(states[-1]))
+        return states if self._direct else None
 
     def prefill(
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]

@@ -21,50 +21,41 @@ class Stack:
 
     In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
     own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
-
-    Attributes:
-        direct: whether ``states`` gives what a pass of the decoder does, which may scale its embeddings, or do more
-            after the last layer; None: not tried.
     """
 
     def __init__(self, layers: list[MergedLayer]) -> None:
         self._layers = layers
         self._outputs: list[Tensor] = []
-        self.direct: bool | None = None
         self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
         for place, layer in enumerate(layers):
             layer.place, layer.stack = place, self
 
-    def states(self, decoder: Any, inputs: dict[str, Any], cache: Any) -> list[Tensor] | None:
+    def states(
+        self, decoder: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
+    ) -> list[Tensor] | None:
         """Inputs of the layers and the output of the last, without a pass of the decoder.
 
         Args:
-            decoder: the decoder with these layers, followed by ``norm``.
-            inputs: the decoder's: ``input_ids`` and ``position_ids``, (batch, nodes) int64, and ``attention_mask``,
-                (batch, 1, nodes, slots) bool or additive, None for single nodes that attend to all slots.
+            decoder: a decoder with these layers whose embeddings go to the first of them as they are.
+            tokens: (batch, nodes) int64.
+            positions: (batch, nodes) int64.
+            mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
+            cache: a ``TreeCache``.
 
         Returns:
             (batch, nodes, hidden) each; None where a pass of the decoder is needed.
         """
-        if not self.whole or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
-            return None
-        tokens, positions, mask = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
         hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
         usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
         changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
-        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}):
+        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}) or self._weights is None:
             return None
         x, highest = decoder.embed_tokens(tokens), int(positions.max())
         if highest >= len(self._rotations):
             known = torch.arange(2 * (highest + 1), device=x.device)[None]
             self._rotations = rotation_of(*decoder.rotary_emb(x, position_ids=known))[0]
         outputs = self._computed(x, self._rotations[positions], mask, cache)
-        if outputs is None:
-            return None
-        if self.direct is None:
-            output = decoder(use_cache=True, past_key_values=cache, **inputs)[0]
-            self.direct = torch.equal(output, decoder.norm(outputs[-1]))
-        return [x, *outputs] if self.direct else None
+        return None if outputs is None else [x, *outputs]
 
     def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
         """A layer's output; None where the layer has to compute it."""
@@ -88,11 +79,6 @@ class Stack:
         *inner, last = cpu.decode(self._weights, *inputs, storage, start)
         return [*inner, self._layers[-1].rounded(last)]
 
-    @property
-    def whole(self) -> bool:
-        """Whether one call computes all layers, as far as ``states`` has tried."""
-        return self._weights is not None and self.direct is not False
-
     @cached_property
     def _weights(self) -> Any:
         """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
@@ -101,7 +87,7 @@ class Stack:
         return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_weights"} | {"_outputs": []}
+        return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
 
 
 def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:

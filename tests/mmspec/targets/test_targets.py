@@ -186,11 +186,11 @@ def test_layers_computed_in_one_call_give_their_states():
     layers, calls = model.get_decoder().layers, []
 
     class Stack:
-        def states(self, decoder, inputs, cache):
+        def states(self, decoder, tokens, positions, mask, cache):
             states = []
             hooks = [layer.register_forward_pre_hook(lambda _, a: states.append(a[0])) for layer in layers]
             hooks.append(layers[-1].register_forward_hook(lambda _, a, out: states.append(out)))
-            decoder(past_key_values=cache, **inputs)
+            decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache)
             for hook in hooks:
                 hook.remove()
             calls.append(len(states))
