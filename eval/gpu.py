@@ -1,40 +1,50 @@
-"""GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json`` starts nothing new after eight minutes.
+"""GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json``, at most ten minutes.
 
-Nothing is downloaded. The most important parts come first: memory bandwidth; 7B and 8B models built on the device,
-with single passes and whole answers at batch size 1 (``mmspec.eval.kernels.gpu_models``); every kernel against its
-memory floor and against what transformers uses (``mmspec.eval.kernels.gpu_kernels``); a 13B model; larger batches.
+Nothing is downloaded. The most important parts come first: tokens of small models on the device, and on one of 7B
+parameters that is built there, verify passes, drafts, whole answers and transformers' ``generate``; then kernels, and a
+hybrid of 8B parameters (``mmspec.eval.kernels.gpu_models``, ``gpu_kernels``).
 
-The file is written after every row, and a later call with the same file resumes. A part that fails is recorded, and the
-others still run, unless the failure left the device unusable.
+Each part runs in a process of its own (``mmspec.eval.kernels.gpu_parts``): a part that fails is recorded, and the
+others still run. The file is written after every row, and a later call with the same file resumes.
 
 ``--quick --device cpu`` runs the same on tiny shapes, as a rehearsal; its times mean nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
 
 import click
 import torch
+from rich.table import Table
 
 from mmspec import plugins
+from mmspec.checks import nearest
 from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
-from mmspec.eval.harness.output import BenchmarkCommand, print_result
+from mmspec.eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console, write_result
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.eval.kernels.gpu_kernels import KernelTimer
-from mmspec.eval.kernels.gpu_parts import Rows, describe_machine, finished_parts, rows_or_error, run_parts
+from mmspec.eval.kernels.gpu_parts import (
+    Row,
+    Rows,
+    describe_machine,
+    failures,
+    finished_parts,
+    row_or_error,
+    run_parts,
+    write_rows,
+)
 from mmspec.eval.scale_up.axes import SHAPES, Shape
 from mmspec.eval.scale_up.models import shape_of
 from mmspec.loading import load_target
-
-_MODEL_SECONDS = 40.0  # least time left to start a model with
-_MEMORY_SHARE = 0.95  # of the device's memory that a prompt may need
 
 
 @dataclass(frozen=True)
@@ -42,47 +52,57 @@ class GpuPlan:
     """What the GPU benchmark measures.
 
     Attributes:
-        shapes: embedded model and its drafters, for each preset of ``mmspec.eval.scale_up``.
-        batches: batch sizes; those after the first are measured at the first prefix and tree size only.
-        prefixes: prefix lengths in tokens.
-        nodes: nodes of verify passes and kernels, root included; answers are decoded with one draft token less.
+        model, hybrid: presets of ``mmspec.eval.scale_up``.
+        batch: the batch size beside 1.
+        prefix: prefix length of passes in tokens; ``long_prefix`` at batch size 1 of ``model``, too.
+        nodes: nodes of verify passes, root included.
+        trees, chains: draft tokens per step of answers.
         vocab: vocabulary size of the kernels of sampling.
-        new, rounds: new tokens per answer, and rounds at the first batch size.
+        new: new tokens per answer.
+        groups: of prompts that are answered, at least; their steps are 64 or more together.
+        calls: of passes and drafts in succession.
+        lengths: new tokens of short and long answers of ``generate``.
     """
 
-    shapes: dict[str, tuple[str, str]]
-    batches: tuple[int, ...] = (1, 4, 16)
-    prefixes: tuple[int, ...] = (1000, 8000)
-    nodes: tuple[int, ...] = (16, 32, 64)
+    model: str = "7b"
+    hybrid: str = "8b-hybrid"
+    batch: int = 8
+    prefix: int = 1000
+    long_prefix: int = 8000
+    nodes: tuple[int, ...] = (1, 8, 16, 32, 64)
+    trees: tuple[int, ...] = (15, 31, 59)
+    chains: tuple[int, ...] = (3, 5, 8)
     vocab: int = 32064
     new: int = 128
-    rounds: int = 2
+    groups: int = 16
+    calls: int = 64
+    lengths: tuple[int, int] = (32, 96)
+    shapes: Mapping[str, tuple[str, str]] = field(
+        default_factory=lambda: {"7b": ("tiny-llava", "msd,flash"), "8b-hybrid": ("tiny-hybrid", "flash,ngram")}
+    )
 
 
-_VISION = "msd,flash"
-FULL = GpuPlan(
-    {
-        "7b": ("tiny-llava", _VISION),
-        "8b-hybrid": ("tiny-hybrid", "flash,ngram"),
-        "13b": ("tiny-llava", _VISION),
-    }
-)
+FULL = GpuPlan()
 QUICK = GpuPlan(
-    {"7b": ("tiny-llava", _VISION)},
-    batches=(1, 2),
-    prefixes=(20,),
-    nodes=(4, 8),
+    batch=2,
+    prefix=20,
+    long_prefix=40,
+    nodes=(1, 4, 8),
+    trees=(7,),
+    chains=(3,),
     vocab=99,
-    new=6,
-    rounds=1,
+    new=8,
+    groups=1,
+    calls=3,
+    lengths=(2, 4),
 )
 
 
 class GpuBenchmark:
-    """One run of the GPU benchmark.
+    """The parts of the GPU benchmark.
 
     Args:
-        seconds: after so long, nothing new is started.
+        seconds: after which no part goes on.
         quick: use tiny shapes.
     """
 
@@ -90,15 +110,14 @@ class GpuBenchmark:
         self.plan, self.device, self.quick = plan, device, quick
         self.deadline = clock() + seconds
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.bandwidth = 0.0
 
-    @property
-    def seconds_left(self) -> float:
-        return self.deadline - clock()
+    @cached_property
+    def bandwidth(self) -> float:
+        return gpu_kernels.copy_bandwidth(self.device)
 
-    @property
+    @cached_property
     def timer(self) -> KernelTimer:
-        return KernelTimer(self.device, self.bandwidth, self.dtype)
+        return KernelTimer(self.device, self.bandwidth, self.dtype, 2 if self.quick else 32)
 
     def shape(self, preset: str) -> Shape:
         """The preset's shape, or the embedded model's own in a quick run."""
@@ -107,126 +126,241 @@ class GpuBenchmark:
         folder = str(plugins.find("models", self.plan.shapes[preset][0])())
         return shape_of(load_target(folder, "cpu", "float32")[0].config)
 
-    def parts(self) -> dict[str, Callable[[], Rows]]:
-        """All parts by name, in order."""
-        single, *more = self.plan.batches
-        *first, last = [(f"model {preset}", partial(self.model, preset, (single,))) for preset in self.plan.shapes]
+    def parts(self) -> dict[str, tuple[float, Callable[[], Rows]]]:
+        """Limit in seconds and rows of each part by name, in order."""
+        model, hybrid = self.plan.model, self.plan.hybrid
         return {
-            "memory": self.memory,
-            **dict(first),
-            "attention": self.attention,
-            "verification": self.verification,
-            "growing": self.growing,
-            "compaction": self.compaction,
-            "scans": self.scans,
-            **dict([last]),
-            **{f"batches {preset}": partial(self.model, preset, tuple(more)) for preset in self.plan.shapes},
+            "machine": (40, self.machine),
+            "tokens": (90, self.tokens),
+            f"passes {model}": (120, partial(self.passes, model)),
+            f"answers {model}": (200, partial(self.answers, model)),
+            f"generate {model}": (200, self.generate),
+            f"batch {model}": (150, partial(self.answers, model, self.plan.batch)),
+            f"sampling {model}": (120, partial(self.answers, model, temperature=0.8, top_p=0.95)),
+            "kernels": (120, self.kernels),
+            f"passes {hybrid}": (120, partial(self.passes, hybrid)),
+            f"answers {hybrid}": (150, partial(self.answers, hybrid)),
         }
 
-    def memory(self) -> Rows:
-        """Bandwidth of the device's memory."""
-        self.bandwidth = gpu_kernels.copy_bandwidth(self.device)
-        yield {"copy_gb_per_second": self.bandwidth / 1e9}
+    def machine(self) -> Rows:
+        """The device, and the bandwidth of its memory."""
+        yield {**describe_machine(self.device), "copy_gb_per_second": self.bandwidth / 1e9}
 
-    def attention(self) -> Rows:
-        plan = self.plan
-        for preset in plan.shapes:
-            shape = self.shape(preset)
-            for batch in (plan.batches[0], plan.batches[-1]) if preset == "7b" else plan.batches[:1]:
-                for prefix in plan.prefixes:
-                    for nodes in (1, plan.nodes[-1]) if batch == 1 else plan.nodes[-1:]:
-                        if batch * prefix <= 20_000:
-                            yield {
-                                "shape": preset,
-                                **gpu_kernels.time_attention(self.timer, shape, batch, prefix, nodes),
-                            }
+    def tokens(self) -> Rows:
+        """Whether the embedded models say on the device what they say on a CPU."""
+        for name, drafters in (
+            ("tiny-llava", ("msd", "flash", "recycle", "ngram")),
+            ("tiny-hybrid", ("flash", "mamba")),
+        ):
+            step = partial(gpu_models.check_tokens, name, drafters, self.device, 12 if self.quick else 48)
+            yield from row_or_error(step, self.device, model=name)
 
-    def verification(self) -> Rows:
-        for batch in (self.plan.batches[0], self.plan.batches[-1]):
-            yield from gpu_kernels.time_verification(self.timer, batch, self.plan.nodes[-1], self.plan.vocab)
-
-    def growing(self) -> Rows:
-        for batch in (self.plan.batches[0], self.plan.batches[-1]):
-            yield from gpu_kernels.time_growth(self.timer, batch, self.plan.vocab)
-
-    def compaction(self) -> Rows:
-        shape = self.shape("7b")
-        for batch in self.plan.batches:
-            yield gpu_kernels.time_compaction(self.timer, shape, batch, self.plan.nodes[-1], 1024)
-
-    def scans(self) -> Rows:
-        """Mamba-2 tree operations."""
-        for name in ("small",) if self.quick else ("bamba", "nemotron"):
-            for nodes in (1, *self.plan.nodes):
-                yield from gpu_kernels.time_scans(self.timer, name, 1, nodes)
-
-    def model(self, preset: str, batches: tuple[int, ...]) -> Rows:
-        """Verify passes, calibration and whole answers of a scaled-up model."""
+    def _build(self, preset: str) -> gpu_models.ScaledModel:
         name, drafters = self.plan.shapes[preset]
-        if self.seconds_left < _MODEL_SECONDS:
-            raise TimeoutError(f"{self.seconds_left:.0f} s are left: a model needs {_MODEL_SECONDS:.0f}")
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        model = gpu_models.build_scaled_model(name, self.shape(preset), drafters, self.device, self.dtype)
-        parameters = model.pipe.model.num_parameters()
-        yield {"parameters": parameters, "weight_bytes": model.weight_bytes, "build_seconds": model.build_seconds}
-        for step in self._model_steps(model, self.shape(preset), batches):
-            if self.seconds_left > 0:
-                yield from rows_or_error(step, self.device)
-        if self.device.type == "cuda":
-            yield {"most_memory_bytes": torch.cuda.max_memory_allocated(self.device)}
+        return gpu_models.build_scaled_model(name, self.shape(preset), drafters, self.device, self.dtype)
 
-    def _model_steps(
-        self, model: gpu_models.ScaledModel, shape: Shape, batches: tuple[int, ...]
-    ) -> list[Callable[[], Rows]]:
-        plan, hybrid, first = self.plan, shape.mamba is not None, batches == self.plan.batches[:1]
-        prefixes, nodes = (plan.prefixes, plan.nodes) if first else (plan.prefixes[:1], plan.nodes[:1])
-        rounds, sizes = plan.rounds if first else 1, tuple(n - 1 for n in nodes)
-        steps: list[Callable[[], Rows]] = []
-        for batch in batches:
-            steps += [partial(self._passes, model, shape, batch, prefix, nodes) for prefix in prefixes]
-        steps.append(partial(gpu_models.calibrate, model, refresh=first))
-        for batch in batches:
-            steps.append(partial(gpu_models.time_answers, model, batch, sizes, plan.new, rounds, hybrid))
-        return steps
+    def passes(self, preset: str) -> Rows:
+        """Verify passes, commits and drafts of a scaled-up model, EAGLE-3 and DFlash of random weights included."""
+        plan, model = self.plan, self._build(preset)
+        yield {"weight_gb": model.weight_bytes / 1e9, "build_seconds": model.build_seconds}
+        model.drafters |= gpu_models.random_drafters(model.pipe.target)
+        cases = [(1, plan.prefix), (plan.batch, plan.prefix)]
+        if preset == plan.model:
+            cases.append((1, plan.long_prefix))
+        else:
+            cases[1] = plan.batch, plan.prefix // 4  # transformers' prefill of these layers takes 4 GB per 1,000 tokens
+        for batch, prefix in cases:
+            step = partial(gpu_models.time_passes, model, batch, prefix, plan.nodes, self.bandwidth, plan.calls)
+            yield from row_or_error(step, self.device, batch=batch, prefix=prefix)
 
-    def _passes(
-        self, model: gpu_models.ScaledModel, shape: Shape, batch: int, prefix: int, nodes: tuple[int, ...]
-    ) -> Rows:
-        if self.device.type == "cuda":
-            needed, total = gpu_models.needed_bytes(shape, batch, prefix), torch.cuda.mem_get_info(self.device)[1]
-            if needed > _MEMORY_SHARE * total:
-                raise MemoryError(f"batch {batch} at prefix {prefix} needs {needed / 1e9:.0f} of {total / 1e9:.0f} GB")
-        yield gpu_models.time_passes(model, batch, prefix, nodes, self.bandwidth)
+    def answers(self, preset: str, batch: int = 1, **sampling: float) -> Rows:
+        """Whole answers of a scaled-up model: plainly, with trees and with chains."""
+        plan, model = self.plan, self._build(preset)
+        fewer = bool(batch > 1 or sampling)
+        trees, chains = (plan.trees[:2], plan.chains[1:2]) if fewer else (plan.trees, plan.chains)
+        requests = gpu_models.gpu_requests(preset == plan.hybrid, plan.groups * batch)
+        groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
+        methods = gpu_models.answer_methods(model, trees, chains, adaptive=not fewer)
+        options = {"temperature": 0.0, **sampling, "max_new_tokens": plan.new}
+        yield from gpu_models.time_answers(model, methods, groups, **options)
+
+    def generate(self) -> Rows:
+        """transformers' ``generate`` with a dynamic, a static and a compiled cache."""
+        model = self._build(self.plan.model)
+        for batch in (1, self.plan.batch):
+            for mode in gpu_models.GENERATE_MODES:
+                step = partial(gpu_models.time_generate, model, mode, batch, self.plan.lengths, 3)
+                yield from row_or_error(step, self.device, method=f"generate {mode}", batch=batch)
+
+    def kernels(self) -> Rows:
+        """Every kernel against its memory floor."""
+        plan, timer, largest = self.plan, self.timer, self.plan.nodes[-1]
+        steps: list[Callable[[], Row | Rows]] = []
+        for preset in (plan.model, plan.hybrid):
+            for batch, prefix in ((1, plan.prefix), (1, plan.long_prefix), (plan.batch, plan.prefix)):
+                for nodes in (1, largest):
+                    steps.append(
+                        partial(gpu_kernels.attention_rows, timer, preset, self.shape(preset), batch, prefix, nodes)
+                    )
+        for batch in (1, plan.batch):
+            steps += [
+                partial(gpu_kernels.verification_rows, timer, batch, largest, plan.vocab),
+                partial(gpu_kernels.growth_rows, timer, batch, plan.vocab),
+                partial(gpu_kernels.compaction_row, timer, self.shape(plan.model), batch, largest),
+            ]
+            for name in ("small",) if self.quick else ("bamba", "nemotron"):
+                steps += [partial(gpu_kernels.scan_rows, timer, name, batch, nodes) for nodes in (1, 16, largest)]
+        for step in steps:
+            yield from row_or_error(step, self.device, operation=step.func.__name__)  # type: ignore[attr-defined]
 
 
 CAVEAT = "models are small trained ones in these shapes: acceptance is the small model's, time is the big shape's"
+
+# ---------------------------------------------------------------------- tables
+
+
+def _plain(name: str, header: str = "") -> Column:
+    return header or name, "{" + name + "}"
+
+
+def _number(name: str, header: str = "", digits: int = 2) -> Column:
+    return header or name.removesuffix("_ms").replace("_", " "), f"{{{name}:.{digits}f}}"
+
+
+_RATE, _PER_STEP = _number("tokens_per_second", "tokens/s", 1), _number("tokens_per_step", "tokens/step")
+_MEMORY: Column = "GB", lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else ""
+_ANSWERS: list[Column] = [
+    *(_plain("method"), _plain("steps"), ("per step", _PER_STEP[1])),
+    *(_number("step_ms"), _number("draft_ms"), _number("verify_ms"), _number("rest_ms"), _number("idle_ms")),
+    *(
+        _RATE,
+        ("vs plain", "{ratio_plain:.2f}x"),
+        ("equal", "{equal}/{groups}"),
+        _plain("captures", "graphs"),
+        _MEMORY,
+    ),
+]
+_COLUMNS: dict[str, list[Column]] = {
+    "machine": [
+        *map(_plain, ("device", "kernels", "python", "torch", "triton", "transformers", "commit")),
+        _number("copy_gb_per_second", "copy, GB/s", 0),
+    ],
+    "tokens": [_plain("model"), _plain("drafter"), ("equal to the CPU's", "{equal_cpu}/{answers}"), _PER_STEP],
+    "answers": _ANSWERS,
+    "batch": _ANSWERS,
+    "sampling": _ANSWERS,
+    "generate": [_plain("method"), _plain("batch"), _number("token_ms", "token"), _RATE, _MEMORY],
+    "kernels": [
+        *map(_plain, ("operation", "shape", "batch", "prefix", "nodes", "vocab")),
+        *(_number("us", "us", 1), _number("floor_us", "floor, us", 1), ("over floor", "{over_floor:.2f}x")),
+        ("error", "{error:.0e}"),
+    ],
+}
+_MILLISECONDS = ("answers", "batch", "sampling", "generate", "passes")
+
+
+def _pass_columns(rows: Sequence[Row]) -> list[Column]:
+    """Passes by number of nodes, the commit, and drafts by drafter."""
+
+    def cell(group: str, name: str) -> Column:
+        header = f"{name} node{'s' * (name != '1')}" if group == "pass_ms" else name
+        return header, lambda row: f"{row[group][name]:.2f}" if name in row[group] else ""
+
+    nodes, drafters = (list(dict.fromkeys(name for row in rows for name in row[g])) for g in ("pass_ms", "draft_ms"))
+    return [
+        *(_plain("batch"), _plain("prefix"), *(cell("pass_ms", name) for name in nodes), _number("floor_ms")),
+        ("plain of floor", "{plain_of_floor:.0%}"),
+        *(_number("commit_ms"), *(cell("draft_ms", name) for name in drafters), _MEMORY),
+    ]
+
+
+def part_table(name: str, part: Mapping[str, Any]) -> Table:
+    """The rows of a part, without columns that are empty."""
+    kind, rows = name.split()[0], [row for row in part["rows"] if "where" not in row]
+    if kind == "passes":
+        rows = [row for row in rows if "pass_ms" in row]
+    columns = _pass_columns(rows) if kind == "passes" else _COLUMNS[kind]
+    used = [column for column in columns if not isinstance(column[1], str) or any(_has(column[1], row) for row in rows)]
+    return make_table(used, rows, title=f"{name}, milliseconds" if kind in _MILLISECONDS else name)
+
+
+def _has(cell: str, row: Row) -> bool:
+    (name,) = re.findall(r"^{(\w+)", cell)
+    return row.get(name) is not None
+
+
+def summary(content: Mapping[str, Any], plan: GpuPlan) -> Table:
+    """Tokens per second at batch size 1: plain decoding, each drafter's best chain and best tree, and ``generate``."""
+    parts = content["parts"]
+
+    def rows(part: str) -> list[Row]:
+        return [row for row in parts.get(part, {"rows": []})["rows"] if row.get("batch") == 1 and "where" not in row]
+
+    answers, best = rows(f"answers {plan.model}"), {}
+    for row in sorted(answers, key=lambda row: row["tokens_per_second"]):
+        best[tuple(row["method"].split()[:2])] = row  # drafter and shape
+    chosen = [*best.values(), *rows(f"generate {plan.model}")]
+    chosen.sort(key=lambda row: row["tokens_per_second"])
+    columns = [_plain("method"), _RATE, _PER_STEP, _number("step_ms", "step, ms")]
+    return make_table(columns, chosen, title=f"Tokens per second, {plan.model}, batch size 1")
+
+
+# ---------------------------------------------------------------------- command
 
 
 @click.command(cls=BenchmarkCommand)
 @click.option("--out", type=OUT_FILE, help="Write the JSON result to this file after every row.")
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--minutes", default=8.0, show_default=True, help="Start nothing new after this time.")
+@click.option("--minutes", default=10.0, show_default=True, help="End after this time.")
 @click.option("--quick", is_flag=True, help="Tiny shapes, as a rehearsal.")
+@click.option("--only", multiple=True, metavar="PART", help="Run this part; may be repeated.")
 @click.option("--skip", multiple=True, metavar="PART", help="Leave a part out; may be repeated.")
+@click.option("--rows", is_flag=True, hidden=True, help="Run one part in this process, and print its rows.")
 @torch.inference_mode()
-def main(out: Path | None, device: str, minutes: float, quick: bool, skip: tuple[str, ...]) -> None:
+def main(
+    out: Path | None, device: str, minutes: float, quick: bool, only: tuple[str, ...], skip: tuple[str, ...], rows: bool
+) -> None:
     """Measure a GPU: a table for each part, then one JSON line."""
     where = torch.device(device)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UserError("expected a CUDA device, found none (--device cpu --quick rehearses without one)")
     if where.type != "cuda" and not quick:
         raise UserError(f"real shapes need a CUDA device: got {device!r} (--quick takes tiny ones)")
-    benchmark = GpuBenchmark(QUICK if quick else FULL, where, 60 * minutes, quick)
-    content: dict[str, Any] = {"caveat": CAVEAT, **describe_machine(where), "quick": quick, "parts": {}}
-    content["parts"] = finished_parts(out, content, skip)
-    if known := content["parts"].get("memory"):
-        benchmark.bandwidth = 1e9 * known["rows"][0]["copy_gb_per_second"]
-    run_parts(benchmark.parts(), content, out, where, skip)
+    plan = QUICK if quick else FULL
+    benchmark = GpuBenchmark(plan, where, 60 * minutes, quick)
+    parts = benchmark.parts()
+    for name in (*only, *skip):
+        if name not in parts:
+            raise UserError(
+                f"unknown part: expected one of {', '.join(parts)}, got {name!r}{nearest(name, list(parts))}"
+            )
+    chosen = {name: limit for name, (limit, _) in parts.items() if name in (only or parts) and name not in skip}
+    if rows:
+        (name,) = chosen
+        write_rows(parts[name][1]())
+    content: dict[str, Any] = {"caveat": CAVEAT, **describe_machine(where), "quick": quick}
+    content["parts"] = finished_parts(out, content)
+    console = wide_console()
+
+    def save() -> None:
+        if out is not None:
+            write_result(content, out)
+
+    def report(name: str) -> None:
+        part = content["parts"][name]
+        console.print(part_table(name, part))
+        state = part.get("skipped") or part.get("error", "done")
+        click.echo(f"{name}: {state}, {part.get('seconds', 0.0):.0f} s", err=True)
+
+    options = ["--device", device, *(["--quick"] if quick else [])]
+
+    def command(name: str) -> list[str]:
+        return [sys.executable, "-m", "mmspec.eval", "gpu", *options, "--only", name, "--rows"]
+
+    run_parts(chosen, content, command, benchmark.deadline, save, report)
+    console.print(summary(content, plan))
     print_result(content, out)
     if failed := failures(content):
-        raise click.ClickException(f"failed: {', '.join(failed)}")
-
-
-def failures(content: dict[str, Any]) -> list[str]:
-    return [name for name, part in content["parts"].items() if "error" in part]
+        reasons = "; ".join(f"{name} ({why})" for name, why in failed.items())
+        done = [name for name in content["parts"] if name not in failed]
+        raise click.ClickException(f"failed: {reasons}. Measured: {', '.join(done) or 'none'}")

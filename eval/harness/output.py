@@ -81,7 +81,7 @@ def make_table(
         **options: of ``rich.table.Table``, e.g. ``title`` and ``caption``.
     """
     table = Table(*(header for header, _ in columns), **options)
-    for row, following in zip(rows, [*rows[1:], None], strict=True):
+    for row, following in zip(rows, [*rows[1:], None], strict=False):
         end = following is not None and any(row[name] != following[name] for name in sections)
         table.add_row(
             *(_format(cell, row) if isinstance(cell, str) else cell(row) for _, cell in columns), end_section=end

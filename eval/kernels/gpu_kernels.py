@@ -1,14 +1,19 @@
-"""Timing of a decode step's kernels against their memory floor and their alternatives, for ``mmspec.eval.gpu``.
+"""Timing of a decode step's kernels against their memory floor, for ``mmspec.eval.gpu``.
 
-A kernel's floor is the bytes that it must read and write over the bandwidth of a large copy on the same device. Every
-kernel is checked against its torch reference before it is timed.
+A kernel's floor is the bytes that it must read and write over the bandwidth of a large copy on the same device. Many
+calls over as many buffers are one CUDA graph: launches then cost nothing, and no call finds its inputs in the L2 cache.
+Every kernel is compared with its torch reference in float32 before it is timed.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from time import perf_counter as clock
 from typing import Any
 from unittest import mock
 
@@ -18,7 +23,6 @@ from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
-from mmspec.eval.harness.measuring import interleaved_medians
 from mmspec.eval.scale_up.axes import Shape
 from mmspec.ssm import ops as mamba_ops
 
@@ -30,39 +34,55 @@ MAMBA_SHAPES = {
 """Layers of about tiny-hybrid's size, of Bamba-9B and of Nemotron-H-8B."""
 
 _WIDTH = 4  # of the convolution
-_CPU_ROUNDS = 5  # times on a CPU are a rehearsal only
+_REPLAYS = 20  # of a graph that is timed
+_BUFFER_BYTES = 6 << 30  # most memory of the inputs of a graph's calls
+TOLERANCE = 1e-2
+"""Allowed norm of the difference to the float32 reference, relative to the reference's."""
 
 
-def median_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call; on a GPU with a cold L2 cache before each call."""
-    if device.type == "cuda":
-        from triton.testing import do_bench
-
-        return do_bench(run, warmup=20, rep=80, return_mode="median") / 1000
-    return interleaved_medians({"call": run}, _CPU_ROUNDS, warm_up=0)["call"]
+def device_seconds(run: Callable[[], Any], device: torch.device, count: int, warm_up: int = 3) -> list[float]:
+    """Seconds of each of ``count`` calls in succession: between events on a GPU, else by the host's clock."""
+    for _ in range(warm_up):
+        run()
+    if device.type != "cuda":
+        marks = [clock()]
+        for _ in range(count):
+            run()
+            marks.append(clock())
+        return [end - start for start, end in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy larger than all caches."""
     source = torch.empty(1 << (30 if device.type == "cuda" else 22), dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    return 2 * source.numel() / median_seconds(lambda: target.copy_(source), device)
+    return 2 * source.numel() / statistics.median(device_seconds(lambda: target.copy_(source), device, _REPLAYS))
+
+
+def call_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Median time of one of several calls, which on a GPU are captured as one graph."""
+    if device.type != "cuda":
+        return statistics.median(device_seconds(lambda: [call() for call in calls], device, 3, 1)) / len(calls)
+    for call in calls:
+        call()  # compiles
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return statistics.median(device_seconds(graph.replay, device, _REPLAYS)) / len(calls)
 
 
 def reference_kernels() -> Any:
     """A context in which the torch reference of every operation runs."""
     return mock.patch.dict(os.environ, {"MMSPEC_KERNELS": "reference"})
-
-
-def check_against_reference(run: Callable[[], Tensor], tolerance: float = 0.0) -> None:
-    """Compare an operation with its torch reference.
-
-    Raises:
-        AssertionError: they differ.
-    """
-    output = run()
-    with reference_kernels():
-        torch.testing.assert_close(output, run(), atol=tolerance, rtol=tolerance)
 
 
 def binary_tree(batch: int, nodes: int, device: torch.device) -> TokenTree:
@@ -71,205 +91,255 @@ def binary_tree(batch: int, nodes: int, device: torch.device) -> TokenTree:
     return TokenTree(index, (index - 1).div(2, rounding_mode="floor"), check=False)
 
 
+def last_path(batch: int, nodes: int, device: torch.device) -> Tensor:
+    """The path to a binary tree's last node, a longest one, (batch, depth) int64."""
+    path = [nodes - 1]
+    while path[0]:
+        path.insert(0, (path[0] - 1) // 2)
+    return torch.tensor(path, device=device).expand(batch, -1).contiguous()
+
+
+class Inputs:
+    """Random inputs of one call.
+
+    Args:
+        exact: float32 tensors of the same values, for the reference.
+    """
+
+    def __init__(self, timer: KernelTimer, seed: int = 0, exact: bool = False) -> None:
+        self.device, self._dtype, self._exact = timer.device, timer.dtype, exact
+        self.generator = torch.Generator(timer.device).manual_seed(seed)
+
+    def randn(self, *size: int) -> Tensor:
+        """In the kernels' dtype."""
+        values = torch.randn(size, generator=self.generator, device=self.device).to(self._dtype)
+        return values.float() if self._exact else values
+
+    def rand(self, *size: int) -> Tensor:
+        """Uniform in [0, 1), float32."""
+        return torch.rand(size, generator=self.generator, device=self.device)
+
+
+Make = Callable[[Inputs], Callable[[], Tensor]]
+"""A call of a kernel on inputs of its own."""
+
+
 @dataclass(frozen=True)
 class KernelTimer:
-    """Times kernels.
+    """Checks and times kernels.
 
     Attributes:
         device: to run on.
         bandwidth: of the device's memory, in bytes per second.
         dtype: of the kernels' inputs.
+        count: calls of a graph, fewer where their inputs would take too much memory.
     """
 
     device: torch.device
     bandwidth: float
     dtype: torch.dtype
+    count: int = 32
 
-    def row(self, run: Callable[[], Any], num_bytes: int, **facts: Any) -> dict[str, Any]:
-        """A row of figures: microseconds of a call, of its floor, and their ratio.
+    def seconds(self, make: Make, input_bytes: int) -> float:
+        """Time of a call.
 
         Args:
-            num_bytes: that the call must read and write.
-            **facts: more fields of the row.
+            input_bytes: memory of a call's inputs and results.
         """
-        seconds, floor = median_seconds(run, self.device), num_bytes / self.bandwidth
-        return {**facts, "us": 1e6 * seconds, "floor_us": 1e6 * floor, "over_floor": seconds / floor}
+        count = max(1, min(self.count, _BUFFER_BYTES // input_bytes))
+        return call_seconds([make(Inputs(self, seed)) for seed in range(count)], self.device)
+
+    def row(
+        self, make: Make, num_bytes: int, *, differing: float | None = None, memory: float = 1.0, **facts: Any
+    ) -> dict[str, Any]:
+        """Compare a kernel with its reference, and time it.
+
+        Args:
+            num_bytes: that a call must read and write.
+            differing: allowed share of other choices, of a kernel that returns tokens or nodes: where sums decide,
+                their order may. None compares by norm.
+            memory: bytes of a call's tensors, in units of ``num_bytes``.
+            **facts: more fields of the row.
+
+        Returns:
+            ``facts``; ``error``, see ``difference``; microseconds of a call, of its floor, and their ratio.
+
+        Raises:
+            AssertionError: the results differ.
+        """
+        output = make(Inputs(self))()
+        with reference_kernels():
+            error = difference(output, make(Inputs(self, exact=True))(), choices=differing is not None)
+        allowed = TOLERANCE if differing is None else differing
+        assert error <= allowed, f"{facts['operation']} differs from its reference by {error:.2g}, more than {allowed}"
+        seconds, floor = self.seconds(make, int(memory * num_bytes) + 1), num_bytes / self.bandwidth
+        return {**facts, "error": error, "us": 1e6 * seconds, "floor_us": 1e6 * floor, "over_floor": seconds / floor}
 
 
-def time_attention(timer: KernelTimer, shape: Shape, batch: int, prefix: int, nodes: int) -> dict[str, Any]:
-    """Tree attention of one layer: the kernel, and torch's SDPA with repeated KV heads."""
-    g = torch.Generator(timer.device).manual_seed(0)
+def difference(output: Tensor, reference: Tensor, choices: bool) -> float:
+    """Share of other choices, or the norm of the difference relative to the reference's."""
+    if choices:
+        return float((output != reference).float().mean())
+    exact = reference.float()
+    return float((output.float() - exact).norm() / exact.norm())
 
-    def randn(heads: int, length: int) -> Tensor:
-        return torch.randn(batch, heads, length, shape.head_dim, generator=g, device=timer.device, dtype=timer.dtype)
 
-    query, slots = randn(shape.heads, nodes), prefix + nodes
-    key, value = randn(shape.kv_heads, slots), randn(shape.kv_heads, slots)
-    tree = binary_tree(batch, nodes, timer.device)
-    lengths = torch.full((batch,), prefix, device=timer.device)
-    mask = tree.ancestors.contiguous()
+def attention_rows(
+    timer: KernelTimer, name: str, shape: Shape, batch: int, prefix: int, nodes: int
+) -> Iterator[dict[str, Any]]:
+    """Tree attention of one layer, and two alternatives on the same inputs: attention by a mask as transformers does
+    it, with keys and values repeated for grouped queries; and fused attention of all nodes to all slots, which is the
+    lower bound."""
+    slots, group = prefix + nodes, shape.heads // shape.kv_heads
+    mask = binary_tree(batch, nodes, timer.device).ancestors.contiguous()
     full = torch.cat([mask.new_ones(batch, nodes, prefix), mask], dim=2)[:, None]
-    group = shape.heads // shape.kv_heads
+    lengths = torch.full((batch,), prefix, device=timer.device)
 
-    def attend() -> Tensor:
-        return ops.tree_attention(query, key, value, lengths, mask, start=lengths[:1])
+    def drawn(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        query = inputs.randn(batch, shape.heads, nodes, shape.head_dim)
+        key, value = inputs.randn(2, batch, shape.kv_heads, slots, shape.head_dim)
+        return query, key, value
 
-    def repeated() -> Tensor:
-        keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value)) if group > 1 else (key, value)
-        return F.scaled_dot_product_attention(query, keys, values, full).transpose(1, 2)
+    def tree(inputs: Inputs) -> Callable[[], Tensor]:
+        query, key, value = drawn(inputs)
+        return lambda: ops.tree_attention(query, key, value, lengths, mask, start=lengths[:1])
 
-    check_against_reference(attend, 2e-2)
-    torch.testing.assert_close(attend(), repeated(), atol=2e-2, rtol=2e-2)
-    size = query.element_size()
-    num_bytes = size * (key.numel() + value.numel() + 2 * query.numel())
-    facts = {"batch": batch, "prefix": prefix, "nodes": nodes, "heads": shape.heads, "kv_heads": shape.kv_heads}
-    row = timer.row(attend, num_bytes, **facts)
-    row["sdpa_us"] = 1e6 * median_seconds(repeated, timer.device)
-    return row
+    def masked(inputs: Inputs) -> Callable[[], Tensor]:
+        query, key, value = drawn(inputs)
+        repeat = partial(torch.Tensor.repeat_interleave, repeats=group, dim=1)
+        return lambda: F.scaled_dot_product_attention(query, repeat(key), repeat(value), full).transpose(1, 2)
 
+    def unmasked(inputs: Inputs) -> Callable[[], Tensor]:
+        query, key, value = drawn(inputs)
+        return lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=group > 1).transpose(1, 2)
 
-def time_verification(timer: KernelTimer, batch: int, nodes: int, vocab: int) -> list[dict[str, Any]]:
-    """Kernels of verification: longest accepted path, sampling at every node, rejection sampling of drawn trees."""
-    device = timer.device
-    tree = binary_tree(batch, nodes, device)
-    tree.max_depth = nodes.bit_length() - 1
-    g = torch.Generator(device).manual_seed(0)
-    probs, drawn = (torch.rand(batch, nodes, vocab, generator=g, device=device).pow_(8) for _ in range(2))
-    probs, drawn = (p / p.sum(-1, keepdim=True) for p in (probs, drawn))
-    uniforms, last = torch.rand(2, batch, nodes, generator=g, device=device)
-    choices = tree.tokens.roll(-1, 1)
-    with_probs = TokenTree(tree.tokens, tree.parents, draft_probs=drawn, check=False)
-    calls: dict[str, tuple[Callable[[], Tensor], int]] = {
-        "follow": (lambda: ops.follow(tree, choices), 8 * 4 * batch * nodes),
-        "quantile": (lambda: ops.quantile(probs, uniforms), 4 * probs.numel()),
-        "choose_drawn": (lambda: ops.choose_drawn(with_probs, probs, uniforms, last), 2 * 4 * probs.numel()),
-    }
-    # Another order of summation may flip a rejection that is decided by rounding.
-    allowed = {"choose_drawn": 0.005}
-    return [
-        compared_row(
-            timer, run, num_bytes, allowed.get(name, 0.0), operation=name, batch=batch, nodes=nodes, vocab=vocab
-        )
-        for name, (run, num_bytes) in calls.items()
-    ]
+    num_bytes = timer.dtype.itemsize * batch * shape.head_dim * 2 * (shape.kv_heads * slots + shape.heads * nodes)
+    facts = {"shape": name, "batch": batch, "prefix": prefix, "nodes": nodes}
+    for operation, make in (("tree attention", tree), ("masked attention", masked), ("unmasked attention", unmasked)):
+        yield timer.row(make, num_bytes, memory=1.0 + (make is masked) * group, operation=operation, **facts)
 
 
-def time_growth(
-    timer: KernelTimer, batch: int, vocab: int, width: int = 10, levels: int = 6, nodes: int = 59
-) -> list[dict[str, Any]]:
-    """Kernels of EAGLE-2 tree growth: the two of a level, without the drafter's layer, and the final pruning."""
-    g = torch.Generator(timer.device).manual_seed(0)
-    logits = torch.randn(batch, width, vocab, generator=g, device=timer.device).to(timer.dtype)
-    scores = torch.randn(batch, levels * width**2, generator=g, device=timer.device).sort(descending=True).values
-    tokens = torch.arange(scores.shape[1], device=timer.device).expand(batch, -1).contiguous()
-    parents, level = torch.div(tokens, width, rounding_mode="floor"), scores[:, : width**2].contiguous()
-    calls: dict[str, tuple[Callable[[], Tensor], int]] = {
-        "top_log_probs": (lambda: ops.top_log_probs(logits, width)[1], logits.numel() * logits.element_size()),
-        "next_beam": (lambda: ops.next_beam(level, tokens[:, : width**2], width)[1], 12 * level.numel()),
-        "keep_best": (lambda: ops.keep_best(tokens[:, 0], tokens, parents, scores, nodes)[1], 20 * scores.numel()),
-    }
-    facts = {"batch": batch, "vocab": vocab}
-    return [
-        compared_row(timer, run, num_bytes, tolerance=1e-4, operation=name, **facts)
-        for name, (run, num_bytes) in calls.items()
-    ]
-
-
-def compared_row(
-    timer: KernelTimer,
-    run: Callable[[], Tensor],
-    num_bytes: int,
-    differing: float = 0.0,
-    tolerance: float = 0.0,
-    **facts: Any,
-) -> dict[str, Any]:
-    """A row with the time of the torch reference too.
-
-    Args:
-        differing: allowed share of results that differ from the reference's by more than ``tolerance``.
-    """
-    output = run()
-    with reference_kernels():
-        share = float(((output - run()).abs() > tolerance).float().mean())
-    assert share <= differing, f"{facts['operation']} differs from its reference"
-    row = timer.row(run, num_bytes, **facts)
-    with reference_kernels():
-        row["plain_us"] = 1e6 * median_seconds(run, timer.device)
-    return row
-
-
-def time_compaction(timer: KernelTimer, shape: Shape, batch: int, nodes: int, slots: int) -> dict[str, Any]:
-    """KV compaction of a tree's longest path in all layers."""
-    size = (2 * shape.layers, batch, shape.kv_heads, slots, shape.head_dim)
-    storage = torch.randn(size, device=timer.device, dtype=timer.dtype)
+def verification_rows(timer: KernelTimer, batch: int, nodes: int, vocab: int) -> Iterator[dict[str, Any]]:
+    """Longest accepted path, sampling at every node, and rejection sampling of drawn trees."""
     tree = binary_tree(batch, nodes, timer.device)
-    path = tree.ancestors[0, -1].nonzero().T.expand(batch, -1).contiguous()
+    tree.max_depth = nodes.bit_length() - 1
+    choices = tree.tokens.roll(-1, 1)
+
+    def probs(inputs: Inputs) -> Tensor:
+        weights = inputs.rand(batch, nodes, vocab).pow_(8)
+        return weights.div_(weights.sum(-1, keepdim=True))
+
+    def follow(inputs: Inputs) -> Callable[[], Tensor]:
+        chosen = choices.clone()
+        return lambda: ops.follow(tree, chosen)
+
+    def quantile(inputs: Inputs) -> Callable[[], Tensor]:
+        p, uniforms = probs(inputs), inputs.rand(batch, nodes)
+        return lambda: ops.quantile(p, uniforms)
+
+    def choose_drawn(inputs: Inputs) -> Callable[[], Tensor]:
+        p, chances, last = probs(inputs), *inputs.rand(2, batch, nodes)
+        drawn = TokenTree(tree.tokens, tree.parents, draft_probs=probs(inputs), check=False)
+        return lambda: ops.choose_drawn(drawn, p, chances, last)
+
+    size = 4 * batch * nodes * vocab
+    facts = {"batch": batch, "nodes": nodes, "vocab": vocab}
+    yield timer.row(follow, 8 * 4 * batch * nodes, differing=0.0, operation="follow", **facts)
+    yield timer.row(quantile, size, differing=0.005, operation="quantile", **facts)
+    yield timer.row(choose_drawn, 2 * size, differing=0.005, memory=3.0, operation="choose_drawn", **facts)
+
+
+def growth_rows(
+    timer: KernelTimer, batch: int, vocab: int, width: int = 10, levels: int = 6, nodes: int = 59
+) -> Iterator[dict[str, Any]]:
+    """EAGLE-2 tree growth: the two kernels of a level, without the drafter's layer, and the final pruning."""
+    tokens = torch.arange(levels * width**2, device=timer.device).expand(batch, -1).contiguous()
+    parents = torch.div(tokens, width, rounding_mode="floor")
+
+    def top_log_probs(inputs: Inputs) -> Callable[[], Tensor]:
+        logits = inputs.randn(batch, width, vocab)
+        return lambda: ops.top_log_probs(logits, width)[1]
+
+    def scores(inputs: Inputs) -> Tensor:
+        return inputs.rand(*tokens.shape).sort(descending=True).values
+
+    def next_beam(inputs: Inputs) -> Callable[[], Tensor]:
+        level, ids = scores(inputs)[:, : width**2].contiguous(), tokens[:, : width**2].contiguous()
+        return lambda: ops.next_beam(level, ids, width)[1]
+
+    def keep_best(inputs: Inputs) -> Callable[[], Tensor]:
+        order = scores(inputs)
+        return lambda: ops.keep_best(tokens[:, 0], tokens, parents, order, nodes)[1]
+
+    logits_bytes = timer.dtype.itemsize * batch * width * vocab
+    facts = {"batch": batch, "vocab": vocab}
+    yield timer.row(top_log_probs, logits_bytes, operation="top_log_probs", **facts)
+    yield timer.row(next_beam, 12 * batch * width**2, differing=0.0, operation="next_beam", **facts)
+    yield timer.row(keep_best, 20 * tokens.numel(), differing=0.0, operation="keep_best", **facts)
+
+
+def compaction_row(timer: KernelTimer, shape: Shape, batch: int, nodes: int, slots: int = 1024) -> dict[str, Any]:
+    """KV compaction of a tree's longest path in all layers."""
+    path = last_path(batch, nodes, timer.device)
     lengths = torch.full((batch,), slots - nodes - 1, device=timer.device)
-    start = lengths[:1].clone()
-    before = storage.clone()
-    ops.compact_kv(storage, path, start, lengths)
-    with reference_kernels():
-        ops.compact_kv(before, path, start, lengths)
-    assert torch.equal(storage[..., :-1, :], before[..., :-1, :]), "compact_kv differs from its reference"
-    del before
-    # The root's slot does not move.
-    num_bytes = 2 * storage.element_size() * storage[:, :, :, 0].numel() * (path.shape[1] - 1)
-    facts = {"operation": "compact_kv", "batch": batch, "nodes": nodes, "layers": shape.layers}
-    return timer.row(lambda: ops.compact_kv(storage, path, start, lengths), num_bytes, **facts)
+
+    def compact(inputs: Inputs) -> Callable[[], Tensor]:
+        storage = inputs.randn(2 * shape.layers, batch, shape.kv_heads, slots, shape.head_dim)
+
+        def run() -> Tensor:
+            ops.compact_kv(storage, path, lengths[:1], lengths)
+            return storage[..., :-1, :]  # the last slot is a write sink
+
+        return run
+
+    moved = 2 * shape.layers * batch * shape.kv_heads * shape.head_dim * timer.dtype.itemsize
+    num_bytes = 2 * moved * (path.shape[1] - 1)  # the root's slot does not move
+    return timer.row(
+        compact, num_bytes, memory=slots * moved / num_bytes, operation="compact_kv", batch=batch, nodes=nodes
+    )
 
 
-class Mamba2Layer:
-    """Random inputs of one layer for one tree.
+def scan_rows(timer: KernelTimer, name: str, batch: int, nodes: int) -> Iterator[dict[str, Any]]:
+    """Tree scan, tree convolution and commit of a Mamba-2 layer; the floor is reading (and writing) its state.
 
     Args:
-        shape: one of ``MAMBA_SHAPES``.
+        name: one of ``MAMBA_SHAPES``.
     """
+    heads, head_dim, groups, size = (MAMBA_SHAPES[name][part] for part in ("heads", "head_dim", "groups", "state"))
+    shares = [heads * head_dim, groups * size, groups * size]
+    tree = binary_tree(batch, nodes, timer.device)
+    path = last_path(batch, nodes, timer.device)
+    window = mamba_ops.conv_window(tree.parents, _WIDTH)
+    a = -torch.linspace(0.5, 16, heads, device=timer.device)
 
-    def __init__(self, batch: int, nodes: int, dtype: torch.dtype, device: str, shape: dict[str, int]) -> None:
-        heads, head_dim, groups, size = (shape[name] for name in ("heads", "head_dim", "groups", "state"))
-        g = torch.Generator().manual_seed(0)
-        shares = [heads * head_dim, groups * size, groups * size]
+    def projected(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """x, step sizes, B, C and the state before the tree."""
+        x, b, c = inputs.randn(batch, nodes, sum(shares)).split(shares, dim=-1)
+        b, c = (t.unflatten(2, (groups, size)) for t in (b, c))
+        state = inputs.randn(batch, heads, head_dim, size).float()
+        return x.unflatten(2, (heads, head_dim)), inputs.rand(batch, nodes, heads), b, c, state
 
-        def randn(*dims: int, to: torch.dtype = torch.float32) -> Tensor:
-            return torch.randn(*dims, generator=g).to(device, to)
+    def tree_scan(inputs: Inputs) -> Callable[[], Tensor]:
+        x, dt, b, c, state = projected(inputs)
+        d = inputs.randn(heads).float()
+        return lambda: mamba_ops.tree_scan(x, dt, a, b, c, d, state, tree.ancestors)
 
-        self.parents = (torch.arange(nodes, device=device) - 1).div(2, rounding_mode="floor").expand(batch, -1)
-        self.tree = TokenTree(torch.zeros_like(self.parents), self.parents, check=False)
-        self.path = self.tree.ancestors[0, -1].nonzero().T.expand(batch, -1).contiguous()
-        self.window = mamba_ops.conv_window(self.parents, _WIDTH)
-        self.channels = randn(batch, nodes, sum(shares), to=dtype)
-        x, b, c = self.channels.split(shares, dim=-1)
-        self.x = x.unflatten(2, (heads, head_dim))
-        self.b, self.c = (t.unflatten(2, (groups, size)) for t in (b, c))
-        self.dt = torch.rand(batch, nodes, heads, generator=g).to(device)
-        self.a = -torch.linspace(0.5, 16, heads, device=device)
-        self.d, self.state = randn(heads), randn(batch, heads, head_dim, size)
-        self.conv_state = randn(batch, sum(shares), _WIDTH - 1, to=dtype)
-        self.weight, self.bias = randn(sum(shares), _WIDTH, to=dtype), randn(sum(shares), to=dtype)
+    def tree_conv(inputs: Inputs) -> Callable[[], Tensor]:
+        channels, state = inputs.randn(batch, nodes, sum(shares)), inputs.randn(batch, sum(shares), _WIDTH - 1)
+        weight, bias = inputs.randn(sum(shares), _WIDTH), inputs.randn(sum(shares))
+        return lambda: mamba_ops.tree_conv(channels, state, weight, bias, window)
 
-    def scan(self) -> Tensor:
-        return mamba_ops.tree_scan(self.x, self.dt, self.a, self.b, self.c, self.d, self.state, self.tree.ancestors)
+    def commit_scan(inputs: Inputs) -> Callable[[], Tensor]:
+        x, dt, b, _, state = projected(inputs)
 
-    def commit(self) -> None:
-        mamba_ops.commit_scan(self.x, self.dt, self.a, self.b, self.state, self.path)
+        def run() -> Tensor:
+            mamba_ops.commit_scan(x, dt, a, b, state, path)
+            return state
 
-    def convolve(self) -> Tensor:
-        return mamba_ops.tree_conv(self.channels, self.conv_state, self.weight, self.bias, self.window)
+        return run
 
-
-def time_scans(timer: KernelTimer, name: str, batch: int, nodes: int) -> list[dict[str, Any]]:
-    """Tree scan, tree convolution and commit of a Mamba-2 layer; the floor is reading (and writing) its state."""
-    layer = Mamba2Layer(batch, nodes, timer.dtype, str(timer.device), MAMBA_SHAPES[name])
-    for run in (layer.scan, layer.convolve):
-        check_against_reference(run, 1e-3 if timer.dtype == torch.float32 else 2e-2)
-    state = layer.state.numel() * layer.state.element_size()
-    inputs = layer.channels.numel() * layer.channels.element_size()
-    calls = {
-        "tree_scan": (layer.scan, state + inputs + 4 * layer.x.numel()),
-        "tree_conv": (layer.convolve, 2 * inputs),
-        "commit_scan": (layer.commit, 2 * state),
-    }
-    return [
-        timer.row(run, num_bytes, operation=what, shape=name, batch=batch, nodes=nodes)
-        for what, (run, num_bytes) in calls.items()
-    ]
+    state, channels = 4 * batch * heads * head_dim * size, timer.dtype.itemsize * batch * nodes * sum(shares)
+    facts = {"shape": name, "batch": batch, "nodes": nodes}
+    yield timer.row(tree_scan, state + channels + 4 * batch * nodes * heads * head_dim, operation="tree_scan", **facts)
+    yield timer.row(tree_conv, 2 * channels, operation="tree_conv", **facts)
+    yield timer.row(commit_scan, 2 * state, operation="commit_scan", **facts)

@@ -1,7 +1,7 @@
-"""The GPU benchmark in its real shapes on a fake CUDA device: shapes fit, devices are not mixed, all passes can be
-captured."""
+"""The GPU benchmark on a fake CUDA device: shapes fit, devices are not mixed, all passes can be captured."""
 
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -10,26 +10,23 @@ import torch
 import mmspec
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt
+from mmspec.engine import speculation
 from mmspec.engine.engine import Engine
 from mmspec.engine.request_state import Wakeup
 from mmspec.eval import gpu
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.kernels import gpu_kernels, gpu_models
-from mmspec.eval.kernels.gpu_parts import run_parts
 from mmspec.eval.scale_up import drafters as scaled
 from mmspec.eval.scale_up.axes import Weights
+from mmspec.eval.scale_up.models import shape_of
 from mmspec.pipeline import Pipeline
 
 pytest.importorskip("triton")
 from tests.fake_cuda import fake_cuda, on_fake_cuda
 
-PLAN = replace(gpu.FULL, batches=(1, 2), prefixes=(1000,), nodes=(16,), new=4, rounds=1)
+FULL = replace(gpu.FULL, new=4, groups=1, calls=2)
+QUICK = replace(gpu.QUICK, new=4, calls=2)
 MODELS = {False: "tiny-llava", True: "tiny-hybrid"}  # by whether they are hybrids
-
-
-def _once(call, device):
-    call()
-    return 1e-3
 
 
 def _empty(tensor, memo):
@@ -43,17 +40,16 @@ def _empty(tensor, memo):
 @pytest.fixture
 def without_contents(monkeypatch):
     """Skips all checks of values, and reads all files before the fake device is in use."""
+    plan = FULL
     small = {
         name: mmspec.load(name, drafter=None, dtype="float32", device="cpu") for name in ("tiny-llava", "tiny-hybrid")
     }
     folders = {name: pipe.model.config.name_or_path for name, pipe in small.items()}
-    drafters = {specs: parse_drafters(specs, folders[name]) for name, specs in PLAN.shapes.values()}
-    requests = {
-        (hybrid, batch): gpu_models.gpu_requests(hybrid, batch) for hybrid in (False, True) for batch in PLAN.batches
-    }
-    prompts = {
-        (MODELS[hybrid], batch): small[MODELS[hybrid]].encode(rows) for (hybrid, batch), rows in requests.items()
-    }
+    drafters = {specs: parse_drafters(specs, folders[name]) for name, specs in plan.shapes.values()}
+    prompts = {}
+    for hybrid, name in MODELS.items():
+        for batch in (1, 2, 8):
+            prompts[name, batch] = small[name].encode(gpu_models.gpu_requests(hybrid, batch))
 
     def encode(pipe, requests, **options):
         prompt = prompts[requests[0]["prompt"], len(requests)]
@@ -62,6 +58,8 @@ def without_contents(monkeypatch):
     patch = monkeypatch.setattr
     patch(scaled.mmspec, "load", lambda name, **_: small[name])
     patch(scaled, "parse_drafters", lambda specs, folder: drafters[specs])
+    quick = {preset: shape_of(small[name].model.config.get_text_config()) for preset, (name, _) in plan.shapes.items()}
+    patch(gpu.GpuBenchmark, "shape", lambda self, preset: quick[preset] if self.quick else gpu.SHAPES[preset])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     patch(Pipeline, "encode", encode)
     # The fake device is one thread's: clients run the steps themselves.
@@ -75,13 +73,15 @@ def without_contents(monkeypatch):
         assert ready()
 
     patch(Wakeup, "wait", step)
-    patch(gpu_models, "cost_table", lambda *_, **__: CostTable((1, 64), (1e-3, 1.1e-3)))
-    for module in (gpu_kernels, gpu_models):
-        patch(module, "median_seconds", _once)
-    patch(gpu_kernels, "check_against_reference", lambda call, *_: call())
-    patch(gpu_kernels, "compared_row", lambda timer, call, size, *_, **facts: timer.row(call, size, **facts))
-    patch(torch.testing, "assert_close", lambda *_, **__: None)
-    patch(torch, "equal", lambda *_: True)
+    patch(speculation, "stored_cost", lambda *_: CostTable((1, 64), (1e-3, 1.1e-3)))
+    tick = count(1)
+    for module in (gpu_kernels, gpu_models):  # each call takes longer than the one before
+        patch(module, "device_seconds", lambda run, *_, **__: [(run(), 1e-3 * next(tick))[1]])
+    # Nothing can be compiled there.
+    patch(gpu_models, "GENERATE_MODES", {"dynamic": {}, "static": gpu_models.GENERATE_MODES["static"]})
+    patch(gpu_kernels, "call_seconds", lambda calls, device: [call() for call in calls] and 1e-3)
+    patch(gpu_kernels, "difference", lambda *_, **__: 0.0)
+    patch(gpu_models, "_idle_ms", lambda *_: 0.0)
     patch(Weights, "matrix", lambda weights, small, out, into, *_: weights.random(out.size, into.size))
     patch(Weights, "vector", lambda weights, small, size, *_: weights.random(*size))
     patch(Weights, "norm", lambda weights, small, out, *_: weights.random(out.size))
@@ -91,19 +91,34 @@ def without_contents(monkeypatch):
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         patch(torch.cuda, name, lambda *_: None)
     patch(torch.cuda, "max_memory_allocated", lambda *_: 1)
-    patch(torch.cuda, "mem_get_info", lambda *_: (150e9, 150e9))
+
+
+def check_parts(plan, quick, monkeypatch):
+    """All parts but those that load models by themselves or describe the device, in one process."""
+    with torch.inference_mode(), fake_cuda(monkeypatch, strict=False) as device:
+        benchmark = gpu.GpuBenchmark(plan, torch.device("cuda"), 3600, quick)
+        parts = {
+            name: list(part())
+            for name, (_, part) in benchmark.parts().items()
+            if name.split()[0] not in ("machine", "tokens")
+        }
+    failed = [row["where"] for rows in parts.values() for row in rows if "where" in row]
+    assert not failed, failed[0]
+    for preset, (_, drafters) in plan.shapes.items():
+        methods = {row["method"] for row in parts[f"answers {preset}"]}
+        assert {"plain", *(f"{name} adaptive" for name in drafters.split(","))} <= methods
+    assert device.captured > 20
+    return parts
+
+
+@pytest.mark.long
+def test_a_rehearsal_on_a_fake_device(without_contents, monkeypatch):
+    parts = check_parts(QUICK, True, monkeypatch)
+    for part in ("passes 7b", "passes 8b-hybrid"):
+        for row in parts[part][1:]:
+            assert row["draft_ms"].keys() > {"eagle3", "dflash"}
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_in_real_shapes(without_contents, monkeypatch):
-    with torch.inference_mode(), fake_cuda(monkeypatch, strict=False) as device:
-        benchmark = gpu.GpuBenchmark(PLAN, torch.device("cuda"), 3600, False)
-        parts, content = benchmark.parts(), {"parts": {}}
-        run_parts(parts, content, None, benchmark.device)
-    failed = [row["where"] for part in content["parts"].values() for row in (part, *part["rows"]) if "where" in row]
-    assert not failed, failed[0]
-    assert content["parts"].keys() == parts.keys()
-    for preset, (_, drafters) in PLAN.shapes.items():
-        methods = {row["method"] for row in content["parts"][f"model {preset}"]["rows"] if "method" in row}
-        assert {"plain", "transformers generate", *(f"{name}, adaptive" for name in drafters.split(","))} <= methods
-    assert device.captured > 20
+    check_parts(FULL, False, monkeypatch)
