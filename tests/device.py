@@ -152,12 +152,12 @@ class Replayed:
                 run()
         finally:
             _Replayed.active.remove(recorder)
+            self._calls = recorder.calls
+            self._passing = recorder.allocated()
+            for tensor, before in recorder.saved.values():
+                tensor.copy_(before)
+            self._spoil()
         assert not waits, f"cannot be captured: {dict(waits)}"
-        self._calls = recorder.calls
-        self._passing = recorder.allocated()
-        for tensor, before in recorder.saved.values():
-            tensor.copy_(before)
-        self._spoil()
 
     def replay(self) -> None:
         type(self).replays += 1

@@ -208,9 +208,7 @@ class StaticRunner(Runner):
         nodes, batch = tree.nodes, tree.batch
         width, rows = node_bucket(width), batch_bucket(batch)
         self.cache.reserve_nodes(width)
-        logits, *states = self._graphed_pass(
-            *_padded(tree, width, rows), version=(*self.version, *names), names=tuple(names)
-        )
+        logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, names=tuple(names))
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
         return TargetOutput(logits[:batch, :nodes], features)
 

@@ -155,6 +155,7 @@ def shapes(request, monkeypatch):
     if request.param == "captured":
         monkeypatch.setattr(graphs, "captures", lambda device: True)
         monkeypatch.setattr(graphs, "_captured", Replayed)
+        monkeypatch.setattr(graphs, "_failure", None)
         as_launches(monkeypatch)
     return request.param
 
