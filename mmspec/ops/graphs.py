@@ -55,8 +55,8 @@ class _Buffers:
 class Graphed:
     """Function with a CUDA graph per input shape; on other devices, the function itself.
 
-    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers that the
-    next call of the same shape overwrites.
+    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers, which
+    graphs share: the next call overwrites them.
 
     Args:
         function: takes tensors, and settings by keyword; returns a tuple of tensors. It must not sync with the host.
@@ -65,6 +65,7 @@ class Graphed:
     def __init__(self, function: Function) -> None:
         self._function = function
         self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers until capture
+        self._memory: dict[Hashable, Tensor] = {}  # (size,) of the outputs, by their place, dtype and device
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
         """Run the function, or replay its graph.
@@ -95,8 +96,15 @@ class Graphed:
         """Run on the static buffers: kernels specialise on argument alignment, and cannot compile under capture."""
         buffers = tuple(x.clone() for x in inputs)
         results = self._function(*buffers, **settings)
-        self._seen[key] = _Buffers(buffers, tuple(torch.empty_like(x) for x in results))
+        self._seen[key] = _Buffers(buffers, tuple(self._output(place, like) for place, like in enumerate(results)))
         return results
+
+    def _output(self, place: int, like: Tensor) -> Tensor:
+        """A static buffer for the result at ``place``, in the memory of an earlier one that was as large."""
+        key = place, like.dtype, like.device
+        if key not in self._memory or len(self._memory[key]) < like.numel():
+            self._memory[key] = like.new_empty(like.numel())
+        return self._memory[key][: like.numel()].view(like.shape)
 
     def _capture(self, buffers: _Buffers, settings: dict[str, Any]) -> _Graph | None:
         """Capture a call; None if this or an earlier capture has failed."""

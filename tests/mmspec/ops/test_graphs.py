@@ -12,13 +12,13 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.engine.stopping import Stopper
-from mmspec.ops import graphs, kernels
+from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.decoding import decode
-from tests.device import Replayed, as_launches, on_a_gpu
+from tests.device import Replayed, on_a_gpu, record_captures
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VISION_CONFIGS
@@ -30,12 +30,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def _recorded(monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    monkeypatch.setattr(graphs, "captures", lambda device: True)
-    monkeypatch.setattr(graphs, "_captured", Replayed)
-    monkeypatch.setattr(graphs, "_failure", None)
-    monkeypatch.setattr(Replayed, "replays", 0)
-    as_launches(monkeypatch)
+    record_captures(monkeypatch)
 
 
 class Counter:
@@ -186,11 +181,10 @@ def test_a_failed_capture_of_torch(inside, monkeypatch):
             raise ZeroDivisionError("not while it is captured")
         return (x + 1,)
 
+    steps = [step for step in (Graphed(add), Graphed(add)) for _ in range(4)]
     with pytest.warns(RuntimeWarning, match="previous error") as warned:
-        for _ in range(2):
-            step = Graphed(add)
-            for _ in range(4):
-                assert torch.equal(step(torch.ones(2))[0], torch.full((2,), 2.0))
+        results = [step(torch.ones(2))[0] for step in steps]
+    assert all(torch.equal(result, torch.full((2,), 2.0)) for result in results)
     assert (len(warned), torch211.begun, torch211.current) == (1, 1, "main")
     assert not graphs._CAPTURE_LOCK.locked()
     assert ("not while it is captured" in graphs.capture_failure()) == inside
