@@ -27,7 +27,7 @@ from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
-_BYTES = whole(0)
+_BYTES, _TOKENS = whole(0), whole(1)
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
@@ -153,6 +153,8 @@ class Pipeline:
             num_draft_tokens: sizes of drafts, as of ``generate``.
         """
         rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
+        if tokens is not None:
+            _TOKENS.check("tokens", tokens)
         self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property

@@ -110,7 +110,7 @@ class Speculation:
                 warm_up(self.target, self.drafter, rows, tokens, budgets)
                 self.calibrate(None in sizes, idle=True)
             except (UserError, torch.OutOfMemoryError) as error:  # requests capture their steps
-                warnings.warn(f"decode steps could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
 
     def calibrate(self, adaptive: bool = True, *, refresh: bool = False, idle: bool = False) -> CostTable | None:
         """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them, also after

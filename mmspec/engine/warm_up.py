@@ -85,11 +85,11 @@ def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> t
     limit = tokens or _TOKENS
     limit = min(limit, target.context_limit or limit)
     target.prefill(placeholder(1, _PROMPT, target), 1)
-    token_bytes = _token_bytes(target.runner.cache)
+    token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
     target.select([])
     if not token_bytes:
         return rows, limit
-    fitting = int(_SHARE * _free_bytes(target.device) / token_bytes)
+    fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
     while rows > 1 and fitting // batch_bucket(rows) < min(limit, _LEAST_TOKENS):
         rows = batch_bucket(rows) // 2
     return rows, min(limit, fitting // batch_bucket(rows))
