@@ -27,6 +27,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 T = TypeVar("T")
 
 _PIPELINES = 8  # cached pipelines per model
+_TOKENS = 2048  # that each reserves on a GPU
 
 
 class LoadedModel:
@@ -72,7 +73,9 @@ class LoadedModel:
         if adapt is None:
             drafter = per_sequence(drafter)
         options: dict[str, Any] = {"generation_config": self.generation_config, "adapt": adapt}
-        return Pipeline(self.target.fork(), self.processor, drafter, self.name, **options)
+        pipe = Pipeline(self.target.fork(), self.processor, drafter, self.name, **options)
+        pipe.warm_up(1, _TOKENS)
+        return pipe
 
 
 class ModelCache:
@@ -132,7 +135,7 @@ class ModelCache:
         return loaded.pipeline(method)
 
     def _load(self, name: str) -> LoadedModel:
-        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, **self._options)
+        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, **self._options)
         pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
 

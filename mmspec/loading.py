@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mmspec import plugins
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.checks import nearest, shown
+from mmspec.checks import nearest, shown, whole
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.openmp import release_threads
@@ -35,6 +35,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
+_ROWS = whole(0)
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
 
 
@@ -50,6 +51,7 @@ def load(
     adapt: Any = False,
     device_map: Any = None,
     tp_plan: Any = None,
+    warm_up: int = 1,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -78,6 +80,8 @@ def load(
             larger than a device to several, or to memory and disk, from which they are read in every pass.
         tp_plan: ``"auto"``, or a dict of modules and styles: under ``torchrun``, each rank has a part of the weights
             (tensor parallelism of transformers); see ``Pipeline.follow``.
+        warm_up: on CUDA, sequences to reserve memory and capture decode steps for, see ``Pipeline.warm_up``; more are
+            captured when they first decode together. 0 captures all steps when they occur.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -86,6 +90,7 @@ def load(
             asks for what speculative decoding cannot do, such as beam search; or none of the drafters can adapt.
     """
     SOURCE.check("generation_config", generation_config)
+    _ROWS.check("warm_up", warm_up)
     settings: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "prefix_cache": prefix_cache,
@@ -104,7 +109,8 @@ def load(
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
-        return Pipeline(adapter(model), adapter.processor_class(processor), make_drafter(drafter, home), **settings)
+        target, speculator = adapter(model), make_drafter(drafter, home)
+        return _warmed_up(Pipeline(target, adapter.processor_class(processor), speculator, **settings), warm_up)
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -115,8 +121,14 @@ def load(
     speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
     with known_options(options, known):
         target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
-    pipeline = Pipeline(target, processor, speculator, model, **settings)
+    pipeline = _warmed_up(Pipeline(target, processor, speculator, model, **settings), warm_up)
     release_threads()  # requests may come from other threads
+    return pipeline
+
+
+def _warmed_up(pipeline: Pipeline, rows: int) -> Pipeline:
+    if rows:
+        pipeline.warm_up(rows)
     return pipeline
 
 

@@ -27,7 +27,7 @@ from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
-_BYTES = whole(0)
+_BYTES, _TOKENS = whole(0), whole(1)
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
@@ -136,6 +136,26 @@ class Pipeline:
             refresh: measure again.
         """
         self._speculation.calibrate(refresh=refresh)
+
+    def warm_up(
+        self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)
+    ) -> None:
+        """Reserve memory for sequences and capture the CUDA graphs of their decode steps, and calibrate.
+
+        Otherwise requests capture their steps as these occur. Longer prompts and more sequences are possible, too:
+        buffers then grow, and steps are captured anew. Without effect where steps are not captured, as on a CPU. Waits
+        until sequences that are running have ended.
+
+        Args:
+            rows: sequences that decode at the same time; None is ``max_num_seqs``.
+            tokens: of prompt and answer together, per sequence, for which half of the free memory is used at most; None
+                is 8192.
+            num_draft_tokens: sizes of drafts, as of ``generate``.
+        """
+        rows = SEQ_COUNT.check("rows", self.max_num_seqs if rows is None else rows)
+        if tokens is not None:
+            _TOKENS.check("tokens", tokens)
+        self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property
     def processor(self) -> Any:

@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mmspec.ops import graphs, kernels
+
 LAUNCHES = {
     "mmspec.ops": (
         *("follow", "choose_drawn", "quantile", "tree_attention"),
@@ -133,6 +135,17 @@ def waiting(captured: bool = False) -> Iterator[Counter[str]]:
 # ---------------------------------------------------------------------- replaying
 
 
+def record_captures(patch: pytest.MonkeyPatch) -> None:
+    """Let steps on a CPU be captured, recorded and replayed, as they are on CUDA."""
+    patch.setattr(kernels, "static_shapes", lambda device: True)
+    patch.setattr(graphs, "captures", lambda device: True)
+    patch.setattr(graphs, "_captured", Replayed)
+    patch.setattr(graphs, "_failure", None)
+    patch.setattr(Replayed, "captures", 0)
+    patch.setattr(Replayed, "replays", 0)
+    as_launches(patch)
+
+
 class Replayed:
     """Stands in for a captured call: what the function did to tensors is written down, undone, and done again at every
     replay, with the numbers of the host as they were. What it allocated is spoilt behind each replay, as that of other
@@ -142,9 +155,11 @@ class Replayed:
         AssertionError: it does what cannot be captured.
     """
 
+    captures = 0
     replays = 0
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
+        type(self).captures += 1
         recorder = _Replayed()
         _Replayed.active.append(recorder)
         try:
@@ -152,12 +167,12 @@ class Replayed:
                 run()
         finally:
             _Replayed.active.remove(recorder)
+            self._calls = recorder.calls
+            self._passing = recorder.allocated()
+            for tensor, before in recorder.saved.values():
+                tensor.copy_(before)
+            self._spoil()
         assert not waits, f"cannot be captured: {dict(waits)}"
-        self._calls = recorder.calls
-        self._passing = recorder.allocated()
-        for tensor, before in recorder.saved.values():
-            tensor.copy_(before)
-        self._spoil()
 
     def replay(self) -> None:
         type(self).replays += 1

@@ -251,6 +251,7 @@ def fake_cuda(patch: pytest.MonkeyPatch, strict: bool = True) -> Iterator[FakeCu
     patch.setattr(kernels, "_problem", lambda *_: None)
     patch.setattr(JITFunction, "run", lambda *_, **__: None)
     patch.setattr(graphs, "_captured", device.capture)
+    patch.setattr(graphs, "_failure", None)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     # An old device: the fake product of experts that newer ones have takes bfloat16 only.
     patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))

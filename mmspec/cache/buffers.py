@@ -65,11 +65,15 @@ class KVBuffers:
         allocated, capacity = self.rows, self.capacity
         if slots < capacity and rows <= allocated:
             return
-        slots = capacity if slots < capacity else max(slots + 1, 2 * capacity)
         rows = allocated if rows <= allocated else max(rows, 2 * allocated)
+        slots = self._grown_slots(slots, rows)
         for place, old in enumerate(self.tensors):
             grown = self.tensors[place] = self._zeros(len(old), rows, slots, old)
             grown[:, :allocated, :, :used] = old[:, :, :, :used]
+
+    def _grown_slots(self, slots: int, rows: int) -> int:
+        """Slots of reallocated buffers of ``rows`` rows, at least ``slots`` and one."""
+        return self.capacity if slots < self.capacity else max(slots + 1, 2 * self.capacity)
 
     def layer(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
         """The tensors for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the next pass.

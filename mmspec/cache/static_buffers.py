@@ -51,6 +51,12 @@ class StaticKVBuffers(KVBuffers):
     def _zeros(self, tensors: int, rows: int, slots: int, like: Tensor) -> Tensor:
         return super()._zeros(tensors, batch_bucket(rows), slots + -slots % _SLOT_MULTIPLE, like)
 
+    def _grown_slots(self, slots: int, rows: int) -> int:
+        grown = super()._grown_slots(slots, rows)
+        if grown > self.capacity or rows == self.rows:
+            return grown
+        return max(slots + 1, self.capacity * self.rows // rows)  # further rows take what is reserved for fewer
+
     def set_write_slots(self, nodes: int, offset: int) -> None:
         """Set the write slots of the next pass, after ``offset`` uncommitted nodes; part of what is captured."""
         start = self._known_bounds.start

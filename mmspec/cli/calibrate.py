@@ -28,7 +28,7 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
     from mmspec.engine.calibrate import cost_table, describe
 
     notes = Console(stderr=True)
-    target = open_pipeline(notes, drafter=None, **options).target
+    target = open_pipeline(notes, drafter=None, warm_up=0, **options).target
     with notes.status("measuring"):
         table = cost_table(target, refresh=refresh)
     rows = [

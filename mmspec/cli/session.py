@@ -51,7 +51,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["compare"] and ranks() > 1:
         raise UserError(f"--compare decodes with one rank: got one of {ranks()} ranks of a job")
     plan = "auto" if ranks() > 1 else None
-    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan)
+    # A single request captures the steps that it takes.
+    pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():
         return
     with notes.status("reading the prompt"):

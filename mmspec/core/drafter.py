@@ -68,6 +68,14 @@ class Drafter(ABC):
             step: output of the verify pass; the next pass may overwrite its tensors.
         """
 
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
+        """Append idle rows in order to capture CUDA graphs; arguments as for ``begin``.
+
+        Returns:
+            The parts that have them, each a ``CapturedDrafter``: those whose steps can be captured, by default none.
+        """
+        return ()
+
     @property
     def learns(self) -> bool:
         """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""
@@ -138,6 +146,9 @@ class Wrapper(Drafter):
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.drafter.observe(tree, verdict, output)
+
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
+        return self.drafter.begin_idle(prompt, output, history)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self.drafter.continuations(row, path)

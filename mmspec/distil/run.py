@@ -56,7 +56,7 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     training, held_out = _load_conversations(options, console)
     examples = list(chain(*training.values()))
     plan = _plan(options, len(examples))
-    pipe = load(options.target, None, str(accelerator.device), options.dtype)
+    pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
     pipe.model.requires_grad_(False)
     torch.manual_seed(options.seed)
     drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None

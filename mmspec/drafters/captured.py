@@ -18,12 +18,16 @@ from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 
 Inputs = tuple[Tensor, ...]
+
+AHEAD = 1024
+"""KV slots reserved after a prompt."""
 
 
 class RowState(Protocol):
@@ -70,7 +74,11 @@ class CapturedDrafter(Drafter):
         """Grow a tree per row after ``token``, (batch,) int64. Captured."""
 
     def reserve(self, width: int) -> None:
-        """Reserve buffers for a pass with ``width`` accepted tokens per row and a new tree."""
+        """Reserve buffers for ``width`` accepted tokens per row and a new tree."""
+
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[CapturedDrafter]:
+        self.begin(prompt, output, history)
+        return [self]
 
     def advance(self, accepted: list[int]) -> None:
         """Advance the host's row lengths after a captured ``update``."""

@@ -95,7 +95,7 @@ class EarlyExit(CapturedDrafter):
         """Nothing to do, see ``observe``."""
 
     def reserve(self, width: int) -> None:
-        self._first.target.runner.cache.reserve_nodes(1 + self.limits[0] * self.top_k)
+        self._first.target.runner.cache.reserve_nodes(width + 1 + self.limits[0] * self.top_k)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         passes, head = self._first.passes(), self._first.target.head

@@ -39,6 +39,9 @@ class PerSequence(Wrapper):
             self._copies.append(fork(self.drafter, self._target))
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> tuple[()]:
+        return ()  # copies capture for themselves
+
     def select(self, rows: Sequence[int]) -> None:
         self._copies = [self._copies[row] for row in rows]
 

@@ -24,7 +24,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import CapturedDrafter, RowState, path_of, write_last
+from mmspec.drafters.captured import AHEAD, CapturedDrafter, RowState, path_of, write_last
 from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.hidden_state.entries import causal, last_tokens, packing
 from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
@@ -165,7 +165,7 @@ class Small(CapturedDrafter):
         order, keep = packing(keep, left=True)
         ids = self._readable(ids.gather(1, order))
         self.join(len(history), self.lm.decoder.static_shapes)
-        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=1024)
+        read = self.lm.prefill(Prompt(ids, None if bool(keep.all()) else keep.long()), max_new_tokens=AHEAD)
         self._output.append(read.features["last"][:, -1])
 
     def _seen(self, prompt: Prompt, visual: Tensor | None) -> Prompt | None:
@@ -187,7 +187,7 @@ class Small(CapturedDrafter):
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):
-            read = self.lm.prefill(prompt, max_new_tokens=1024)
+            read = self.lm.prefill(prompt, max_new_tokens=AHEAD)
         self._output.append(read.features["last"][:, -1])
         first = on_device([[0]] * before + [[row[-1]] for row in history], device)
         lengths = [0] * before + [1] * new

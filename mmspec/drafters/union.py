@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median
 from time import perf_counter as clock
+from typing import Any
 
 from torch import Tensor
 
@@ -62,6 +63,9 @@ class Union(Drafter):
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         for drafter in self.drafters:
             drafter.begin(prompt, output, history)
+
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> list[Any]:
+        return [part for drafter in self.drafters for part in drafter.begin_idle(prompt, output, history)]
 
     def select(self, rows: Sequence[int]) -> None:
         for drafter in self.drafters:

@@ -95,10 +95,8 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
     """
     target.cost = None  # no padding of nodes
     device = target.device
-    limit = target.context_limit or prefix + SIZES[-1]
-    prefix = max(1, min(prefix, limit - SIZES[-1]))
     target.select([])
-    output = target.prefill(Prompt(torch.zeros(1, prefix, dtype=torch.long, device=device)), max_new_tokens=SIZES[-1])
+    output = target.prefill(placeholder(1, prefix, target), max_new_tokens=SIZES[-1])
     vocab = output.logits.shape[-1]
     times: dict[int, list[float]] = {size: [] for size in SIZES}
     for size in SIZES * (_WARM_UP if device.type == "cuda" else 0):
@@ -117,6 +115,15 @@ def measure(target: Target, *, prefix: int = 128, seconds: float = 1.0) -> CostT
         rounds += 1
     target.select([])
     return CostTable(SIZES, tuple(min(times[size]) for size in SIZES))
+
+
+def placeholder(rows: int, tokens: int, target: Target) -> Prompt:
+    """Prompts of up to ``tokens`` tokens, which leave room for the largest trees. No prefix cache keeps them, as they
+    have a history of their own."""
+    limit = target.context_limit or tokens + SIZES[-1]
+    length = max(1, min(tokens, limit - SIZES[-1]))
+    ids = torch.zeros(rows, length, dtype=torch.long, device=target.device)
+    return Prompt(ids, history=ids)
 
 
 def describe(target: TransformersTarget) -> dict[str, Any]:

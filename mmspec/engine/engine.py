@@ -162,13 +162,27 @@ class Engine:
                 core.follow(start)
         return not core.leads
 
+    def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
+        """Warm up decode steps while there are no sequences; see ``Pipeline.warm_up``."""
+        with self._drained(), self._on_device():
+            speculation.warm_up(rows, tokens, sizes)
+
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
+        with self._drained():
+            pass
+
+    @contextmanager
+    def _drained(self) -> abc.Iterator[None]:
+        """Run a block after all sequences have ended, and before others come."""
         with self._changed:
             self._drains += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._worker is None)
-            self._drains -= 1
+            try:
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._worker is None)
+                yield
+            finally:
+                self._drains -= 1
 
     def close(self) -> None:
         """Cancel all sequences and accept no others."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+import warnings
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, as_drafter, members
@@ -11,7 +15,9 @@ from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.steady_budget import SIZES as STEADY
 from mmspec.engine.steady_budget import SteadyBudget
+from mmspec.engine.warm_up import captures_steps, warm_up
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.transformers_target import sharded
@@ -88,12 +94,31 @@ class Speculation:
         """Whether both have a drafter in common."""
         return any(part is candidate for part in self._parts for candidate in other._parts)
 
-    def calibrate(self, adaptive: bool = True, *, refresh: bool = False) -> CostTable | None:
+    def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
+        """Reserve buffers and capture decode steps, where steps are captured, and calibrate; see ``Pipeline.warm_up``.
+
+        The target is without sequences.
+        """
+        if not captures_steps(self.target):
+            return
+        nodes: set[int] = set()
+        if self.drafter is not None:
+            nodes.update(*(STEADY if size is None else (size,) for size in sizes))
+        budgets = [Budget(size) for size in sorted(nodes - {0}, reverse=True)]
+        with self:
+            try:
+                warm_up(self.target, self.drafter, rows, tokens, budgets)
+                self.calibrate(None in sizes, idle=True)
+            except (UserError, torch.OutOfMemoryError) as error:  # requests capture their steps
+                warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
+
+    def calibrate(self, adaptive: bool = True, *, refresh: bool = False, idle: bool = False) -> CostTable | None:
         """Load the target's measured verify times, or measure them if ``adaptive`` budgets will need them, also after
         passes have proved them wrong.
 
         Args:
             adaptive: measure if nothing is stored, or if ``refresh``.
+            idle: the target has no sequences: its own captured passes are measured.
         """
         if sharded(self.target):  # ranks that follow their clocks would draft trees of different sizes
             return None
@@ -103,7 +128,7 @@ class Speculation:
             needed = self.drafter is not None and not self._refused and (self.target.cost is None or self._outdated)
             if refresh or (adaptive and needed):
                 try:
-                    self.target.cost = cost_table(self.target.fork(), refresh=refresh)  # this one may have sequences
+                    self.target.cost = cost_table(self.target if idle else self.target.fork(), refresh=refresh)
                 except UserError:  # a model with a short window takes no tree of every size
                     self._refused = True
                 if self._outdated:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from mmspec.core.budget import CostTable
 from mmspec.engine.drift import Drift, MeasuredBudget
 
+SIZES = (7, 15, 31, 63)
+"""Numbers of drafted nodes to choose from."""
+
 _TRY_AGAIN = 64  # steps between probes of another size; tokens that earn a draft, however much was lost
 _GUESS = 0.6  # initial acceptance rate of the most probable node
 _DECAY_RANK = 0.98  # decay of acceptance per rank, per step
@@ -25,9 +28,7 @@ class SteadyBudget(MeasuredBudget):
         depth: as for ``Budget``.
     """
 
-    def __init__(
-        self, cost: CostTable, sizes: Sequence[int] = (7, 15, 31, 63), depth: int = 12, batch: int = 1
-    ) -> None:
+    def __init__(self, cost: CostTable, sizes: Sequence[int] = SIZES, depth: int = 12, batch: int = 1) -> None:
         super().__init__(sizes[-1], depth)
         self._table, self._sizes, self.drift = cost, (0, *sizes), Drift()
         self._spent: dict[int, dict[int, float]] = {}  # by batch size and tree size: seconds of a step

@@ -5,6 +5,9 @@ use must keep their addresses (``TreeCache(static_shapes=True)``). ``MMSPEC_GRAP
 
 All graphs of a device share one memory pool, so every replay overwrites the intermediates of the others. Inputs and
 outputs are therefore allocated outside of the pool.
+
+After a failed capture, none is tried again in the process: torch before 2.12 leaves the allocator recording, so that
+``empty_cache``, with which every capture begins, raises from then on. Graphs that exist are replayed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import copy
 import functools
 import os
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -22,6 +26,13 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
+
+_failure: str | None = None  # see capture_failure
+
+
+def capture_failure() -> str | None:
+    """What was being captured and the traceback, of the process' first failed capture; None if none has failed."""
+    return _failure
 
 
 def captures(device: torch.device) -> bool:
@@ -44,8 +55,8 @@ class _Buffers:
 class Graphed:
     """Function with a CUDA graph per input shape; on other devices, the function itself.
 
-    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers that the
-    next call of the same shape overwrites.
+    The first call of a shape runs eagerly, as a warm-up; the second is captured. Outputs are static buffers, which
+    graphs share: the next call overwrites them.
 
     Args:
         function: takes tensors, and settings by keyword; returns a tuple of tensors. It must not sync with the host.
@@ -54,7 +65,7 @@ class Graphed:
     def __init__(self, function: Function) -> None:
         self._function = function
         self._seen: dict[Hashable, _Buffers | _Graph] = {}  # buffers until capture
-        self._failed = False
+        self._memory: dict[Hashable, Tensor] = {}  # (size,) of the outputs, by their place, dtype and device
 
     def __call__(self, *inputs: Tensor, version: Hashable = None, **settings: Any) -> tuple[Tensor, ...]:
         """Run the function, or replay its graph.
@@ -64,27 +75,47 @@ class Graphed:
             version: changes when any other tensor that the function uses is reallocated; drops the graphs.
             settings: hashable; each combination has a graph of its own.
         """
-        if self._failed or not captures(inputs[0].device):
+        if not captures(inputs[0].device):
             return self._function(*inputs, **settings)
         shapes = tuple((x.shape, x.dtype, x.device) for x in inputs)
         key = version, shapes, tuple(sorted(settings.items()))
         if key not in self._seen:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
                 del self._seen[old]  # its addresses are stale
-            # Warm up on the static buffers: kernels specialise on argument alignment, and cannot compile under capture.
-            buffers = tuple(x.clone() for x in inputs)
-            results = self._function(*buffers, **settings)
-            self._seen[key] = _Buffers(buffers, tuple(torch.empty_like(x) for x in results))
-            return results
-        graph = self._seen[key]
-        if isinstance(graph, _Buffers):
-            try:
-                graph = self._seen[key] = _Graph(self._function, graph, settings)
-            except RuntimeError as error:
-                self._failed = True
-                warnings.warn(f"CUDA graph capture failed, steps run eagerly: {error}", RuntimeWarning, stacklevel=2)
+            return self._function(*inputs, **settings) if _failure else self._warm_up(key, inputs, settings)
+        known = self._seen[key]
+        if isinstance(known, _Buffers):
+            known = self._capture(known, settings)
+            if known is None:
+                del self._seen[key]
                 return self._function(*inputs, **settings)
-        return graph.replay(inputs)
+            self._seen[key] = known
+        return known.replay(inputs)
+
+    def _warm_up(self, key: Hashable, inputs: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
+        """Run on the static buffers: kernels specialise on argument alignment, and cannot compile under capture."""
+        buffers = tuple(x.clone() for x in inputs)
+        results = self._function(*buffers, **settings)
+        self._seen[key] = _Buffers(buffers, tuple(self._output(place, like) for place, like in enumerate(results)))
+        return results
+
+    def _output(self, place: int, like: Tensor) -> Tensor:
+        """A static buffer for the result at ``place``, in the memory of an earlier one that was as large."""
+        key = place, like.dtype, like.device
+        if key not in self._memory or len(self._memory[key]) < like.numel():
+            self._memory[key] = like.new_empty(like.numel())
+        return self._memory[key][: like.numel()].view(like.shape)
+
+    def _capture(self, buffers: _Buffers, settings: dict[str, Any]) -> _Graph | None:
+        """Capture a call; None if this or an earlier capture has failed."""
+        if _failure:
+            return None
+        try:
+            return _Graph(self._function, buffers, settings)
+        except Exception as error:
+            shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in buffers.inputs)
+            _give_up(error, f"{self._function.__qualname__} of {shapes}, {settings}")
+            return None
 
     @property
     def captured(self) -> int:
@@ -120,10 +151,22 @@ _CAPTURE_LOCK = threading.Lock()
 """A memory pool supports one capture at a time."""
 
 
+def _give_up(error: Exception, what: str) -> None:
+    """Capture nothing from now on, because ``error`` was raised in the capture of ``what``."""
+    global _failure
+    with _CAPTURE_LOCK:
+        if _failure:
+            return
+        _failure = f"capture of {what}\n{''.join(traceback.format_exception(error))}"
+    warnings.warn(f"CUDA graph capture failed, steps run eagerly: {error}", RuntimeWarning, stacklevel=4)
+
+
 def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     # Restores the current stream, which a failed capture does not.
     with _CAPTURE_LOCK, torch.cuda.stream(torch.cuda.current_stream(device)):
+        if _failure:
+            raise RuntimeError("another thread's capture has failed")
         pool, stream, _ = _shared(device)
         # thread_local: allocations of other threads do not invalidate the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

@@ -36,7 +36,7 @@ class Settings:
     adapt: AdaptOptions | None = None
 
     def pipeline(self) -> Pipeline:
-        """Load the model, and measure the cost of its verify passes.
+        """Load the model, reserve memory for its sequences and measure the cost of its verify passes.
 
         Raises:
             UserError: see ``mmspec.load``.
@@ -50,11 +50,12 @@ class Settings:
         loading = {**self.loading, "tp_plan": "auto" if ranks() > 1 else None}
         serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         if self.adapt is not None:
-            pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt)
+            pipe = open_pipeline(Console(stderr=True), **loading, **serving, adapt=self.adapt, warm_up=0)
         else:
-            loaded = open_pipeline(Console(stderr=True), **loading)
+            loaded = open_pipeline(Console(stderr=True), **loading, warm_up=0)
             serving["generation_config"] = self.loading["generation_config"]
             pipe = Pipeline(loaded.target, loaded.io, per_sequence(loaded.drafter), loaded.name, **serving)
+        pipe.warm_up(self.limits.max_running, self.limits.max_model_len or None)
         pipe.calibrate()
         return pipe
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
+from mmspec.cache.rows import RowTensor, batch_bucket
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Feature, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -208,9 +208,7 @@ class StaticRunner(Runner):
         nodes, batch = tree.nodes, tree.batch
         width, rows = node_bucket(width), batch_bucket(batch)
         self.cache.reserve_nodes(width)
-        logits, *states = self._graphed_pass(
-            *_padded(tree, width, rows), version=(*self.version, *names), names=tuple(names)
-        )
+        logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, names=tuple(names))
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
         return TargetOutput(logits[:batch, :nodes], features)
 
@@ -234,7 +232,9 @@ class StaticRunner(Runner):
         return self._decoder.forward(inputs, cache, names)
 
     def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
-        self._graphed_commit(pad_rows(path, batch_bucket(len(path)), -1), version=self.version)
+        batch, depth = path.shape
+        idle = (0, node_bucket(depth) - depth, 0, batch_bucket(batch) - batch)
+        self._graphed_commit(F.pad(path, idle, value=-1) if any(idle) else path, version=self.version)
         self.cache.advance([len(row) for row in rows])
 
     def commit_on_device(self, path: Tensor) -> tuple[Tensor, ...]:
@@ -250,7 +250,7 @@ def new_runner(decoder: Decoder, head: Head) -> Runner:
 
 
 def node_bucket(nodes: int) -> int:
-    """Padded number of nodes of a pass with static shapes: a power of two, above 64 a multiple of 64."""
+    """Padded nodes of a pass or a path with static shapes: a power of two, above 64 a multiple of 64."""
     return 1 << (nodes - 1).bit_length() if nodes <= 64 else -(-nodes // 64) * 64
 
 

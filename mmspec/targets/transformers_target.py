@@ -26,6 +26,9 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.runner import new_runner
 from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
 
+RESERVED_NODES = 64
+"""KV slots reserved for a tree, after prompt and answer."""
+
 
 class TransformersTarget:
     """A decoder-only model of transformers as a target.
@@ -127,7 +130,7 @@ class TransformersTarget:
         refuse_rope_switch(self.config, shortest, length - shortest + longest)
         if mask is not None:
             refuse_inner_padding(self.config, mask, longest)
-        reserve = length + min(longest, 4096) + 64
+        reserve = length + min(longest, 4096) + RESERVED_NODES
         # Rows that are copied to another cache need no slots for the answer.
         if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device
             self.runner = new_runner(self.decoder, self._head)

@@ -89,7 +89,7 @@ class DFlash(PositionedDrafter):
     def reserve(self, width: int) -> None:
         block = self.network.config.block_size
         self.cache.reserve_nodes(width + block)
-        self._rotary.reserve(max(map(len, self._history)) + self.beyond + block, self.like)
+        self._rotary.reserve(max(map(len, self._history)) + self.beyond + width + block, self.like)
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         config = self.network.config

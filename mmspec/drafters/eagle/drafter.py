@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, Layout, read_published
-from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies

@@ -102,6 +102,8 @@ class Eagle3(PositionedDrafter):
 
     def _watch(self, verdict: Verdict) -> None:
         """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
+        if not any(path for path, _ in verdict.host):  # rows are idle
+            return
         self._passes += 1
         self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
         if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:

@@ -21,7 +21,7 @@ from mmspec.core.target import Feature, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import RowState, commit_chain, write_last
+from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import allowed_slots, causal, run, take
 from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
@@ -32,9 +32,6 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library
 from mmspec.targets.packing import drafter_kind, pack_drafter
-
-AHEAD = 1024
-"""KV slots reserved after a prompt."""
 
 
 class HiddenStateDrafter(TrainedDrafter):
@@ -202,7 +199,7 @@ class HiddenStateDrafter(TrainedDrafter):
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
         longest = max(map(len, self._history)) + self.beyond
-        self._rotary.reserve(longest + self.depth, self.like)
+        self._rotary.reserve(longest + width + self.depth, self.like)
 
     def advance(self, accepted: list[int]) -> None:
         self.cache.advance(accepted)

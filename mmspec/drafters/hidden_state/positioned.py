@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Prompt, TargetOutput
-from mmspec.drafters.hidden_state.drafter import AHEAD, HiddenStateDrafter
+from mmspec.drafters.captured import AHEAD
+from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.drafters.hidden_state.entries import axis_positions, counted_positions, last_tokens
 from mmspec.drafters.hidden_state.layer import Rotation, rotary_of
 from mmspec.ops import kernels

@@ -89,7 +89,7 @@ class Kangaroo(PositionedDrafter):
 
     def reserve(self, width: int) -> None:
         super().reserve(width)
-        self._first.target.runner.cache.reserve_nodes(self.depth * self.top_k)
+        self._first.target.runner.cache.reserve_nodes(width + self.depth * self.top_k)
 
     @property
     def _version(self) -> tuple[Hashable, ...]:

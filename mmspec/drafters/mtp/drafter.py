@@ -25,9 +25,8 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import RowState, commit_chain, write_last
+from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state.drafter import AHEAD
 from mmspec.drafters.hidden_state.entries import (
     axis_positions,
     causal,

@@ -148,23 +148,35 @@ class Recycle(LookUpDrafter):
         return self._table if self._recycled is None else dict(self._recycled.entries())
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        if self._vocab != output.logits.shape[-1]:  # the vocabulary has changed
-            self._table, self._recycled, self.rows = {}, None, []
-            self._vocab = output.logits.shape[-1]
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
-        device = output.logits.device
-        static_shapes = kernels.static_shapes(device)
-        if self._recycled is not None and (not static_shapes or self._recycled.device != device):
-            self._table, self._recycled = self._rankings(), None
-        if static_shapes:
-            if self._recycled is None:
-                self._recycled = Recycled(self, self._vocab, device)
-                self._recycled.fill(self._table)
-            first = on_device([row[-1] for row in history], device)
-            self._recycled.begin(on_device(ends, device), output, first)
+        if (recycled := self._placed(output.logits)) is not None:
+            first = on_device([row[-1] for row in history], recycled.device)
+            recycled.begin(on_device(ends, recycled.device), output, first)
             return
         self.rows += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
         self._learn(ends, output.logits.flatten(0, 1))
+
+    @torch.inference_mode()
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> list[Recycled]:
+        recycled = self._placed(output.logits)
+        if recycled is None:
+            return []
+        recycled.join(len(history), True)
+        recycled.last.append(torch.zeros(len(history), 2, dtype=torch.long, device=recycled.device))
+        return [recycled]
+
+    def _placed(self, logits: Tensor) -> Recycled | None:
+        """The table of a target with these logits, on their device; None where it is the host's."""
+        if self._vocab != logits.shape[-1]:  # the vocabulary has changed
+            self._table, self._recycled, self.rows = {}, None, []
+            self._vocab = logits.shape[-1]
+        static_shapes = kernels.static_shapes(logits.device)
+        if self._recycled is not None and (not static_shapes or self._recycled.device != logits.device):
+            self._table, self._recycled = self._rankings(), None
+        if static_shapes and self._recycled is None:
+            self._recycled = Recycled(self, self._vocab, logits.device)
+            self._recycled.fill(self._table)
+        return self._recycled
 
     def select(self, rows: Sequence[int]) -> None:
         if self._recycled is not None:

@@ -24,8 +24,8 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle.device import Recycled
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
-from mmspec.ops import graphs, kernels
-from tests.device import Replayed, as_launches
+from mmspec.ops import kernels
+from tests.device import record_captures
 from tests.targets import prompt_of, row_of
 from tests.tiny import root_path, shared_model, valid_nodes
 from tests.tiny.drafters import tiny_drafter, tiny_drafters
@@ -153,9 +153,7 @@ def test_declarations_and_classes_agree():
 @pytest.fixture(params=["varying", "static", "captured"])
 def shapes(request, monkeypatch):
     if request.param == "captured":
-        monkeypatch.setattr(graphs, "captures", lambda device: True)
-        monkeypatch.setattr(graphs, "_captured", Replayed)
-        as_launches(monkeypatch)
+        record_captures(monkeypatch)
     return request.param
 
 

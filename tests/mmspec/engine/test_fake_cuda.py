@@ -9,6 +9,7 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.engine.stopping import Stopper
+from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
@@ -77,7 +78,8 @@ def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
         there + here.to("cuda") * int(there[0])
         assert (device.reads, device.copies) == ({"a number": 1}, 1)
         for step in (lambda x: x * int(x[0]), lambda x: x + torch.tensor([1.0], device=x.device)):
+            monkeypatch.setattr(graphs, "_failure", None)
             graphed = Graphed(lambda x, step=step: (step(x),))
             graphed(there)
-            with pytest.raises(AssertionError, match="while a pass is captured"):
+            with pytest.warns(RuntimeWarning, match="while a pass is captured"):
                 graphed(there)

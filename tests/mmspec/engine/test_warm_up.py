@@ -1,0 +1,247 @@
+"""Decode steps are captured before the first request; captures are recorded and replayed on a CPU."""
+
+import copy
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import plugins
+from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.core.budget import Budget, CostTable
+from mmspec.core.target import Prompt
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.engine import calibrate, warm_up
+from mmspec.engine.engine import Engine
+from mmspec.engine.stopping import Stopper
+from mmspec.ops import graphs
+from mmspec.pipeline import Pipeline
+from mmspec.sampling.sampler import Sampler
+from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Settings
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.device import Replayed, record_captures
+from tests.mmspec.ops.test_graphs import drafter_for
+from tests.tiny import shared_model
+
+MEMORY = 1 << 30
+
+
+@pytest.fixture
+def _recorded(monkeypatch, tmp_path):
+    record_captures(monkeypatch)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: MEMORY)
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+
+
+def pipeline(name, kind, device="cpu"):
+    model = shared_model(name)
+    drafter = drafter_for(kind, model)
+    model = model if device == "cpu" else copy.deepcopy(model).to(device)
+    return Pipeline(plugins.target_class(model.config)(model), None, drafter, max_num_seqs=3)
+
+
+def prompts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths]
+
+
+def check_answers(pipe, lengths, new, size=None):
+    """Answers of different lengths, whose rows join and leave one after the other, are those of ``generate``.
+
+    Args:
+        size: draft tokens.
+    """
+    given = [Prompt(torch.tensor([ids], device=pipe.target.device)) for ids in prompts(lengths)]
+    with pipe.engine.together():
+        rows = [pipe.add(prompt, Sampler(), Stopper(count), size)[0] for prompt, count in zip(given, new, strict=True)]
+    pipe.engine.drain()
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        for prompt, count, row in zip(given, new, rows, strict=True):
+            expected = pipe.model.generate(prompt.input_ids, max_new_tokens=count, **settings)
+            assert row.error is None
+            assert row.token_ids == expected[0, prompt.input_ids.shape[1] :].tolist()
+
+
+CASES = [("llava", kind) for kind in ("plain", "msd", "flash", "recycle", "ngram", "early-exit", "dflash")]
+CASES += [("llava_bamba", "msd"), ("falcon_mamba", "ngram")]
+CASES += [("bamba", kind) for kind in ("plain", "recycle", "small", "mamba")]
+
+
+BATCHES = [((9,), (24,)), ((9, 12, 5, 8, 7), (24, 9, 16, 12, 20)), ((5, 9), (12, 20))]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_answers_capture_nothing(name, kind):
+    pipe = pipeline(name, kind)
+    pipe.warm_up(tokens=64, num_draft_tokens=[7])
+    captures, version = Replayed.captures, pipe.target.version
+    assert captures
+    for lengths, new in BATCHES:
+        check_answers(pipe, lengths, new, 7)
+    assert Replayed.captures == captures
+    assert pipe.target.version == version
+    assert Replayed.replays > captures
+    assert graphs.capture_failure() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_answers_on_a_gpu_capture_nothing(name, kind, monkeypatch):
+    captured, capture = [], graphs._captured
+    monkeypatch.setattr(graphs, "_captured", lambda run, device: captured.append(run) or capture(run, device))
+    pipe = pipeline(name, kind, "cuda")
+    pipe.warm_up(tokens=64, num_draft_tokens=[7])
+    captures, version = len(captured), pipe.target.version
+    assert captures
+    for lengths, new in BATCHES:
+        check_answers(pipe, lengths, new, 7)
+    assert (len(captured), pipe.target.version, graphs.capture_failure()) == (captures, version, None)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_recorded")
+def test_adaptive_drafts_are_calibrated_on_captured_passes(monkeypatch):
+    pipe = pipeline("llava", "msd")
+    measured = []
+    measure = calibrate.measure
+    monkeypatch.setattr(calibrate, "measure", lambda target, prefix: measured.append(target) or measure(target))
+    pipe.warm_up(1, 128)
+    assert measured == [pipe.target]
+    assert isinstance(pipe.target.cost, CostTable)
+    captures = Replayed.captures
+    check_answers(pipe, (9,), (60,))
+    assert pipe.budget is not None
+    assert Replayed.captures == captures
+
+
+@pytest.mark.usefixtures("_recorded")
+@pytest.mark.parametrize("kind", ["plain", "msd"])
+def test_longer_prompts_and_more_rows_are_captured_anew(kind):
+    pipe = pipeline("llava", kind)
+    pipe.warm_up(1, 128, [7])
+    captures = Replayed.captures
+    check_answers(pipe, (9, 150, 5), (20, 20, 12), 7)
+    check_answers(pipe, (9, 150, 5), (20, 20, 12), 7)
+    assert Replayed.captures > captures
+    captures = Replayed.captures
+    check_answers(pipe, (9, 150, 5), (20, 20, 12), 7)
+    assert Replayed.captures == captures
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_nothing_is_learnt_and_nothing_kept():
+    target, drafter = TransformersTarget(shared_model("llama")), Recycle(4)
+    table = {(-1, 0): {5: 0.5}, (0, 0): {7: 0.25}, (-1, 9): {3: 0.75}}
+    drafter._table = {context: dict(ranking) for context, ranking in table.items()}
+    drafter._vocab = target.config.vocab_size
+    target.prefix_cache, target.cost = PrefixCache(1 << 20), CostTable((1, 2), (1.0, 2.0))
+    pipe = Pipeline(target, None, drafter)
+    state = torch.get_rng_state()
+    pipe.warm_up(2, 64, [7])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {context: pytest.approx(row) for context, row in drafter._rankings().items()} == table
+    assert (target.runner.rows, drafter._recycled.rows, drafter.learned) == (0, 0, 0)
+    assert drafter._recycled._pending == []
+    assert len(target.prefix_cache) == 0
+    assert target.cost == CostTable((1, 2), (1.0, 2.0))
+    assert pipe.budget is None
+
+
+@pytest.mark.parametrize(
+    ("free", "rows", "tokens", "expected"),
+    [
+        (1 << 40, 8, None, (8, 8192)),
+        (1 << 40, 6, 100, (6, 100)),
+        (8 * 3000, 3, None, (3, 3000)),
+        (8 * 2000, 3, None, (2, 4000)),
+        (8 * 1000, 8, None, (1, 4000)),
+        (8 * 1000, 8, 400, (8, 400)),
+    ],
+)
+def test_memory_that_is_reserved(free, rows, tokens, expected, monkeypatch):
+    """Half of the free memory, with a byte per token."""
+    monkeypatch.setattr(warm_up, "_token_bytes", lambda cache: 1)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: free)
+    target = TransformersTarget(shared_model("llama"))
+    target.context_limit = 1 << 20
+    assert warm_up._reservation(target, rows, tokens) == expected
+    target.context_limit = 300
+    assert warm_up._reservation(target, 1, tokens)[1] <= 300
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_memory_that_is_reserved_serves_more_rows():
+    """Three rows take the slots that were reserved for one; longer ones then make the buffers grow."""
+    pipe = pipeline("llama", "plain")
+    pipe.target.context_limit = 4096
+    pipe.warm_up(1, 1200)
+    kv = pipe.target.runner.cache.kv
+    assert (kv.rows, kv.capacity) == (1, 1280)
+    check_answers(pipe, (9, 12, 5), (20, 20, 30))
+    assert (kv.rows, kv.capacity) == (4, 512)
+    pipe.warm_up(3, 1200)
+    assert (kv.rows, kv.capacity) == (4, 1280)
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_bytes_of_a_token():
+    target = TransformersTarget(shared_model("llama"))
+    target.prefill(calibrate.placeholder(3, 20, target), 1)
+    config = target.config
+    size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert warm_up._token_bytes(target.runner.cache) == size
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_larger_steps_are_left_to_requests(monkeypatch):
+    monkeypatch.setattr(warm_up, "_MOST_NODES", 16)
+    seen = []
+    target = TransformersTarget(shared_model("llama"))
+    forward = target.forward_tree
+    monkeypatch.setattr(target, "forward_tree", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
+    warm_up.warm_up(target, None, 3, 64, [Budget(7), Budget(3)])
+    assert sorted({tuple(shape) for shape in seen}) == [
+        *((1, 1), (1, 2), (1, 4), (1, 8)),
+        *((2, 1), (2, 2), (2, 4), (2, 8)),
+        *((3, 1), (3, 2), (3, 4)),
+    ]
+
+
+@pytest.mark.usefixtures("_recorded")
+def test_a_lack_of_memory_is_a_warning(monkeypatch):
+    def fails(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    pipe = pipeline("llama", "plain")
+    monkeypatch.setattr(warm_up, "_reservation", fails)
+    with pytest.warns(RuntimeWarning, match="CUDA graphs could not be captured beforehand: out of memory"):
+        pipe.warm_up(1)
+    check_answers(pipe, (9,), (12,))
+
+
+def test_on_a_cpu_nothing_is_done(monkeypatch):
+    pipe = mmspec.load(shared_model("llama"), drafter="recycle", processor=object())
+    pipe.warm_up(4)
+    assert pipe.target.runner._cache is None
+    assert pipe.target.cost is None
+
+
+def test_how_many_sequences_are_warmed_up(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Engine, "warm_up", lambda engine, speculation, *asking: asked.append(asking))
+    mmspec.load("tiny-llava", drafter=None)
+    mmspec.load("tiny-llava", drafter=None, warm_up=0)
+    mmspec.load("tiny-llava", drafter=None, warm_up=3)
+    mmspec.load("tiny-llava", drafter=None, max_num_seqs=5, warm_up=0).warm_up(tokens=9, num_draft_tokens=[4])
+    loading = {"model": "tiny-llava", "drafter": None, "device": "cpu", "dtype": "auto", "generation_config": "auto"}
+    Settings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
+    every = (None,)
+    assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), (6, 700, every)]
+    with pytest.raises(mmspec.UserError, match=r"^tokens must be"):
+        mmspec.load("tiny-llava", drafter=None).warm_up(tokens=0)
+    with pytest.raises(mmspec.UserError, match=r"^warm_up must be"):
+        mmspec.load("tiny-llava", warm_up=-1)
