@@ -203,7 +203,7 @@ class FakeCuda(TorchFunctionMode):
             else:
                 if _is_mask(i):
                     self.read("index by a mask")
-                tensors[axis] = i if isinstance(i, Tensor) else torch.tensor(i, device=CUDA)
+                tensors[axis] = i if isinstance(i, Tensor) else torch.zeros(len(i), dtype=torch.long, device=CUDA)
                 axis += i.ndim if _is_mask(i) else 1
         return x, [tensors.get(axis) for axis in range(max(tensors) + 1)] if tensors else []
 

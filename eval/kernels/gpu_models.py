@@ -40,7 +40,8 @@ from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 
 FRAMES = 16
-_WARM_UP = 4  # groups of prompts that every method answers before any is timed
+_TOKENS = 1536  # of a prompt and its answer, at most
+_WARM_UP = 2  # groups of prompts that every method answers before any is timed
 _ACCEPTED = 4  # nodes of each step's path, the root included, where drafts are timed
 _CHUNK = 1024  # prompt tokens of a prefill pass
 _EAGLE3_HEAD = 32_000  # largest draft vocabulary of an EAGLE-3 head, as published ones have
@@ -275,6 +276,7 @@ def time_answers(
         return _Answered([result.token_ids for result in results], seconds, longest)
 
     for method in methods:
+        pipes[method.name].warm_up(len(groups[0]), _TOKENS, [method.nodes])
         for group in groups[:_WARM_UP]:
             answer(method, group)
     for turn, group in enumerate(groups):

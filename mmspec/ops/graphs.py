@@ -28,11 +28,17 @@ from torch import Tensor
 Function = Callable[..., tuple[Tensor, ...]]
 
 _failure: str | None = None  # see capture_failure
+_captures = 0  # see num_captures
 
 
 def capture_failure() -> str | None:
     """What was being captured and the traceback, of the process' first failed capture; None if none has failed."""
     return _failure
+
+
+def num_captures() -> int:
+    """Number of graphs that the process has captured."""
+    return _captures
 
 
 def captures(device: torch.device) -> bool:
@@ -108,10 +114,14 @@ class Graphed:
 
     def _capture(self, buffers: _Buffers, settings: dict[str, Any]) -> _Graph | None:
         """Capture a call; None if this or an earlier capture has failed."""
+        global _captures
         if _failure:
             return None
         try:
-            return _Graph(self._function, buffers, settings)
+            graph = _Graph(self._function, buffers, settings)
+            with _CAPTURE_LOCK:
+                _captures += 1
+            return graph
         except Exception as error:
             shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in buffers.inputs)
             _give_up(error, f"{self._function.__qualname__} of {shapes}, {settings}")

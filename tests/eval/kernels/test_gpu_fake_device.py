@@ -1,5 +1,6 @@
 """The GPU benchmark on a fake CUDA device: shapes fit, devices are not mixed, all passes can be captured."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -90,7 +91,10 @@ def without_contents(monkeypatch):
     patch(torch.nn.Parameter, "__deepcopy__", _empty)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         patch(torch.cuda, name, lambda *_: None)
-    patch(torch.cuda, "max_memory_allocated", lambda *_: 1)
+    patch(torch.cuda, "device", lambda *_: nullcontext())
+    for name in ("max_memory_allocated", "memory_reserved", "memory_allocated"):
+        patch(torch.cuda, name, lambda *_: 1)
+    patch(torch.cuda, "mem_get_info", lambda *_: (int(60e9), int(80e9)))
 
 
 def check_parts(plan, quick, monkeypatch):

@@ -67,9 +67,10 @@ def test_elsewhere_a_function_is_called():
 
 @pytest.mark.usefixtures("_recorded")
 def test_calls_are_replayed_from_the_third_on():
-    counter = Counter()
+    counter, before = Counter(), graphs.num_captures()
     check_calls(counter)
     assert (counter.run, counter.step.captured, Replayed.replays) == (4, 2, 10)
+    assert graphs.num_captures() == before + 2
     counter.step(torch.ones(2), version="b")  # other addresses: what was captured is of no use any more
     assert (counter.run, counter.step.captured) == (5, 0)
 
