@@ -20,6 +20,7 @@ from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
 
 _PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
+_ROUNDED = 1e-3  # seconds by which containers round times (Matroska: to milliseconds)
 
 
 class VisionProcessor(Processor):
@@ -160,7 +161,10 @@ class VisionProcessor(Processor):
         arguments: dict[str, Any] = {"text": texts, "images": flat or None}
         if videos:
             arguments["videos"] = [np.stack([np.asarray(frame) for frame in clip.frames]) for clip in videos]
-            arguments["videos_kwargs"] = {"do_sample_frames": False}
+            arguments["videos_kwargs"] = {
+                "do_sample_frames": False,
+                "video_metadata": [_metadata(clip) for clip in videos],
+            }
         processor = self.plain
         if any(map(self._user_text.is_marked, texts)):
             processor = copy(processor)
@@ -170,6 +174,25 @@ class VisionProcessor(Processor):
         ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return Prompt(ids, None if bool(mask.all()) else mask, inputs)
+
+
+def _metadata(clip: Video) -> dict[str, Any]:
+    """When a clip's frames are displayed, in the form of transformers' ``VideoMetadata``: time = index / rate.
+
+    At a constant frame rate, indices count frames, as when transformers loads the file; otherwise milliseconds.
+    """
+    rate, indices = clip.fps or 0.0, [round(time * (clip.fps or 0.0)) for time in clip.times]
+    if not rate or any(abs(index / rate - time) > _ROUNDED for index, time in zip(indices, clip.times, strict=True)):
+        rate, indices = 1000.0, [round(1000 * time) for time in clip.times]
+    width, height = clip.frames[0].size
+    return {
+        "total_num_frames": max(1, round(clip.duration * rate)),
+        "fps": rate,
+        "duration": clip.duration,
+        "frames_indices": indices,
+        "width": width,
+        "height": height,
+    }
 
 
 @contextmanager
