@@ -7,8 +7,9 @@ sampled than the video has, frames are repeated and share one image.
 
 The file is read twice: once for the packets' timestamps only (containers may lack a duration or state a wrong one) and
 once for decoding. Only sampled frames are kept in memory; gaps longer than the longest keyframe interval are skipped by
-seeking. The display matrix (rotation, mirroring) is applied; frames whose pixels are not square are enlarged along the
-longer side of a pixel; transparency is composited on white. Animated GIF and PNG are videos. Animated WebP and AVIF are images, because FFmpeg does not read their frames.
+seeking. The display matrix (rotation, mirroring) is applied; frames whose pixels are not square grow along the longer
+side of a pixel; transparency is composited on white. Animated GIF and PNG are videos. Animated WebP and AVIF are
+images, because FFmpeg does not read their frames.
 """
 
 from contextlib import ExitStack
@@ -88,7 +89,7 @@ def load_video(
         description = media.description if media.description.endswith("image") else "an image"
         raise UserError(f"{media.name}: expected a video, received {description}; pass it as an image")
     if kind is None:
-        raise UserError(f"{media.name}: expected a video, received {media.description}")
+        raise media.refusal("a video")
 
     def choose_times(duration: Fraction) -> list[Fraction]:
         if max_duration is not None and duration > max_duration:
@@ -116,7 +117,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     media = resolve(source, expected="an image or a video", name=name)
     kind = _kind(media)
     if kind is None:
-        raise UserError(f"{media.name}: expected an image or a video, received {media.description}")
+        raise media.refusal("an image or a video")
     if kind == "video":
         from mmspec.vision.video_container import open_video
 
@@ -126,7 +127,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
 
 
 def _kind(media: MediaSource) -> Literal["image", "video"] | None:
-    """Detect the kind from the first bytes and with Pillow; None for text, and for images that Pillow cannot open.
+    """Detect the kind from the first bytes and with Pillow; None for other formats, and images that Pillow cannot open.
 
     Text is never passed to FFmpeg, which would open the files listed in a playlist or concat script.
     """
@@ -134,7 +135,7 @@ def _kind(media: MediaSource) -> Literal["image", "video"] | None:
     if image is not None:
         name, animated = image
         return "video" if animated and name in _VIDEO_FORMATS else "image"
-    return None if media.description == "text" or media.description.endswith("image") else "video"
+    return None if media.is_neither or media.description.endswith("image") else "video"
 
 
 def _sample_times(duration: Fraction, frames: int | None, fps: float | None, name: str) -> list[Fraction]:

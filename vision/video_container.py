@@ -22,6 +22,12 @@ _LENIENT: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.p
 # Demuxers that render text, or accept any file by its suffix.
 _NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
 
+# Demuxers that find their data anywhere in a file, such as a photograph within a document: the first bytes of a video.
+_START_CODE = b"\x00\x00"  # and 0 or 1
+_RAW = {"mjpeg": b"\xff\xd8"} | dict.fromkeys(
+    ("h264", "hevc", "vvc", "m4v", "mpegvideo", "mpeg", "cavsvideo"), _START_CODE
+)
+
 
 def open_video(
     media: MediaSource, stack: ExitStack, *, expected: str = "a video"
@@ -36,12 +42,13 @@ def open_video(
     try:
         container = av.open(source, "r", options={"protocol_whitelist": "file"}, **_LENIENT)
     except av.FFmpegError as error:
-        description = media.description
-        description = f"a broken one ({error.strerror})" if description.endswith("video") else description
-        raise UserError(f"{media.name}: expected {expected}, received {description}") from None
+        if media.description.endswith("video"):
+            raise UserError(f"{media.name}: expected {expected}, received a broken one ({error.strerror})") from None
+        raise media.refusal(expected) from None
     stack.enter_context(container)
-    if container.format.name.endswith("_pipe") or container.format.name in _NOT_VIDEO:
-        raise UserError(f"{media.name}: expected {expected}, received {media.description}")
+    kind = container.format.name
+    if kind.endswith("_pipe") or kind in _NOT_VIDEO or not media.head.startswith(_RAW.get(kind, b"")):
+        raise media.refusal(expected)
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
         description = "audio only" if container.streams.audio else "a file without a video stream"

@@ -18,7 +18,6 @@ from mmspec.vision.media import MediaSource
 from mmspec.vision.video_container import average_rate, display_size, open_video
 from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
 
-
 _NO_TIMESTAMP = 2**62  # ticks; FFmpeg marks a packet without a timestamp by -2**63
 
 

@@ -144,7 +144,7 @@ def test_variable_frame_rate(tmp_path: Path, suffix: str, count: int) -> None:
 @pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
 @pytest.mark.parametrize("tail", [2, 3, 5])
 def test_packet_durations_out_of_order(tmp_path: Path, suffix: str, tail: int, backend: str) -> None:
-    """With B-frames, an MP4's packets last until the next one is decoded: over a pause that another frame is shown in."""
+    """With B-frames, an MP4's packets last until the next one is decoded: over a pause in which another is shown."""
     if backend == "decord":
         pytest.importorskip("decord", reason="an optional dependency")
     stamps = [*even(20), *even(tail, start=22_000)]
