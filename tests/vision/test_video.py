@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageCms, ImageOps
+from transformers.video_utils import read_video_pyav
 
 from mmspec.errors import UserError
 from mmspec.vision import video_pyav
@@ -103,6 +105,7 @@ def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProce
     )
 
 
+ONE = 1 << 16
 BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
 IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010, 5300]
 
@@ -160,6 +163,44 @@ def test_frame_rate_of_the_source(tmp_path: Path, suffix: str) -> None:
     codec = "mpeg4" if suffix == "avi" else "libx264"
     path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options={}, tick=Fraction(1, 25))
     assert load_video(path, frames=2).fps == pytest.approx(25)
+
+
+PAUSES = [0, 40, 80, 900, 950, 1000, 1400, 3000, 3100, 3150, 5000, 5300]
+KINDS: dict[str, dict[str, Any]] = {
+    "B-frames": {"options": BFRAMES},
+    "variable frame rate": {"stamps": PAUSES, "options": BFRAMES},
+    "Matroska": {"suffix": "mkv", "stamps": PAUSES, "options": BFRAMES},
+    "transport stream": {"suffix": "ts", "options": BFRAMES},
+    "late start": {"suffix": "mkv", "stamps": even(20, start=700)},
+    "cut start": {"stamps": even(40, start=-1500), "mux": {"use_editlist": "1", "avoid_negative_ts": "disabled"}},
+    "odd size": {"suffix": "avi", "codec": "mpeg4", "options": {}, "size": (75, 51), "tick": Fraction(1, 10)},
+    "pixel aspect": {"size": (96, 48), "pixel_aspect": Fraction(3, 2)},
+    "turned": {"size": (96, 48)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_frames_equal_transformers_reading(tmp_path: Path, kind: str) -> None:
+    """Its reader ignores display matrix and pixel aspect, which Pillow applies here."""
+    given = {"stamps": even(20), "suffix": "mp4"} | KINDS[kind]
+    path = encode(tmp_path / f"a.{given.pop('suffix')}", given.pop("stamps"), **given)
+    if kind == "turned":
+        data = bytearray(path.read_bytes())
+        at = data.index(b"tkhd") + 44
+        data[at : at + 36] = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+    frames, _ = read_video_pyav(str(path), lambda metadata: range(MAX_FRAMES))
+    expected = [Image.fromarray(frame) for frame in frames]
+    if kind == "pixel aspect":
+        expected = [frame.resize((144, 48), Image.Resampling.BICUBIC) for frame in expected]
+    if kind == "turned":
+        expected = [frame.transpose(Image.Transpose.ROTATE_270) for frame in expected]
+    with av.open(str(path)) as container:
+        times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
+    video = load_video(path, frames=MAX_FRAMES)
+    ours = dict(zip(video.times, video.frames, strict=True))
+    assert list(ours) == pytest.approx([time - times[0] for time in times])
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(ours.values(), expected, strict=True))
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("mkv", 700), ("ts", 5000), ("mp4", 700)])
@@ -286,7 +327,6 @@ def test_transparency_is_white(tmp_path: Path) -> None:
     assert load_video(tmp_path / "a.png", frames=1).frames[0].getpixel((12, 12)) == (255, 255, 255)
 
 
-ONE = 1 << 16
 MATRICES = {
     "90": ((0, ONE, -ONE, 0), Image.Transpose.ROTATE_270),  # clockwise, as phones write it
     "180": ((-ONE, 0, 0, -ONE), Image.Transpose.ROTATE_180),
