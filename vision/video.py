@@ -104,8 +104,8 @@ def load_video(
     else:
         from mmspec.vision.video_pyav import sample_with_pyav as sample
     sampled, duration, rate = sample(media, choose_times)
-    frames, times = [image for _, image in sampled], [float(time) for time, _ in sampled]
-    return Video(frames, times, float(duration), media.name, float(rate))
+    images, times = [image for _, image in sampled], [float(time) for time, _ in sampled]
+    return Video(images, times, float(duration), media.name, float(rate))
 
 
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:

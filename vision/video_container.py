@@ -133,7 +133,7 @@ class PacketScan:
             self._length = length
         else:
             self._reordered = True
-        self._starts = sorted([*self._starts, start])[-2:]
+        self._starts = sorted({*self._starts, start})[-2:]
         if packet.is_keyframe:
             if not self._first_keyframe:
                 self.longest_gap = max(self.longest_gap, start - self.keyframe)
