@@ -32,5 +32,5 @@ def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any
     video = load_video(source, name=name, **request["video"])
     images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
     order = list(images)
-    reply = {"times": video.times, "duration": video.duration, "name": video.name}
+    reply = {"times": video.times, "duration": video.duration, "name": video.name, "fps": video.fps}
     return {"video": reply, "frames": [order.index(id(frame)) for frame in video.frames]}, list(images.values())

@@ -39,9 +39,9 @@ DECODE_ERRORS = (
     Image.DecompressionBombWarning,
 )
 
-# Formats that Pillow opens but that are rejected here: EPS runs an external program, WMF needs Windows, and MPEG is
-# recognised but not decoded.
-_REJECTED_FORMATS = frozenset({"EPS", "WMF", "MPEG"})
+# Formats that Pillow opens but that are rejected here: EPS runs an external program, WMF needs Windows, and the others
+# are recognised but not decoded.
+_REJECTED_FORMATS = frozenset({"EPS", "WMF", "MPEG", "BUFR", "GRIB", "HDF5"})
 
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE_FOR_ORIENTATION = {
@@ -83,7 +83,8 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             with Image.open(stream) as image:
-                _check_format(image, media)
+                if image.format in _REJECTED_FORMATS:
+                    raise _not_an_image(media)
                 return _from_pillow(image, media.name)
         except UserError:
             raise
@@ -118,19 +119,13 @@ def composite_on_white(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def _check_format(image: Image.Image, media: MediaSource) -> None:
-    if image.format == "MPEG":
-        raise _not_an_image(media)
-    if image.format in _REJECTED_FORMATS:
-        raise UserError(f"{media.name}: expected an image made of pixels, received {image.format}")
-
-
 def _not_an_image(media: MediaSource) -> UserError:
     description = media.description
-    hint = "; pass it as a video" if description.endswith("video") else ""
+    if description.endswith("video"):
+        return UserError(f"{media.name}: expected an image, received {description}; pass it as a video")
     if description.endswith("image"):
-        description += " that cannot be decoded"
-    return UserError(f"{media.name}: expected an image, received {description}{hint}")
+        return UserError(f"{media.name}: expected an image, received {description} that cannot be decoded")
+    return media.refusal("an image")
 
 
 def _check_size(width: int, height: int, name: str) -> None:

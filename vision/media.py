@@ -39,12 +39,48 @@ _SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (b"OggS", "an Ogg file"),
     (b"ID3", "an MP3 audio file"),
     (b"fLaC", "a FLAC audio file"),
+    (b"MThd", "a MIDI audio file"),
+    (b"#!AMR", "an AMR audio file"),
     (b"%PDF", "a PDF document"),
     (b"%!PS", "a PostScript document"),
+    (b"\xc5\xd0\xd3\xc6", "a PostScript document"),
+    (b"{\\rtf", "an RTF document"),
+    (b"AT&TFORM", "a DjVu document"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "a Microsoft Office document"),
+    (b"\xd7\xcd\xc6\x9a", "a WMF drawing"),
     (b"PK\x03\x04", "a ZIP archive"),
+    (b"PK\x05\x06", "a ZIP archive"),
     (b"\x1f\x8b", "a gzip archive"),
+    (b"BZh", "a bzip2 archive"),
+    (b"\xfd7zXZ\x00", "an xz archive"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"Rar!\x1a\x07", "a RAR archive"),
     (b"\x7fELF", "a program"),
+    (b"MZ", "a program"),
+    (b"SQLite format 3\x00", "an SQLite data file"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 data file"),
+    (b"\x93NUMPY", "a NumPy data file"),
+    (b"PAR1", "a Parquet data file"),
+    (b"GGUF", "a GGUF data file"),
 )
+_OFFICE = (  # names of entries at the start of a ZIP archive
+    (b"mimetypeapplication/epub+zip", "an EPUB document"),
+    (b"mimetypeapplication/vnd.oasis.opendocument", "an OpenDocument document"),
+    (b"[Content_Types].xml", "a Microsoft Office document"),
+    (b"word/", "a Microsoft Office document"),
+    (b"ppt/", "a Microsoft Office document"),
+    (b"xl/", "a Microsoft Office document"),
+)
+_MARKUP = re.compile(rb"<(svg|!doctype svg|html|!doctype html|head|body|script)\b", re.IGNORECASE)
+_CONTROL = frozenset(range(32)) - frozenset(b"\t\n\f\r\x1b")  # bytes that no text contains
+# Last words of descriptions of what contains neither images nor videos.
+_NEITHER = ("text", "document", "drawing", "archive", "audio file", "program", "data file")
+_ADVICE = {
+    "a PDF document": "; render its pages first, e.g. pdftoppm -png",
+    "a PostScript document": "; render its pages first, e.g. gs -sDEVICE=png16m",
+    "an SVG drawing": "; render it first, e.g. rsvg-convert",
+}
 _RIFF = {b"AVI ": "an AVI video", b"WAVE": "a WAV audio file", b"WEBP": "a WebP image"}
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
 _SCRIPTS = (b"#EXTM3U", b"ffconcat", b"v=0", b"<")  # playlists and markup, whatever their encoding
@@ -82,6 +118,17 @@ class MediaSource:
         """The format according to the first bytes."""
         return describe(self.head)
 
+    @property
+    def is_neither(self) -> bool:
+        """Whether the first bytes are those of a format that contains neither images nor videos, or text."""
+        return self.description.endswith(_NEITHER)
+
+    def refusal(self, expected: str) -> UserError:
+        """The error of a source that is no ``expected``: "an image", "a video", or "an image or a video"."""
+        what = self.description
+        advice = _ADVICE.get(what, "; unpack it first" if what.endswith("archive") else "")
+        return UserError(f"{self.name}: expected {expected}, received {what}{advice}")
+
 
 def printable(name: object) -> str:
     """Escape control characters in a name and shorten it, for one-line error messages."""
@@ -95,6 +142,8 @@ def describe(head: bytes) -> str:
         return "an empty file"
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12], "a RIFF file")
+    if head[:4] == b"FORM" and head[8:11] == b"AIF":
+        return "an AIFF audio file"
     if head[4:8] == b"ftyp":
         if head[8:12] in (b"avif", b"avis"):
             return "an AVIF image"
@@ -105,12 +154,21 @@ def describe(head: bytes) -> str:
         return "an MP4 or MOV video"
     if head[:1] == b"G" and head[188:189] == b"G" and head[376:377] == b"G":  # sync byte of every 188-byte packet
         return "an MPEG transport stream video"
-    if head.lstrip().startswith(_SCRIPTS):
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(_SCRIPTS):
+        markup = _MARKUP.search(head)
+        return ("an SVG drawing" if b"svg" in markup[1].lower() else "an HTML document") if markup else "text"
+    what = next((what for signature, what in _SIGNATURES if head.startswith(signature)), None)
+    if what == "a ZIP archive":
+        return next((document for entry, document in _OFFICE if entry in head), what)
+    if what is not None:
+        return what
+    if head[257:262] == b"ustar":
+        return "a tar archive"
+    if _is_text(head):
         return "text"
-    for signature, what in _SIGNATURES:
-        if head.startswith(signature):
-            return what
-    return "text" if _is_text(head) else f"unknown data (first bytes {head[:8].hex(' ')})"
+    if b"%PDF-" in head[:1024]:  # readers accept bytes before the header
+        return "a PDF document"
+    return f"unknown data (first bytes {head[:8].hex(' ')})"
 
 
 def resolve(source: object, *, expected: str, name: str | None = None) -> MediaSource:
@@ -185,8 +243,8 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
 
 
 def _is_text(head: bytes) -> bool:
-    try:
-        text = head[:-4].decode() if len(head) == HEAD_BYTES else head.decode()  # the last character may be incomplete
-    except UnicodeDecodeError:
-        return False
-    return all(c.isprintable() or c in "\n\r\t\f\ufeff" for c in text)
+    """Whether these may be characters: UTF-16 with its mark, else without control characters, UTF-8 or mostly ASCII."""
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return True
+    characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""
+    return len(characters) > 0 and 2 * len(characters.encode()) > len(head)

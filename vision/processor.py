@@ -19,7 +19,8 @@ from mmspec.vision.decoding import Decoder
 from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
 
-_PLAIN_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
+_LLAVA_TEMPLATE = "USER: {media}\n{text} ASSISTANT:"
+_ROUNDED = 1e-3  # seconds by which containers round times (Matroska: to milliseconds)
 
 
 class VisionProcessor(Processor):
@@ -139,6 +140,11 @@ class VisionProcessor(Processor):
             )
         return placed, loaded["image"], loaded["video"]
 
+    def adds_special_tokens(self, rendered: str) -> bool:
+        """Unless the template has written the first of them, as in transformers' own ``apply_chat_template``."""
+        start = self.tokenizer.bos_token
+        return start is None or not rendered.startswith(start)
+
     @property
     def _takes_videos(self) -> bool:
         return getattr(self.plain, "video_processor", None) is not None
@@ -150,17 +156,32 @@ class VisionProcessor(Processor):
             raise UserError("tools need a chat template: the model's processor has none")
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
-        token = {"image": self.plain.image_token, "video": getattr(self.plain, "video_token", "")}
-        media = "".join(token[item["type"]] for item in messages[0]["content"] if item["type"] != "text")
-        text = " ".join(item["text"] for item in messages[0]["content"] if item["type"] == "text")
-        return _PLAIN_TEMPLATE.format(media=media, text=text)
+        items = messages[0]["content"]
+        if type(self.plain).__name__.startswith(("Llava", "VideoLlava")):  # published without their template at first
+            media = "".join(self._placeholder(item["type"]) for item in items if item["type"] != "text")
+            text = " ".join(item["text"] for item in items if item["type"] == "text")
+            return _LLAVA_TEMPLATE.format(media=media, text=text)
+        # A base model: its processor adds what else belongs to the prompt, such as PaliGemma's "<bos>" and line break.
+        return "".join(item["text"] if item["type"] == "text" else self._placeholder(item["type"]) for item in items)
+
+    def _placeholder(self, kind: str) -> str:
+        """What stands for an image or a video in the text that the model's processor takes."""
+        token = getattr(self.plain, f"{kind}_token", None)
+        if token is None:
+            raise UserError(f"{kind}s need a chat template or {kind}_token: the model's processor has neither")
+        return str(token)
 
     def _process(self, texts: list[str], images: list[list[Any]], videos: list[Video]) -> Prompt:
         flat = [image for row in images for image in row]
         arguments: dict[str, Any] = {"text": texts, "images": flat or None}
         if videos:
             arguments["videos"] = [np.stack([np.asarray(frame) for frame in clip.frames]) for clip in videos]
-            arguments["videos_kwargs"] = {"do_sample_frames": False}
+            arguments["videos_kwargs"] = {
+                "do_sample_frames": False,
+                "video_metadata": [_metadata(clip) for clip in videos],
+            }
+        if not self.adds_special_tokens(texts[0]):
+            arguments["add_special_tokens"] = False
         processor = self.plain
         if any(map(self._user_text.is_marked, texts)):
             processor = copy(processor)
@@ -168,8 +189,28 @@ class VisionProcessor(Processor):
         with _pad_token(self.tokenizer):
             encoded = dict(processor(**arguments, padding=True, padding_side="left", return_tensors="pt"))
         ids, mask = encoded.pop("input_ids"), encoded.pop("attention_mask")
+        encoded.pop("labels", None)  # PaliGemma's, for training
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return Prompt(ids, None if bool(mask.all()) else mask, inputs)
+
+
+def _metadata(clip: Video) -> dict[str, Any]:
+    """When a clip's frames are displayed, in the form of transformers' ``VideoMetadata``: time = index / rate.
+
+    At a constant frame rate, indices count frames, as when transformers loads the file; otherwise milliseconds.
+    """
+    rate, indices = clip.fps or 0.0, [round(time * (clip.fps or 0.0)) for time in clip.times]
+    if not rate or any(abs(index / rate - time) > _ROUNDED for index, time in zip(indices, clip.times, strict=True)):
+        rate, indices = 1000.0, [round(1000 * time) for time in clip.times]
+    width, height = clip.frames[0].size
+    return {
+        "total_num_frames": max(1, round(clip.duration * rate)),
+        "fps": rate,
+        "duration": clip.duration,
+        "frames_indices": indices,
+        "width": width,
+        "height": height,
+    }
 
 
 @contextmanager

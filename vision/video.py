@@ -7,8 +7,9 @@ sampled than the video has, frames are repeated and share one image.
 
 The file is read twice: once for the packets' timestamps only (containers may lack a duration or state a wrong one) and
 once for decoding. Only sampled frames are kept in memory; gaps longer than the longest keyframe interval are skipped by
-seeking. The display matrix (rotation, mirroring) is applied; transparency is composited on white. Animated GIF and PNG
-are videos. Animated WebP and AVIF are images, because FFmpeg does not read their frames.
+seeking. The display matrix (rotation, mirroring) is applied; frames whose pixels are not square grow along the longer
+side of a pixel; transparency is composited on white. Animated GIF and PNG are videos. Animated WebP and AVIF are
+images, because FFmpeg does not read their frames.
 """
 
 from contextlib import ExitStack
@@ -44,12 +45,14 @@ class Video:
         times: presentation time of each frame, in seconds from the first frame of the stream.
         duration: seconds from the start of the first frame to the end of the last one.
         name: the source in error messages.
+        fps: average frames per second of the source; None if it is unknown.
     """
 
     frames: list[Image.Image]
     times: list[float]
     duration: float
     name: str
+    fps: float | None = None
 
 
 def load_video(
@@ -69,8 +72,8 @@ def load_video(
         frames: number of frames; 8 if neither `frames` nor `fps` is given. With `fps`, the maximum: if the rate gives
             more, `frames` frames are spread evenly over the whole duration.
         fps: frames per second of video time.
-        backend: "pyav", or "decord", an optional dependency that ignores edit lists (it returns frames that the file
-            cuts).
+        backend: "pyav", or "decord", an optional dependency that ignores mirroring and edit lists (it returns frames
+            that the file cuts).
         max_duration: longest accepted video, in seconds.
 
     Raises:
@@ -86,7 +89,7 @@ def load_video(
         description = media.description if media.description.endswith("image") else "an image"
         raise UserError(f"{media.name}: expected a video, received {description}; pass it as an image")
     if kind is None:
-        raise UserError(f"{media.name}: expected a video, received {media.description}")
+        raise media.refusal("a video")
 
     def choose_times(duration: Fraction) -> list[Fraction]:
         if max_duration is not None and duration > max_duration:
@@ -100,8 +103,9 @@ def load_video(
         from mmspec.vision.video_decord import sample_with_decord as sample
     else:
         from mmspec.vision.video_pyav import sample_with_pyav as sample
-    sampled, duration = sample(media, choose_times)
-    return Video([image for _, image in sampled], [float(time) for time, _ in sampled], float(duration), media.name)
+    sampled, duration, rate = sample(media, choose_times)
+    images, times = [image for _, image in sampled], [float(time) for time, _ in sampled]
+    return Video(images, times, float(duration), media.name, float(rate))
 
 
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
@@ -113,7 +117,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     media = resolve(source, expected="an image or a video", name=name)
     kind = _kind(media)
     if kind is None:
-        raise UserError(f"{media.name}: expected an image or a video, received {media.description}")
+        raise media.refusal("an image or a video")
     if kind == "video":
         from mmspec.vision.video_container import open_video
 
@@ -123,7 +127,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
 
 
 def _kind(media: MediaSource) -> Literal["image", "video"] | None:
-    """Detect the kind from the first bytes and with Pillow; None for text, and for images that Pillow cannot open.
+    """Detect the kind from the first bytes and with Pillow; None for other formats, and images that Pillow cannot open.
 
     Text is never passed to FFmpeg, which would open the files listed in a playlist or concat script.
     """
@@ -131,7 +135,7 @@ def _kind(media: MediaSource) -> Literal["image", "video"] | None:
     if image is not None:
         name, animated = image
         return "video" if animated and name in _VIDEO_FORMATS else "image"
-    return None if media.description == "text" or media.description.endswith("image") else "video"
+    return None if media.is_neither or media.description.endswith("image") else "video"
 
 
 def _sample_times(duration: Fraction, frames: int | None, fps: float | None, name: str) -> list[Fraction]:

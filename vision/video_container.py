@@ -22,6 +22,12 @@ _LENIENT: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.p
 # Demuxers that render text, or accept any file by its suffix.
 _NOT_VIDEO = frozenset({"image2", "tty", "bin", "xbin", "adf", "idf", "rawvideo"})
 
+# Demuxers that find their data anywhere in a file, such as a photograph within a document: the first bytes of a video.
+_START_CODE = b"\x00\x00"  # and 0 or 1
+_RAW = {"mjpeg": b"\xff\xd8"} | dict.fromkeys(
+    ("h264", "hevc", "vvc", "m4v", "mpegvideo", "mpeg", "cavsvideo"), _START_CODE
+)
+
 
 def open_video(
     media: MediaSource, stack: ExitStack, *, expected: str = "a video"
@@ -36,12 +42,13 @@ def open_video(
     try:
         container = av.open(source, "r", options={"protocol_whitelist": "file"}, **_LENIENT)
     except av.FFmpegError as error:
-        description = media.description
-        description = f"a broken one ({error.strerror})" if description.endswith("video") else description
-        raise UserError(f"{media.name}: expected {expected}, received {description}") from None
+        if media.description.endswith("video"):
+            raise UserError(f"{media.name}: expected {expected}, received a broken one ({error.strerror})") from None
+        raise media.refusal(expected) from None
     stack.enter_context(container)
-    if container.format.name.endswith("_pipe") or container.format.name in _NOT_VIDEO:
-        raise UserError(f"{media.name}: expected {expected}, received {media.description}")
+    kind = container.format.name
+    if kind.endswith("_pipe") or kind in _NOT_VIDEO or not media.head.startswith(_RAW.get(kind, b"")):
+        raise media.refusal(expected)
     streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     if not streams:
         description = "audio only" if container.streams.audio else "a file without a video stream"
@@ -50,20 +57,37 @@ def open_video(
     stream = best if isinstance(best, VideoStream) and best in streams else streams[0]
     if stream.codec_context is None:
         raise UserError(f"{media.name}: expected {expected}, received a codec that FFmpeg cannot decode")
-    if stream.width * stream.height > MAX_PIXELS:
-        size = f"{stream.width}x{stream.height}"
+    width, height = display_size(stream.width, stream.height, stream.sample_aspect_ratio)
+    if width * height > MAX_PIXELS:
+        size = f"{width}x{height}"
         raise UserError(f"{media.name}: expected frames of at most {MAX_PIXELS} pixels, received {size}")
     stream.thread_type = "AUTO"
     return container, stream
 
 
+def display_size(width: int, height: int, pixel_aspect: Fraction | None) -> tuple[int, int]:
+    """Width and height of a frame once its pixels are square: one side grows, the other stays.
+
+    Args:
+        pixel_aspect: width of a pixel by its height; None or 0 if it is unknown.
+    """
+    aspect = pixel_aspect or Fraction(1)
+    return round(width * max(aspect, Fraction(1))), round(height / min(aspect, Fraction(1)))
+
+
+def average_rate(stream: VideoStream) -> Fraction:
+    """Frames per second, according to the container; 25 if it does not say."""
+    return stream.average_rate or stream.guessed_rate or Fraction(25)
+
+
 class PacketScan:
     """Timestamp statistics of a container's packets, in seconds on the stream's clock.
 
+    Packets come in decoding order. Where that is not the order of presentation (B-frames), the duration of a packet may
+    be the time until the next one is decoded: the last frame then lasts at most as long as the one before.
+
     Attributes:
         interval: nominal time between two frames.
-        end: end of the last video packet.
-        any_end: end of the last packet of any stream.
         keyframe: time of the last keyframe.
         longest_gap: longest time between two keyframes.
     """
@@ -72,8 +96,27 @@ class PacketScan:
         self._stream = stream
         self.interval = 1 / (stream.guessed_rate or stream.average_rate or Fraction(25))
         self._count = 0
-        self.end = self.any_end = self.keyframe = self.longest_gap = Fraction(0)
+        self._starts: list[Fraction] = []  # of the last two frames displayed
+        self._length = Fraction(0)  # of the last frame displayed
+        self._reordered = False
+        self._other_end = Fraction(0)
+        self.keyframe = self.longest_gap = Fraction(0)
         self._first_keyframe = True
+
+    @property
+    def end(self) -> Fraction:
+        """End of the last video frame."""
+        if not self._starts:
+            return Fraction(0)
+        length = self._length
+        if self._reordered and len(self._starts) == 2:
+            length = min(length, self._starts[1] - self._starts[0])
+        return self._starts[-1] + length
+
+    @property
+    def any_end(self) -> Fraction:
+        """End of the last packet of any stream."""
+        return max(self.end, self._other_end)
 
     def add(self, packet: "Packet[Any]") -> None:
         if packet.size == 0 or packet.is_discard:  # discarded: cut by an edit list
@@ -82,11 +125,15 @@ class PacketScan:
         ticks = packet.dts if packet.pts is None else packet.pts
         start = self._count * self.interval if ticks is None else ticks * packet.time_base
         length = packet.duration * packet.time_base if packet.duration else self.interval if of_video else Fraction(0)
-        self.any_end = max(self.any_end, start + length)
         if not of_video:
+            self._other_end = max(self._other_end, start + length)
             return
         self._count += 1
-        self.end = max(self.end, start + length)
+        if not self._starts or start >= self._starts[-1]:
+            self._length = length
+        else:
+            self._reordered = True
+        self._starts = sorted({*self._starts, start})[-2:]
         if packet.is_keyframe:
             if not self._first_keyframe:
                 self.longest_gap = max(self.longest_gap, start - self.keyframe)

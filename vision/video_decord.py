@@ -1,7 +1,7 @@
 """Sample frames of a video with decord, an optional dependency imported on first use.
 
-decord applies rotation, but ignores edit lists (it returns frames that the file cuts) and does not detect truncated
-files. It reads neither animated GIF nor raw streams.
+decord applies rotation, but ignores mirroring and edit lists (it returns frames that the file cuts) and does not detect
+truncated files. It reads neither animated GIF nor raw streams.
 """
 
 import importlib
@@ -15,8 +15,10 @@ from PIL import Image
 from mmspec.errors import UserError, first_line
 from mmspec.extras import missing
 from mmspec.vision.media import MediaSource
-from mmspec.vision.video_container import open_video
+from mmspec.vision.video_container import average_rate, display_size, open_video
 from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
+
+_NO_TIMESTAMP = 2**62  # ticks; FFmpeg marks a packet without a timestamp by -2**63
 
 
 def import_decord() -> ModuleType:
@@ -31,21 +33,27 @@ def import_decord() -> ModuleType:
         raise missing("video backend decord", "decord", "decord") from None
 
 
-def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction]:
+def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
     """Sample the frames displayed at the times that `choose_times` returns; see `sample_with_pyav`.
 
     Raises:
-        UserError: decord is not installed, or cannot read the source to the end.
+        UserError: decord is not installed, cannot read the source to the end, finds no timestamps in it, or returns
+            frames that are no RGB images (some narrow videos).
     """
     decord = import_decord()
     with ExitStack() as stack:
-        open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
+        _, stream = open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
+        width, tick, aspect, rate = stream.width, stream.time_base, stream.sample_aspect_ratio, average_rate(stream)
     decord.logging.set_level(decord.logging.QUIET)
     with ExitStack() as stack:
         source = str(media.path) if media.path is not None else stack.enter_context(media.open())
         try:
             reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)  # (frames, start/end)
+            if tick and np.abs(spans).max() >= float(_NO_TIMESTAMP * tick):
+                raise UserError(
+                    f"{media.name}: expected a video with timestamps for decord, received one without; use backend pyav"
+                )
             order = np.argsort(spans[:, 0], kind="stable")
             starts = spans[order, 0] - spans[:, 0].min()
             duration = Fraction(float(spans[:, 1].max() - spans[:, 0].min()))
@@ -57,10 +65,18 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
                 if sampled and sampled[-1][0] == time:
                     sampled.append(sampled[-1])
                 else:
-                    sampled.append((time, Image.fromarray(reader[int(order[rank])].asnumpy())))
+                    image = Image.fromarray(reader[int(order[rank])].asnumpy())
+                    if image.mode != "RGB":  # it takes the bytes of a row, padding included, for channels
+                        raise UserError(
+                            f"{media.name}: expected frames whose width decord can read, received {image.width} pixels;"
+                            " use backend pyav"
+                        )
+                    turned = image.width != width  # by 90 degrees, which decord has applied
+                    size = display_size(*image.size, 1 / aspect if aspect and turned else aspect)
+                    sampled.append((time, image.resize(size, Image.Resampling.BICUBIC)))
         except (decord.DECORDError, RuntimeError, IndexError) as error:
             reason = first_line(error)
             if isinstance(error, decord.DECORDError):
                 reason = "decord cannot decode it"
             raise UserError(f"{media.name}: expected a readable video, received a broken one ({reason})") from None
-    return sampled, duration
+    return sampled, duration, rate

@@ -16,7 +16,7 @@ from PIL import Image
 from mmspec.errors import UserError
 from mmspec.vision.images import composite_on_white
 from mmspec.vision.media import MediaSource
-from mmspec.vision.video_container import SEEKABLE, PacketScan, open_video
+from mmspec.vision.video_container import SEEKABLE, PacketScan, average_rate, display_size, open_video
 
 ChooseTimes = Callable[[Fraction], list[Fraction]]
 """Function from a duration to ascending sample times, both in seconds."""
@@ -32,11 +32,11 @@ _DISPLAY_MATRIX = 6  # AV_FRAME_DATA_DISPLAYMATRIX of libavutil/frame.h
 _OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
 
 
-def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction]:
+def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
     """Sample the frames displayed at the times that `choose_times` returns.
 
     Returns:
-        The frames, and the duration in seconds.
+        The frames, the duration in seconds, and the average frame rate.
 
     Raises:
         UserError: the source is not a video, or broken before the last sampled frame.
@@ -52,8 +52,8 @@ def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[Tim
             if sampled and sampled[-1][0] == time:
                 sampled.append(sampled[-1])
             else:
-                sampled.append((time, _to_upright_rgb(frame)))
-        return sampled, duration
+                sampled.append((time, _to_upright_rgb(frame, reader.size)))
+        return sampled, duration, reader.rate
 
 
 class _FrameReader:
@@ -75,6 +75,7 @@ class _FrameReader:
         self._next_frame: VideoFrame | None  # displayed next; None after the last one
         self._longest_gap: Fraction  # longest time between two keyframes, or from the last one to the end
         self._interval: Fraction  # time between frames without timestamps
+        self.rate: Fraction  # average frames per second
         self.end: Fraction  # end of the last frame, decoded or declared, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position
         try:
@@ -83,6 +84,9 @@ class _FrameReader:
             self.close()
             raise
         self.origin = self._timestamp(self._current)
+        # Of all frames, before they are turned: streams may change theirs.
+        first, aspect = self._current, self._stream.sample_aspect_ratio
+        self.size = display_size(first.width, first.height, aspect)
 
     def close(self) -> None:
         self._stack.close()
@@ -123,6 +127,7 @@ class _FrameReader:
             except av.FFmpegError:
                 failed = True
             declared = scan.declared_end(container)
+            self.rate = average_rate(stream)
         self._interval = scan.interval
         self._longest_gap = max(scan.longest_gap, scan.end - scan.keyframe)
         self.end = scan.end
@@ -202,12 +207,14 @@ class _FrameReader:
         )
 
 
-def _to_upright_rgb(frame: VideoFrame) -> Image.Image:
-    """Convert a frame to RGB: transparency on white, rotated and mirrored according to the display matrix."""
+def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
+    """Convert a frame to RGB: transparency on white, square pixels, turned according to the display matrix."""
     if any(component.is_alpha for component in frame.format.components):
         image = composite_on_white(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
     matrix = _display_matrix(frame)
     if matrix is None:
         return image

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from mmspec.checks import is_text
-from mmspec.cli.options import generation_options
+from mmspec.cli.options import generation_options, read_stdin
 from mmspec.errors import UserError
 
 
@@ -20,7 +19,7 @@ def generate(text: str, **options: Any) -> None:
 
     The answer is streamed to standard output, followed by a line of statistics on standard error.
     """
-    prompt = _read_stdin() if text == "-" else text
+    prompt = _decoded(read_stdin("TEXT", "a prompt")) if text == "-" else text
     if not prompt.strip():
         raise UserError("TEXT must not be empty: expected a prompt, got nothing but blanks")
     if not is_text(prompt):
@@ -31,10 +30,8 @@ def generate(text: str, **options: Any) -> None:
     answer({"prompt": prompt}, options)
 
 
-def _read_stdin() -> str:
-    if sys.stdin is None or sys.stdin.closed:
-        raise UserError("TEXT is -: expected a prompt on standard input, which is closed")
+def _decoded(text: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode()
+        return text.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"TEXT must be UTF-8: got byte {error.object[error.start]:#04x} at {error.start}") from None

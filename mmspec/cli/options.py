@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 from mmspec import plugins
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import Checked, Rule, is_required, shown
+from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -28,6 +30,17 @@ def stack(*options: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def read_stdin(argument: str, expected: str) -> bytes:
+    """Content of standard input, which ``-`` as ``argument`` stands for.
+
+    Raises:
+        UserError: standard input is closed.
+    """
+    if sys.stdin is None or sys.stdin.closed:
+        raise UserError(f"{argument} is -: expected {expected} on standard input, which is closed")
+    return sys.stdin.buffer.read()
 
 
 class Output(click.Path):

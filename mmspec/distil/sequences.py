@@ -127,8 +127,7 @@ class Encoder:
         return self._render(messages, add_generation_prompt=generation_prompt, tokenize=False)
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
-        # As in `Processor.encode`: vision processors add a start token; text templates contain it.
-        special = whole and self.pipe.io.reads_media
+        special = whole and self.pipe.io.adds_special_tokens(text)
         return self.pipe.io.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:

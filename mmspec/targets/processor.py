@@ -155,6 +155,10 @@ class Processor:
             raise UserError("the prompt must not be empty")
         return ids
 
+    def adds_special_tokens(self, rendered: str) -> bool:
+        """Whether the tokenizer adds special tokens to a prompt that the chat template has rendered."""
+        return False
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raises ``UserError`` if a token id is outside the vocabulary."""
         size = len(self.tokenizer)

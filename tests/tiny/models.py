@@ -267,6 +267,8 @@ def vision_inputs(name: str, batch: int = 1, images: int = 1, seed: int = 0) -> 
         if name.startswith("qwen") and images:
             add("pixel_values_videos", torch.randn(2 * 8 * 4, 3 * 2 * 16, generator=g))
             add("video_grid_thw", torch.tensor([[2, 8, 4]]))
+            if name == "qwen2_5_vl":
+                add("second_per_grid_ts", torch.tensor([0.5 + row]))
             frames = [8, 8] if name in ("qwen3_vl", "qwen3_5") else [16]  # with the time before each, or all at once
             for number, tokens in enumerate(frames):
                 media += [5 + number, VISION_START, *[VIDEO] * tokens, VISION_END]

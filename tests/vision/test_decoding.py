@@ -106,7 +106,7 @@ def test_equals_in_process_decoding(tmp_path, decoder):
         for kind in ("video", None):
             video = decoder.load(source, kind, frames=12)
             assert frames_of(video) == frames_of(ours)
-            assert (video.times, video.duration) == (ours.times, ours.duration)
+            assert (video.times, video.duration, video.fps) == (ours.times, ours.duration, ours.fps)
     assert (video.name, decoder.load(CLIP, name="holiday").name) == ("<bytes>", "holiday")
     assert decoder.load(CLIP, fps=1.0, backend="decord").times == load_video(CLIP, fps=1.0).times
 

@@ -258,7 +258,7 @@ def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_user_error(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
     assert_user_error(b"%PDF-1.7\n\xff", "received a PDF document")
     assert_user_error(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "made of pixels, received EPS"
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "a PostScript document; render"
     )
     assert_user_error(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
     os.mkfifo(tmp_path / "pipe.png")

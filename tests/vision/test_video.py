@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageCms, ImageOps
+from transformers.video_utils import read_video_pyav
 
 from mmspec.errors import UserError
 from mmspec.vision import video_pyav
@@ -57,6 +59,7 @@ def encode(
     gop: int = 12,
     size: tuple[int, int] = (SIDE, SIDE),
     tick: Fraction = TICK,
+    pixel_aspect: Fraction = Fraction(1),
 ) -> Path:
     """Write a video with one numbered frame per timestamp in ms; the last frame lasts as long as the one before."""
     with av.open(str(path), "w", options=mux or {}) as container:
@@ -68,6 +71,7 @@ def encode(
         stream.width, stream.height = size
         stream.pix_fmt, stream.gop_size = "yuv420p", gop
         stream.codec_context.time_base = tick
+        stream.codec_context.sample_aspect_ratio = pixel_aspect
         for number, stamp in enumerate(stamps):
             frame = av.VideoFrame.from_ndarray(paint(number, *size), format="rgb24")
             frame.pts, frame.time_base, frame.duration = stamp, TICK, lengths[number]
@@ -101,6 +105,7 @@ def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProce
     )
 
 
+ONE = 1 << 16
 BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"}
 IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010, 5300]
 
@@ -137,6 +142,65 @@ def test_variable_frame_rate(tmp_path: Path, suffix: str, count: int) -> None:
     assert video.duration == pytest.approx(5.59, abs=0.3)
     expected = on_screen(IRREGULAR, round(video.duration * 1000), count)
     assert [number_of(frame) for frame in video.frames] == expected
+
+
+@pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
+@pytest.mark.parametrize("tail", [2, 3, 5])
+def test_packet_durations_out_of_order(tmp_path: Path, suffix: str, tail: int, backend: str) -> None:
+    """With B-frames, an MP4's packets last until the next one is decoded: over a pause in which another is shown."""
+    if backend == "decord":
+        pytest.importorskip("decord", reason="an optional dependency")
+    stamps = [*even(20), *even(tail, start=22_000)]
+    path = encode(tmp_path / f"a.{suffix}", stamps, options={"preset": "ultrafast", "bf": "3"})
+    video = load_video(path, frames=8, backend=backend)
+    assert video.duration == pytest.approx(stamps[-1] / 1000, abs=0.15)
+    expected = on_screen(stamps, round(video.duration * 1000), 8)
+    assert [number_of(frame) for frame in video.frames] == expected
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "avi"])
+def test_frame_rate_of_the_source(tmp_path: Path, suffix: str) -> None:
+    codec = "mpeg4" if suffix == "avi" else "libx264"
+    path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options={}, tick=Fraction(1, 25))
+    assert load_video(path, frames=2).fps == pytest.approx(25)
+
+
+PAUSES = [0, 40, 80, 900, 950, 1000, 1400, 3000, 3100, 3150, 5000, 5300]
+KINDS: dict[str, dict[str, Any]] = {
+    "B-frames": {"options": BFRAMES},
+    "variable frame rate": {"stamps": PAUSES, "options": BFRAMES},
+    "Matroska": {"suffix": "mkv", "stamps": PAUSES, "options": BFRAMES},
+    "transport stream": {"suffix": "ts", "options": BFRAMES},
+    "late start": {"suffix": "mkv", "stamps": even(20, start=700)},
+    "cut start": {"stamps": even(40, start=-1500), "mux": {"use_editlist": "1", "avoid_negative_ts": "disabled"}},
+    "odd size": {"suffix": "avi", "codec": "mpeg4", "options": {}, "size": (75, 51), "tick": Fraction(1, 10)},
+    "pixel aspect": {"size": (96, 48), "pixel_aspect": Fraction(3, 2)},
+    "turned": {"size": (96, 48)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_frames_equal_transformers_reading(tmp_path: Path, kind: str) -> None:
+    """Its reader ignores display matrix and pixel aspect, which Pillow applies here."""
+    given = {"stamps": even(20), "suffix": "mp4"} | KINDS[kind]
+    path = encode(tmp_path / f"a.{given.pop('suffix')}", given.pop("stamps"), **given)
+    if kind == "turned":
+        data = bytearray(path.read_bytes())
+        at = data.index(b"tkhd") + 44
+        data[at : at + 36] = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+    frames, _ = read_video_pyav(str(path), lambda metadata: range(MAX_FRAMES))
+    expected = [Image.fromarray(frame) for frame in frames]
+    if kind == "pixel aspect":
+        expected = [frame.resize((144, 48), Image.Resampling.BICUBIC) for frame in expected]
+    if kind == "turned":
+        expected = [frame.transpose(Image.Transpose.ROTATE_270) for frame in expected]
+    with av.open(str(path)) as container:
+        times = [float(frame.pts * frame.time_base) for frame in container.decode(video=0)]
+    video = load_video(path, frames=MAX_FRAMES)
+    ours = dict(zip(video.times, video.frames, strict=True))
+    assert list(ours) == pytest.approx([time - times[0] for time in times])
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(ours.values(), expected, strict=True))
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("mkv", 700), ("ts", 5000), ("mp4", 700)])
@@ -263,7 +327,6 @@ def test_transparency_is_white(tmp_path: Path) -> None:
     assert load_video(tmp_path / "a.png", frames=1).frames[0].getpixel((12, 12)) == (255, 255, 255)
 
 
-ONE = 1 << 16
 MATRICES = {
     "90": ((0, ONE, -ONE, 0), Image.Transpose.ROTATE_270),  # clockwise, as phones write it
     "180": ((-ONE, 0, 0, -ONE), Image.Transpose.ROTATE_180),
@@ -286,6 +349,50 @@ def test_display_matrix(tmp_path: Path, turn: str) -> None:
     path.write_bytes(data)
     turned = load_video(path, frames=1).frames[0]
     assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
+
+
+@pytest.mark.parametrize("backend", ["pyav", "decord"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("aspect", "shown"), [((2, 1), (192, 64)), ((1, 2), (96, 128)), ((16, 15), (102, 64))])
+def test_pixels_that_are_not_square(
+    tmp_path: Path, aspect: tuple[int, int], shown: tuple[int, int], turned: bool, backend: str
+) -> None:
+    if backend == "decord":
+        pytest.importorskip("decord", reason="an optional dependency")
+    path = encode(tmp_path / "a.mp4", even(6), size=(96, 64), pixel_aspect=Fraction(*aspect))
+    data = bytearray(path.read_bytes())
+    if turned:
+        at = data.index(b"tkhd") + 44
+        data[at : at + 36] = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30)
+    frame = load_video(bytes(data), frames=6, backend=backend).frames[5]
+    assert frame.size == (shown[::-1] if turned else shown)
+    assert number_of(frame.transpose(Image.Transpose.ROTATE_90) if turned else frame) == 5
+
+
+def test_pixel_aspect_counts_for_the_largest_size(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(6), size=(1920, 1080), pixel_aspect=Fraction(1, 100))
+    assert_user_error(path, "expected frames of at most 89478485 pixels, received 1920x108000")
+
+
+def test_colours_of_bt709(tmp_path: Path) -> None:
+    """Levels from the standard's own equations; converted as BT.601, the green would be 203."""
+    colour, red_share, blue_share = np.array([20, 180, 60]), 0.2126, 0.0722
+    red, green, blue = colour / 255
+    luma = red_share * red + (1 - red_share - blue_share) * green + blue_share * blue
+    differences = (blue - luma) / (1 - blue_share), (red - luma) / (1 - red_share)
+    levels = round(16 + 219 * luma), *(round(128 + 112 * difference) for difference in differences)
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"qp": "0"})
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        stream.codec_context.colorspace = stream.codec_context.color_range = 1  # BT.709, limited range
+        frame = av.VideoFrame(SIDE, SIDE, "yuv420p")
+        for plane, level in zip(frame.planes, levels, strict=True):
+            plane.update(bytes([level]) * plane.buffer_size)
+        frame.colorspace = frame.color_range = 1
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    pixel = load_video(tmp_path / "a.mp4", frames=1).frames[0].getpixel((32, 32))
+    assert np.abs(np.array(pixel) - colour).max() <= 4
 
 
 def write_png_movie(path: Path, pages: Sequence[Image.Image], **options: object) -> Path:
@@ -360,10 +467,10 @@ def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.Mo
         most, seen = max(most, len(alive)), seen + 1
         return frame
 
-    def counted(frame: av.VideoFrame) -> Image.Image:
+    def counted(frame: av.VideoFrame, size: tuple[int, int]) -> Image.Image:
         nonlocal converted
         converted += 1
-        return upright(frame)
+        return upright(frame, size)
 
     monkeypatch.setattr(video_pyav._FrameReader, "_decode_next", tracked)
     monkeypatch.setattr(video_pyav, "_to_upright_rgb", counted)
@@ -516,6 +623,24 @@ def test_decord_rounding_at_the_start_of_a_frame(tmp_path: Path) -> None:
     pytest.importorskip("decord", reason="an optional dependency")
     video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=25, backend="decord")
     assert [number_of(frame) for frame in video.frames] == list(range(1, 50, 2))
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("mpg", "mpeg1video"), ("avi", "mpeg4")])
+def test_decord_refuses_packets_without_timestamps(tmp_path: Path, suffix: str, codec: str) -> None:
+    pytest.importorskip("decord", reason="an optional dependency")
+    options = {"bf": "2"} if codec == "mpeg4" else {}
+    path = encode(tmp_path / f"a.{suffix}", even(50, step=40), codec=codec, options=options, tick=Fraction(1, 25))
+    assert [number_of(frame) for frame in load_video(path, frames=5).frames] == [5, 15, 25, 35, 45]
+    assert_user_error(
+        path, "expected a video with timestamps for decord, received one without; use backend pyav", backend="decord"
+    )
+
+
+def test_decord_refuses_frames_that_it_misreads(tmp_path: Path) -> None:
+    pytest.importorskip("decord", reason="an optional dependency")
+    path = encode(tmp_path / "a.mp4", even(6), size=(48, 96))
+    assert load_video(path, frames=6).frames[5].size == (48, 96)
+    assert_user_error(path, "width decord can read, received 48 pixels; use backend pyav", backend="decord")
 
 
 def test_missing_decord_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import POSITIVE
-from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options
+from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options, read_stdin
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, import_ray
 from mmspec.vision.cli.folder import PROMPTS
@@ -42,7 +42,7 @@ def caption(
     workers: int,
     **options: Any,
 ) -> None:
-    """Describe FILE, an image or a video, or answer a question about it.
+    """Describe FILE, an image or a video, or answer a question about it; - reads it from standard input.
 
     The answer streams to standard output; one line of statistics follows on standard error. For a FOLDER, every image
     and video is captioned, and one JSON line per file is written to --out. Hidden files and folders, whose names begin
@@ -56,7 +56,8 @@ def caption(
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt must not be empty: got --prompt with only white space")
     video: dict[str, Any] = {"frames": frames, "fps": fps, "backend": video_backend}
-    if os.path.isdir(file):
+    piped = file == "-"
+    if not piped and os.path.isdir(file):
         if out is None:
             raise UserError(f"{file} is a folder: expected --out FILE for its captions, received none")
         settings = _folder_settings(file, prompt, video, options)
@@ -72,13 +73,14 @@ def caption(
     from mmspec.vision.video import Video
 
     # Decoded before the model loads, so that a broken file fails at once.
-    media = Decoder().load(file, **video)
+    source = read_stdin("FILE", "an image or a video") if piped else file
+    media = Decoder().load(source, name="standard input" if piped else file, **video)
     kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
 
     from mmspec.cli.session import answer
     from mmspec.vision.embedded import samples
 
-    sample = Path(file).resolve().parent == samples().resolve()
+    sample = not piped and Path(file).resolve().parent == samples().resolve()
     answer({"prompt": PROMPTS[kind] if prompt is None else prompt, key: [media]}, options, sample)
 
 

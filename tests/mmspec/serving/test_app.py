@@ -411,6 +411,10 @@ def test_media_are_limited(pipe: Pipeline, tmp_path: Path) -> None:
         assert "at most 10000 pixels, received 101x100" in error(question(QUESTION, large))["message"]
         for url, message in (
             ("data:image/png;base64,QUJD", "expected an image, received text"),
+            (
+                "data:image/png;base64,JVBERi0xLjcK",
+                "expected an image, received a PDF document; render its pages first",
+            ),
             ("data:image/png;base64,???", "must contain base64"),
             ("data:image/png,abc", "data:TYPE;base64,CONTENT"),
             ("data:", "data:TYPE;base64,CONTENT"),

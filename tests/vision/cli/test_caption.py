@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -80,6 +83,28 @@ def test_media_kind_is_detected_from_content(run: Run, model: str, image: str, t
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
 
 
+def test_standard_input(
+    run: Run, model: str, image: str, video: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "-").mkdir()  # a folder of this name is ./-
+    monkeypatch.chdir(tmp_path)
+    for source in (image, video):
+        options = ("--model", model, "--max-new-tokens", "5", "--json")
+        expected = run(source, *options)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(Path(source).read_bytes())))
+        status, out, err = run("-", *options)
+        assert (status, err) == (0, "")
+        assert json.loads(out)["token_ids"] == json.loads(expected[1])["token_ids"]
+    for content, message in ((b"%PDF-1.7", "a PDF document; render"), (b"", "no bytes")):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(content)))
+        expected_message = f"standard input: expected an image or a video, received {message}"
+        assert_user_error(run("-", "--model", model), expected_message)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert_user_error(
+        run("-", "--model", model), "FILE is -: expected an image or a video on standard input, which is closed"
+    )
+
+
 def test_prompt(run: Run, model: str, image: str) -> None:
     args = (image, "--model", model, "--max-new-tokens", "8", "--json")
     token_ids = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
@@ -100,6 +125,7 @@ def test_compare_reports_equal_tokens_in_float32(run: Run, model: str, image: st
         (None, "no such file"),
         (b"", "empty file"),
         (b"just words", "text"),
+        (b"%PDF-1.7\n", "received a PDF document; render its pages first, e.g. pdftoppm -png"),
         (bytes(range(256)) * 8, "an image or a video"),
     ],
 )
