@@ -4,10 +4,14 @@ decord applies rotation, but ignores edit lists (it returns frames that the file
 files. It reads neither animated GIF nor raw streams.
 """
 
+from __future__ import annotations
+
 import importlib
 from contextlib import ExitStack
 from fractions import Fraction
+from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
@@ -15,8 +19,9 @@ from PIL import Image
 from mmspec.errors import UserError, first_line
 from mmspec.extras import missing
 from mmspec.vision.media import MediaSource
-from mmspec.vision.video_container import open_video
-from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
+
+if TYPE_CHECKING:
+    from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
 
 
 def import_decord() -> ModuleType:
@@ -38,8 +43,11 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
         UserError: decord is not installed, or cannot read the source to the end.
     """
     decord = import_decord()
-    with ExitStack() as stack:
-        open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
+    if find_spec("av") is not None:
+        from mmspec.vision.video_container import open_video
+
+        with ExitStack() as stack:
+            open_video(media, stack)  # raises for sources that are no video, on which decord prints to stderr
     decord.logging.set_level(decord.logging.QUIET)
     with ExitStack() as stack:
         source = str(media.path) if media.path is not None else stack.enter_context(media.open())

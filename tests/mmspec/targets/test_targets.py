@@ -364,7 +364,7 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(mmspec.plugins, "_entries", lambda group: ())
+    monkeypatch.setattr(mmspec.plugins, "registered", lambda group: ())
     expected = (
         r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
     )
