@@ -70,7 +70,7 @@ def test_media_in_memory_are_described(found: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_tests_are_collected(variables: dict[str, str]) -> None:
     """Modules that need a package are skipped; of those with tests for a GPU, none is."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     modules = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}

@@ -44,9 +44,13 @@ from importlib.metadata import MetadataPathFinder
 hidden = {hidden}
 sys.modules.update(dict.fromkeys(hidden))
 find = MetadataPathFinder.find_distributions
-MetadataPathFinder.find_distributions = lambda *args, **options: (
-    found for found in find(*args, **options) if found.metadata["Name"].lower().replace("-", "_") not in (*hidden, "mmspec")
-)
+
+
+def is_found(distribution):
+    return distribution.metadata["Name"].lower().replace("-", "_") not in (*hidden, "mmspec")
+
+
+MetadataPathFinder.find_distributions = lambda *args, **options: filter(is_found, find(*args, **options))
 """
 
 

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageCms, ImageOps
+
+pytest.importorskip("av")
+
+import av
 
 from mmspec.errors import UserError
 from mmspec.vision import video_pyav

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
+
+pytest.importorskip("av")
+
+import av
 
 import mmspec
 from mmspec import plugins
