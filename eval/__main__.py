@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
 from mmspec.checks import nearest
+from mmspec.extras import missing_import
 
 
 class Studies(click.Group):
@@ -24,6 +26,12 @@ class Studies(click.Group):
             )
         command: click.Command = import_module(f"mmspec.eval.{name}").main
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise click.UsageError(str(missing_import(error))) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Studies"):

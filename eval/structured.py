@@ -17,6 +17,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,6 @@ from time import perf_counter as clock
 from typing import Any
 
 import click
-import jsonschema
 
 import mmspec
 from mmspec.answer import Generation
@@ -66,6 +67,7 @@ def main(
     seed: int,
 ) -> dict[str, Any]:
     """Measure structured output: a table by kind of schema, then one JSON line."""
+    _validator()  # fails early where jsonschema is missing
     requests = stored_requests(data, schemas) if data else schema_requests(schemas, seed)
     pipe = mmspec.load(model, drafter, dtype=dtype)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -192,8 +194,11 @@ class _TimedGrammar(Grammar):
             setattr(self, name, pipe.timed(getattr(grammar, name)))
 
 
-def _formats() -> jsonschema.FormatChecker:
-    """jsonschema's formats, and those for which it needs another package."""
+@cache
+def _validator() -> Callable[..., Any]:
+    """jsonschema's class, with its formats and those for which it needs another package."""
+    import jsonschema
+
     checker = jsonschema.FormatChecker(())
     checker.checkers = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
     for name, read in (("time", datetime.time.fromisoformat), ("date-time", datetime.datetime.fromisoformat)):
@@ -202,19 +207,14 @@ def _formats() -> jsonschema.FormatChecker:
             return not isinstance(value, str) or read(value) is not None
 
         checker.checks(name, ValueError)(check)
-    return checker
-
-
-_FORMATS = _formats()
+    return partial(jsonschema.Draft202012Validator, format_checker=checker)
 
 
 def is_valid(text: str, schema: dict[str, Any]) -> bool:
     """Whether a text is JSON of a schema, its numbers read as doubles; formats are checked where jsonschema can."""
-    try:
-        jsonschema.Draft202012Validator(schema, format_checker=_FORMATS).validate(json.loads(text))
-    except (json.JSONDecodeError, jsonschema.ValidationError):
-        return False
-    return True
+    with suppress(json.JSONDecodeError):
+        return bool(_validator()(schema).is_valid(json.loads(text)))
+    return False
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ Public names are imported at first use, so that ``mmspec --help`` need not wait 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from mmspec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from mmspec.answer import Generation, Piece
     from mmspec.core.tree import TokenTree
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
-__version__ = "0.2.0"
 __all__ = [
     "Generation",
     "Piece",

@@ -1,20 +1,22 @@
-"""Extras of the package: which one installs an optional dependency, and the error where it is missing."""
+"""Optional packages: the extra that installs each, and the error where one is missing."""
 
 from __future__ import annotations
 
-import re
-from importlib.metadata import requires
-
 from mmspec.errors import UserError
 
-_REQUIREMENT = re.compile(r"([\w.-]+).*extra == [\"'](\w+)[\"']")  # 'gradio>=6; extra == "demo"'
-
-
-def extra_of(module: str) -> str | None:
-    """The first extra that installs a module's package; None for modules that no extra installs."""
-    package = module.partition(".")[0].replace("_", "-")
-    requirements = (_REQUIREMENT.match(line) for line in requires("mmspec") or ())
-    return next((match[2] for match in requirements if match and match[1] == package), None)
+EXTRAS = {
+    "cuda": ("causal_conv1d", "mamba_ssm", "torchao"),
+    "decord": ("decord",),
+    "demo": ("gradio",),
+    "eval": ("datasets", "jsonschema", "matplotlib", "pycocoevalcap"),
+    "peers": ("openvino_genai",),
+    "ray": ("ray",),
+    "real": ("gguf",),
+    "serve": ("fastapi", "httpcore", "prometheus_client", "pydantic", "starlette", "uvicorn"),
+    "structured": ("llguidance",),
+    "train": ("accelerate", "tensorboard"),
+}
+"""Modules by the extra that installs them. Not read from metadata, which a checkout that is not installed lacks."""
 
 
 def install(extra: str) -> str:
@@ -22,11 +24,25 @@ def install(extra: str) -> str:
     return f"pip install -e '.[{extra}]' in the source folder of mmspec"
 
 
-def missing(purpose: str, package: str, extra: str) -> UserError:
-    """The error where an optional package is not installed.
+def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
+    """The error where a package is not installed.
 
     Args:
         purpose: what needs the package.
-        extra: the extra of mmspec that installs it.
+        extra: the extra of mmspec that installs it; by default that of ``EXTRAS``.
     """
-    return UserError(f"{purpose} needs the package {package}, which is not installed: run {install(extra)}")
+    extra = extra or next((name for name, modules in EXTRAS.items() if package in modules), None)
+    command = install(extra) if extra else f"pip install {package}"
+    return UserError(f"{purpose} needs the package {package}, which is not installed: run {command}")
+
+
+def missing_import(error: ModuleNotFoundError) -> UserError:
+    """The error of a command that has imported a package which is not installed.
+
+    Raises:
+        ModuleNotFoundError: the module is one of mmspec's own.
+    """
+    package = (error.name or "mmspec").partition(".")[0]
+    if package == "mmspec":
+        raise error
+    return missing("this command", package)

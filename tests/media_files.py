@@ -7,9 +7,13 @@ import struct
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-import av
 import numpy as np
+import pytest
 from PIL import ExifTags, Image, ImageCms, features
+
+pytest.importorskip("av")
+
+import av
 
 SIDE = 48
 FRAMES = 6

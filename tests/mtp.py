@@ -260,13 +260,15 @@ def gain_of(built: Any, model: PreTrainedModel, tokens: list[int], path: list[in
     ids, positions, gain = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None], 1.0
     cache = MtpCache(config=built.config)
     by_kind = any(isinstance(value, dict) for value in built.config.rope_parameters.values())
+    rotary = model.model.rotary_emb
     for number, token in enumerate(path):
+        axes = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
         embeds = model.get_input_embeddings()(ids)
         kind = {"layer_type": built.config.layer_types[number]} if by_kind else {}
         states = built.layers[number](
             embeds,
             states,
-            position_embeddings=model.model.rotary_emb(embeds, position_ids=positions, **kind),
+            position_embeddings=rotary(embeds, position_ids=axes, **kind),
             position_ids=positions,
             past_key_values=cache,
             **built.create_masks_for_mtp_layer(number, embeds, cache, positions),

@@ -12,6 +12,12 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
 from fastapi import FastAPI
 
 from mmspec.pipeline import Pipeline

@@ -25,7 +25,7 @@ PACKAGES = {
 """Packages, by the folder at the top of the repository, and what each may import."""
 
 LAYERS = [
-    {"errors"},
+    {"errors", "version"},
     {"checks", "extras", "files", "progress", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},

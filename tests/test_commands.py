@@ -1,10 +1,9 @@
-"""Every command of ``mmspec``: mistakes about paths and missing extras are one line each, before any work is done."""
+"""Every command of ``mmspec``: mistakes about paths are one line each, before any work is done."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from click.testing import CliRunner
 from mmspec import plugins
 from mmspec.cli import main
 from mmspec.cli.options import Output
-from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
@@ -153,29 +151,3 @@ def test_a_benchmark_of_a_model_that_is_not_there(name: str, tmp_path: Path) -> 
     assert found.exit_code == 2, found.exception
     assert f"Error: cannot load model '{tmp_path / 'none'}'" in found.stderr
     assert found.stderr.count("\n") == 1
-
-
-def test_missing_extras_are_one_line(tmp_path: Path) -> None:
-    found = json.loads(in_new_process("tests.without_extras", str(tmp_path)).splitlines()[-1])
-    assert found == {
-        command: [2, f"error: {purpose} needs the package {package}, which is not installed: run {install}\n"]
-        for command, purpose, package, extra in (
-            ("train msd", "this command", "accelerate", "train"),
-            ("train flash", "this command", "accelerate", "train"),
-            ("train eagle3", "this command", "accelerate", "train"),
-            ("train dflash", "this command", "accelerate", "train"),
-            ("train medusa", "this command", "accelerate", "train"),
-            ("train kangaroo", "this command", "accelerate", "train"),
-            ("train small", "this command", "accelerate", "train"),
-            ("train mamba", "this command", "accelerate", "train"),
-            ("train tiny-llava", "this command", "accelerate", "train"),
-            ("train tiny-hybrid", "this command", "accelerate", "train"),
-            ("demo", "the demo", "gradio", "demo"),
-            ("serve", "this command", "prometheus_client", "serve"),
-            ("generate --regex", "structured output", "llguidance", "structured"),
-            ("caption FILE", "video backend decord", "decord", "decord"),
-            ("caption FOLDER", "video backend decord", "decord", "decord"),
-            ("caption FOLDER --engine ray", "engine ray", "ray", "ray"),
-        )
-        for install in [f"pip install -e '.[{extra}]' in the source folder of mmspec"]
-    }

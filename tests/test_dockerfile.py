@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+from mmspec.plugins.builtin import BUILTIN
 from mmspec.serving.command import serve
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ def test_the_entry_point_parses_and_needs_a_key() -> None:
     (entry,) = instructions("ENTRYPOINT")
     program, command, *options = re.findall(r'"(.+?)"', entry)
     assert program in PROJECT["project"]["scripts"]
-    assert command in PROJECT["project"]["entry-points"]["mmspec.commands"]
+    assert command in BUILTIN["commands"]
     given = serve.make_context(command, options).params
     assert given["host"] == "0.0.0.0"  # so that it starts with a key or --no-auth only
     assert instructions("EXPOSE") == [str(given["port"])]

@@ -16,7 +16,6 @@ import pytest
 from mmspec.cli import main
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
-from tests.demos.serving import demo_server
 from tests.documented import PAGES, ROOT, any_path, blocks, check_command, command_lines, spans
 from tests.model_folders import save_text_model
 
@@ -117,6 +116,8 @@ def test_python_blocks_run(page: str, working_folder: Path) -> None:
             save(working_folder / name)
     with ExitStack() as stack:
         if DEMO in code:
+            from tests.demos.serving import demo_server
+
             code = code.replace(DEMO, stack.enter_context(demo_server()))
         script = working_folder / "page.py"
         script.write_text(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
@@ -16,10 +15,12 @@ from transformers import GenerationMixin
 
 import mmspec
 from mmspec.plugins import registered
+from mmspec.plugins.builtin import BUILTIN
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("CONTRIBUTING.md", "docs/design.md")
 SOURCES = ("mmspec", "vision", "ssm", "eval", "demos", "tests")
+GROUPS = {*BUILTIN, "processors"}  # the latter of other packages
 INSTANCES = {"model": GenerationMixin, "pipe": mmspec.Pipeline}
 SPAN = re.compile(r"`([^`]+)`")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w.-]+\.(?:json|py|safetensors|toml)")
@@ -89,12 +90,6 @@ def names(place: str = "") -> Names:
     )
 
 
-@cache
-def entry_points() -> dict[str, dict[str, str]]:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    return groups | {"mmspec.processors": {}}  # of other packages
-
-
 def exists(path: str) -> bool:
     """Whether a path exists: from the root, or a single name anywhere; NAME stands for any."""
     pattern = path.strip("/").replace("NAME", "*")
@@ -104,7 +99,7 @@ def exists(path: str) -> bool:
 
 def is_defined(name: str, place: str = "", parameters: list[str] | None = None) -> bool:
     """Whether a dotted or bare name exists, as a function of these parameters if they are given."""
-    if name in entry_points() or (ROOT / name).is_dir():
+    if name.removeprefix("mmspec.") in GROUPS or (ROOT / name).is_dir():
         return True
     head, _, last = name.rpartition(".")
     known = names(place)
@@ -131,9 +126,9 @@ def unknown(span: str) -> list[str]:
     if words[0] == "make":
         return [] if re.search(rf"^{words[1]}\b.*:", (ROOT / "Makefile").read_text(), re.MULTILINE) else [span]
     if words[0] == "mmspec" and len(words) > 1:
-        return [] if words[1] in entry_points()["mmspec.commands"] else [span]
-    if group := re.fullmatch(r'\[project\.entry-points\."(.*)"\]', span):
-        return [] if group[1] in entry_points() else [span]
+        return [] if words[1] in BUILTIN["commands"] else [span]
+    if group := re.fullmatch(r'\[project\.entry-points\."mmspec\.(.*)"\]', span):
+        return [] if group[1] in GROUPS else [span]
     if span.startswith((".venv", "--")):
         return []
     if called := CALL.fullmatch(span):

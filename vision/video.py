@@ -15,12 +15,14 @@ images, because FFmpeg does not read their frames.
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Literal, get_args
 
 from PIL import Image
 
 from mmspec.checks import number, optional, whole
 from mmspec.errors import UserError
+from mmspec.extras import missing
 from mmspec.vision.images import image_format
 from mmspec.vision.media import MediaSource, resolve
 
@@ -78,7 +80,7 @@ def load_video(
 
     Raises:
         UserError: an option is out of range, or the source is missing, empty, not a video, audio only, a still image,
-            too long, or broken before the last sampled frame.
+            too long, or broken before the last sampled frame; or the backend's package is not installed.
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")
@@ -99,6 +101,8 @@ def load_video(
         return _sample_times(duration, frames, fps, media.name)
 
     # Imported here: FFmpeg is not needed for a `Video` made of frames in memory.
+    if not _has_pyav():
+        raise missing(f"{media.name}: reading a video", "av")
     if backend == "decord":
         from mmspec.vision.video_decord import sample_with_decord as sample
     else:
@@ -111,6 +115,8 @@ def load_video(
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
     """Detect from its content whether a source is an image or a video; accepts the sources of `load_video`.
 
+    Without PyAV, which tells videos from other files, all that may be videos are taken for one.
+
     Raises:
         UserError: the source is missing, empty, or neither.
     """
@@ -118,12 +124,16 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     kind = _kind(media)
     if kind is None:
         raise media.refusal("an image or a video")
-    if kind == "video":
+    if kind == "video" and _has_pyav():
         from mmspec.vision.video_container import open_video
 
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")
     return kind
+
+
+def _has_pyav() -> bool:
+    return find_spec("av") is not None
 
 
 def _kind(media: MediaSource) -> Literal["image", "video"] | None:

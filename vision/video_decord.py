@@ -4,6 +4,8 @@ decord applies rotation, but ignores mirroring and edit lists (it returns frames
 truncated files. It reads neither animated GIF nor raw streams.
 """
 
+from __future__ import annotations
+
 import importlib
 from contextlib import ExitStack
 from fractions import Fraction

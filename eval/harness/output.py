@@ -100,8 +100,11 @@ def milliseconds(field: str, digits: int = 2) -> Callable[[Mapping[str, Any]], s
 
 
 def git_commit() -> str:
-    """The short hash of the checkout's commit; empty outside a repository."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
+    """The short hash of the checkout's commit; empty outside a repository, and where git is not installed."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True)
+    except OSError:
+        return ""
     return done.stdout.decode().strip()
 
 

@@ -1,4 +1,4 @@
-"""Command-line interface: ``mmspec COMMAND``, with commands from the entry point group ``mmspec.commands``."""
+"""Command-line interface: ``mmspec COMMAND``, with commands from the plug-ins ``commands``."""
 
 from mmspec.cli.app import main
 

@@ -14,7 +14,6 @@ import click
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
 from mmspec.errors import SlowWarning, UserError
-from mmspec.extras import extra_of, missing
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 
@@ -51,12 +50,6 @@ def main(args: Sequence[str] | None = None) -> int:
         return _print_line("interrupted", INTERRUPTED)
     except BrokenPipeError:
         status = CLOSED_PIPE
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        extra = extra_of(package)
-        if extra is None:
-            return _report("internal error", error, INTERNAL_ERROR)
-        return _report("error", missing("this command", package, extra), USER_ERROR)
     except Exception as error:
         return _report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:

@@ -1,4 +1,4 @@
-"""Click groups whose commands are entry points, imported only when called."""
+"""Click groups whose commands are plug-ins, imported only when called."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mmspec import plugins
 from mmspec.checks import nearest
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
+from mmspec.extras import missing_import
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
 _SECTIONS = {
@@ -60,7 +61,7 @@ debug_option = click.Option(
 
 
 class Commands(click.Group):
-    """A group of commands registered as entry points.
+    """A group of commands that are plug-ins.
 
     Args:
         plugin_group: ``"commands"`` or ``"train"``, see ``mmspec.plugins``.
@@ -91,6 +92,8 @@ class Commands(click.Group):
         except BrokenPipeError:
             # The reader of the pipe has exited, such as ``| head``; click would report a failure.
             raise click.exceptions.Exit(CLOSED_PIPE) from None
+        except ModuleNotFoundError as error:
+            raise missing_import(error) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         entries = {entry.name: entry for entry in plugins.registered(self.plugin_group)}

@@ -1,4 +1,4 @@
-"""``mmspec train``: commands from the entry point group ``mmspec.train``."""
+"""``mmspec train``: commands from the plug-ins ``train``."""
 
 from mmspec.cli.commands import Commands
 

@@ -29,7 +29,7 @@ def published_as(*layouts: str) -> Callable[[Path], bool]:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter, registered under its name by an entry point of ``mmspec.drafters``.
+    """A drafter, a plug-in of the group ``drafters`` under its name.
 
     Attributes:
         name: as registered, and in the ``config.json`` of its checkpoints.
@@ -62,7 +62,7 @@ class DrafterSpec:
 
     @staticmethod
     def of(name: str, registered: Any) -> DrafterSpec:
-        """The declaration that an entry point refers to, or one for a class without."""
+        """The declaration that is registered, or one for a class without."""
         if isinstance(registered, DrafterSpec):
             return registered
         summary = next(iter((registered.__doc__ or "").strip().splitlines()), "")

@@ -22,6 +22,7 @@ from mmspec.files import cache_folder, write_text
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.placement import is_split
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.version import __version__
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _log = logging.getLogger("mmspec.calibrate")
@@ -143,7 +144,8 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         **({"device_map": str(model.hf_device_map)} if is_split(model) else {}),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        **{name: version(name) for name in ("mmspec", "torch", "transformers")},
+        "mmspec": __version__,
+        **{name: version(name) for name in ("torch", "transformers")},
     }
 
 

@@ -1,6 +1,6 @@
 """Plug-in interface for layers other than attention, such as Mamba-2.
 
-These layers have a state of fixed size instead of keys and values. A plug-in (group ``mmspec.layers``) makes them
+These layers have a state of fixed size instead of keys and values. A plug-in (group ``layers``) makes them
 verify trees and returns the ``TreeCache`` that owns and commits their states.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import transformers
 from transformers import PreTrainedModel
 
 from mmspec import plugins
 from mmspec.cache.tree_cache import TreeCache
+from mmspec.errors import UserError
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})
 
@@ -44,8 +46,18 @@ class TreeLayers(Protocol):
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
-    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them."""
-    if ATTENTION.issuperset(getattr(config, "layer_types", None) or ()):
+    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them.
+
+    Raises:
+        UserError: the installed transformers lacks what the plug-in needs.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds and ATTENTION.issuperset(kinds):
         return None
     plugin = plugins.layer_class(config)
+    if plugin and not kinds:
+        raise UserError(
+            f"tree verification of {type(model).__name__} requires layer_types in {type(config).__name__}: "
+            f"not found in transformers {transformers.__version__}"
+        )
     return plugin(model) if plugin else None

@@ -9,10 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import av
 import httpx
 import numpy as np
 import pytest
+
+pytest.importorskip("av")
+pytest.importorskip("fastapi")
+pytest.importorskip("gradio")
+
+import av
 
 from mmspec import plugins
 from mmspec.demos.catalog import Catalog, make_catalog

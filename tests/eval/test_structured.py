@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
 import mmspec
 from mmspec.errors import UserError
 from mmspec.eval.harness.schemas import SchemaRequest

@@ -6,12 +6,15 @@ import json
 import random
 from typing import Any
 
-import av
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+pytest.importorskip("av")
+
+import av
 
 from mmspec.eval import tiny_llava
 from mmspec.vision import embedded

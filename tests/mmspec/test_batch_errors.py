@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("llguidance")
+
 import mmspec
 from mmspec import Generation, Pipeline, SamplingParams, UserError
 from mmspec.drafters.ngram import Ngram

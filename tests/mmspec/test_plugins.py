@@ -1,13 +1,15 @@
-"""Objects that are registered as entry points."""
+"""Plug-ins: those of the package's table, and entry points of other packages."""
 
 import importlib
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from mmspec import UserError, plugins
 from mmspec.drafters.ngram import SPEC
+from mmspec.plugins.builtin import BUILTIN
 
 
 def test_entry_points_are_read_once(monkeypatch):
@@ -16,6 +18,46 @@ def test_entry_points_are_read_once(monkeypatch):
     assert plugins.names("drafters") == names
     assert plugins.find("drafters", "ngram") is SPEC
     assert [entry.name for entry in plugins.registered("drafters")] == names
+
+
+@pytest.mark.parametrize("group", BUILTIN)
+def test_built_in_ones_are_those_of_the_table(group):
+    for name, value in BUILTIN[group].items():
+        module, _, attribute = value.partition(":")
+        assert plugins.find(group, name) is getattr(importlib.import_module(module), attribute)
+
+
+def test_entry_points_of_the_package_are_for_other_programs():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"].keys() == {"lmms_eval.models", "lm_eval.models"}
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """Another package with drafters of its own, and metadata of an older installation of mmspec."""
+    (tmp_path / "stranger.py").write_text("class Drafter: pass\nclass Other: pass\n")
+    older = {"ngram": "mmspec.drafters.ngrams:SPEC", "removed": "mmspec.drafters.removed:SPEC"}
+    for name, entries in (
+        ("stranger", {"bigram": "stranger:Drafter", "ngram": "stranger:Drafter"}),
+        ("zealot", {"bigram": "stranger:Other"}),
+        ("mmspec", older),
+    ):
+        folder = tmp_path / f"{name}-0.0.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.1\n")
+        lines = ["[mmspec.drafters]", *(f"{entry} = {value}" for entry, value in entries.items())]
+        (folder / "entry_points.txt").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins.registered.cache_clear()
+    yield importlib.import_module("stranger")
+    plugins.registered.cache_clear()
+
+
+def test_entry_points_of_other_packages_are_found_and_displace_nothing(stranger):
+    assert plugins.names("drafters") == sorted([*BUILTIN["drafters"], "bigram"])
+    assert plugins.find("drafters", "bigram") in (stranger.Drafter, stranger.Other)
+    assert plugins.find("drafters", "ngram") is SPEC
+    assert [entry.load() for entry in plugins.registered("drafters") if entry.name == "ngram"] == [SPEC]
 
 
 def test_unknown_names():

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+pytest.importorskip("accelerate")
+
 import mmspec
 from mmspec.distil.data import as_text, read
 from mmspec.distil.features import Extractor, Features

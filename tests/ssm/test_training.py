@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from click.testing import CliRunner
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +19,10 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.bamba.modeling_bamba import BambaMixer, mamba2_chunk_scan
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet, torch_chunk_gated_delta_rule
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
 
 from mmspec.ssm.cli.models import tiny_hybrid
 from mmspec.ssm.texts import KINDS, example

@@ -245,6 +245,11 @@ MIXER_CONFIGS: dict[str, Any] = {
     ),
 }
 """Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
+REFUSED: set[str] = set()
+"""Models that mmspec refuses with the installed transformers."""
+if "layer_types" not in RecurrentGemmaConfig.attribute_map:  # transformers 5.17 names its layers otherwise
+    del MIXER_CONFIGS["recurrent_gemma"]
+    REFUSED.add("recurrent_gemma")
 
 HYBRID_CONFIGS: dict[str, Any] = {
     **SELECTIVE_CONFIGS,

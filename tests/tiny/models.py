@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -42,6 +44,7 @@ from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
 from tests.tiny.configs import (
     HYBRID_CONFIGS,
     IMAGE,
+    REFUSED,
     TEXT_CONFIGS,
     VIDEO,
     VISION_CONFIGS,
@@ -55,7 +58,9 @@ N = TypeVar("N", bound=nn.Module)
 
 
 def text_model(name: str) -> PreTrainedModel:
-    """A random model of ``TEXT_CONFIGS`` or ``HYBRID_CONFIGS``."""
+    """A random model of ``TEXT_CONFIGS`` or ``HYBRID_CONFIGS``; skips the test if it is ``REFUSED``."""
+    if name in REFUSED:
+        pytest.skip(f"{name} is refused with transformers {transformers.__version__}")
     torch.manual_seed(0)
     return _spread(AutoModelForCausalLM.from_config((TEXT_CONFIGS | HYBRID_CONFIGS)[name]())).eval()
 

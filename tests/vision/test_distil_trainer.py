@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration
 
+pytest.importorskip("accelerate")
+
 import mmspec
 from mmspec.cli.drafters import dflash, eagle3, kangaroo, medusa
 from mmspec.distil.features import Features

@@ -14,7 +14,6 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, BatchFeature, GenerationConfig, Qwen2VLImageProcessorPil
 
 import mmspec
-from mmspec.training.trainer import DRAFTER, LOG
 from mmspec.vision.cli.drafters import flash
 from mmspec.vision.processor import VisionProcessor
 from tests.model_folders import TEMPLATE, tokenizer
@@ -102,6 +101,9 @@ def _conversations(pipe: mmspec.Pipeline, folder: Path) -> Path:
 
 
 def test_flash_is_trained_and_decodes(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from mmspec.training.trainer import DRAFTER, LOG
+
     plain = mmspec.load(str(folder), None)
     data = _conversations(plain, tmp_path)
     options = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), "--text-share", "0"]

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+pytest.importorskip("accelerate")
+
 import mmspec
 from mmspec import plugins
 from mmspec.errors import UserError

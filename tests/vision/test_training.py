@@ -14,6 +14,8 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+pytest.importorskip("accelerate")
+
 from mmspec.errors import UserError
 from mmspec.training.loss import IGNORE
 from mmspec.training.optimisers import lr_factor

@@ -110,7 +110,8 @@ class MTPNetwork(nn.Module):
         rotation = None
         for rotary in self._rotary:
             kind = {"layer_type": self.config.layer_types[number]} if self._by_kind else {}
-            rotation = rotary.to(states.device)(states, position_ids=positions, **kind)
+            axes = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions
+            rotation = rotary.to(states.device)(states, position_ids=axes, **kind)
         outputs: Tensor = self.layers[number](
             embeds.to(states.dtype),
             states,

@@ -13,7 +13,7 @@ from mmspec.checks import listed
 from mmspec.cli.options import Value
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import SIZES
-from mmspec.eval.harness.output import BenchmarkCommand, benchmark, make_table, milliseconds, write_result
+from mmspec.eval.harness.output import BenchmarkCommand, benchmark, git_commit, make_table, milliseconds, write_result
 from mmspec.sampling.params import SamplingParams
 
 
@@ -91,3 +91,8 @@ def test_a_benchmark_prints_and_writes_its_result(tmp_path):
     finally:
         torch.set_num_threads(before)
     assert json.loads(run.output) == json.loads((tmp_path / "a.json").read_text()) == {"size": 5, "threads": 2}
+
+
+def test_no_commit_where_git_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_commit() == ""

@@ -2,6 +2,11 @@
 
 import json
 
+import pytest
+
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
 import jsonschema
 
 from mmspec import SamplingParams

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+pytest.importorskip("accelerate")
+
 import mmspec
 from mmspec.cli.drafters import small
 from mmspec.distil.features import Features

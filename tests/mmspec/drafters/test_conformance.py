@@ -140,7 +140,7 @@ def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(name, kind, tmp_
 
 def test_declarations_and_classes_agree():
     for spec in drafter_specs():
-        assert plugins.find("drafters", spec.name) is spec, "the entry point has the name of the declaration"
+        assert plugins.find("drafters", spec.name) is spec, "the plug-in has the name of the declaration"
         assert spec.summary == spec.summary.strip(". ")
         assert registered_name(tiny_drafter(spec.name, shared_model("llama"))) == spec.name
         assert hasattr(spec.load(), "from_checkpoint") == (spec.weights != "none")

@@ -121,9 +121,13 @@ def test_other_threads_and_processors_are_measured_apart(target, measured, monke
 
 @pytest.mark.parametrize("package", ["mmspec", "torch", "transformers"])
 def test_other_versions_are_measured_apart(target, measured, monkeypatch, package):
-    monkeypatch.setattr(calibrate, "version", lambda name: {package: "0"}.get(name, "1"))
+    def install(**versions):
+        monkeypatch.setattr(calibrate, "version", lambda name: versions.get(name, "1"))
+        monkeypatch.setattr(calibrate, "__version__", versions.get("mmspec", "1"))
+
+    install(**{package: "0"})
     calibrate.cost_table(target)
-    monkeypatch.setattr(calibrate, "version", lambda name: "1")
+    install()
     assert calibrate.stored_cost(target) is None
     calibrate.cost_table(target)
     assert len(measured) == len(list(cache_folder().iterdir())) == 2

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
+pytest.importorskip("llguidance")
+
 import mmspec
 from mmspec import SamplingParams, TokenTree
 from mmspec.core.budget import Budget

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("llguidance")
+
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError, plugins
 from mmspec.drafters.registry import make_drafter

@@ -11,6 +11,8 @@ from typing import Any
 import click
 import pytest
 
+pytest.importorskip("fastapi")
+
 from mmspec import SamplingParams, UserError
 from mmspec.cli import main
 from mmspec.cli.generate import generate

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+pytest.importorskip("llguidance")
+
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.drafters.recycle.drafter import Recycle

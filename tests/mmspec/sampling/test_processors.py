@@ -737,8 +737,8 @@ class Halved(LogitsProcessor):
 @pytest.fixture
 def plugged(monkeypatch):
     found = [EntryPoint(name, f"{__name__}:{name}", "mmspec.processors") for name in ("halved", "grammar_of")]
-    entries = plugins._entries
-    monkeypatch.setattr(plugins, "_entries", lambda group: found if group == "processors" else entries(group))
+    registered = plugins.registered
+    monkeypatch.setattr(plugins, "registered", lambda group: found if group == "processors" else registered(group))
 
 
 def test_plug_ins_serve_processors_that_the_table_does_not_know(plugged, monkeypatch):

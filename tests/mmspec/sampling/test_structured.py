@@ -12,10 +12,14 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import jsonschema
 import pytest
 import torch
 from transformers.generation import logits_process as hf
+
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+import jsonschema
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins

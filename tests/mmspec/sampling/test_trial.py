@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+pytest.importorskip("llguidance")
+
 from mmspec import SamplingParams, UserError
 from mmspec.sampling.syntax import KINDS, CheckedText
 from mmspec.sampling.trial import GrammarTrial

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("llguidance")
+
 from llguidance import LLMatcher, hf
 
 import mmspec

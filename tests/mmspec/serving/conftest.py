@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 import mmspec
 from mmspec.pipeline import Pipeline
-from tests.served import Served, served
+
+if TYPE_CHECKING:
+    from tests.served import Served
+
+
+def pytest_pycollect_makemodule() -> None:
+    """Skips this folder where what it serves with is not installed."""
+    import tests.served  # noqa: F401
 
 
 @pytest.fixture(scope="package")
@@ -19,6 +27,8 @@ def pipe() -> Pipeline:
 
 @pytest.fixture(scope="package")
 def server(pipe: Pipeline) -> Iterator[Served]:
+    from tests.served import served
+
     with served(pipe) as running:
         yield running
 

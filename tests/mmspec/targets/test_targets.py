@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.targets.layers import tree_layers
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
@@ -364,12 +366,19 @@ def test_a_padded_row_is_prefilled_the_same_in_chunks():
 
 
 def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(mmspec.plugins, "_entries", lambda group: ())
+    monkeypatch.setattr(mmspec.plugins, "registered", lambda group: ())
     expected = (
         r"^layers must be full or sliding-window attention: BambaForCausalLM has linear_attention of another kind$"
     )
     with pytest.raises(UserError, match=expected):
         TransformersTarget(shared_model("bamba"))
+
+
+def test_layers_whose_kinds_are_not_named_are_refused():
+    """As RecurrentGemma's in transformers 5.17, which decoded as attention alone."""
+    config = SimpleNamespace(model_type="bamba")
+    with pytest.raises(UserError, match=r"^tree verification of BambaForCausalLM requires layer_types in SimpleName"):
+        tree_layers(shared_model("bamba"), config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+pytest.importorskip("accelerate")
+
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor, nn
 
 from mmspec.distil.tasks import drafter_optimisers
 from mmspec.errors import UserError

