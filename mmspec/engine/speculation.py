@@ -20,7 +20,7 @@ from mmspec.engine.steady_budget import SteadyBudget
 from mmspec.engine.warm_up import warm_up
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.targets.transformers_target import sharded
+from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 _FREED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
@@ -97,6 +97,7 @@ class Speculation:
     def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
         """Reserve buffers, capture decode steps and calibrate, with a target that has no sequences; see
         ``Pipeline.warm_up``."""
+        assert isinstance(self.target, TransformersTarget), "others are not captured"
         nodes: set[int] = set()
         if self.drafter is not None:
             nodes.update(*(STEADY if size is None else (size,) for size in sizes))
