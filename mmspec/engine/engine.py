@@ -25,6 +25,7 @@ from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
+from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import sharded
@@ -163,9 +164,11 @@ class Engine:
         return not core.leads
 
     def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
-        """Warm up decode steps while there are no sequences; see ``Pipeline.warm_up``."""
-        with self._drained(), self._on_device():
-            speculation.warm_up(rows, tokens, sizes)
+        """Warm up decode steps, where these are captured, once there are no sequences; see ``Pipeline.warm_up``."""
+        with self._on_device():
+            if captures_steps(self.target):
+                with self._drained():
+                    speculation.warm_up(rows, tokens, sizes)
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""

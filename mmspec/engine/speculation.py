@@ -17,10 +17,10 @@ from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.steady_budget import SIZES as STEADY
 from mmspec.engine.steady_budget import SteadyBudget
-from mmspec.engine.warm_up import captures_steps, warm_up
+from mmspec.engine.warm_up import warm_up
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.targets.transformers_target import sharded
+from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 _FREED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
@@ -95,12 +95,9 @@ class Speculation:
         return any(part is candidate for part in self._parts for candidate in other._parts)
 
     def warm_up(self, rows: int, tokens: int | None = None, sizes: Sequence[int | None] = (None,)) -> None:
-        """Reserve buffers and capture decode steps, where steps are captured, and calibrate; see ``Pipeline.warm_up``.
-
-        The target is without sequences.
-        """
-        if not captures_steps(self.target):
-            return
+        """Reserve buffers, capture decode steps and calibrate, with a target that has no sequences; see
+        ``Pipeline.warm_up``."""
+        assert isinstance(self.target, TransformersTarget), "others are not captured"
         nodes: set[int] = set()
         if self.drafter is not None:
             nodes.update(*(STEADY if size is None else (size,) for size in sizes))

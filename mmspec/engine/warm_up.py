@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ _MOST_NODES = 512  # of all rows in a captured step; larger steps are captured w
 _log = logging.getLogger("mmspec.warm_up")
 
 
-def captures_steps(target: Target) -> TypeGuard[TransformersTarget]:
+def captures_steps(target: Target) -> bool:
     """Whether a target's decode steps are captured on its device."""
     if not isinstance(target, TransformersTarget) or sharded(target):
         return False

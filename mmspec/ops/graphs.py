@@ -89,14 +89,14 @@ class Graphed:
             for old in [other for other in self._seen if other[0] != version]:  # type: ignore[index]
                 del self._seen[old]  # its addresses are stale
             return self._function(*inputs, **settings) if _failure else self._warm_up(key, inputs, settings)
-        known = self._seen[key]
-        if isinstance(known, _Buffers):
-            known = self._capture(known, settings)
-            if known is None:
+        graph = self._seen[key]
+        if isinstance(graph, _Buffers):
+            captured = self._capture(graph, settings)
+            if captured is None:
                 del self._seen[key]
                 return self._function(*inputs, **settings)
-            self._seen[key] = known
-        return known.replay(inputs)
+            graph = self._seen[key] = captured
+        return graph.replay(inputs)
 
     def _warm_up(self, key: Hashable, inputs: tuple[Tensor, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
         """Run on the static buffers: kernels specialise on argument alignment, and cannot compile under capture."""

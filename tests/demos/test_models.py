@@ -37,7 +37,7 @@ def parts():
 def models(monkeypatch):
     opened = []
 
-    def open_pipeline(notes, model, drafter, device, dtype, generation_config):
+    def open_pipeline(notes, model, drafter, device, dtype, generation_config, warm_up):
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
         opened.append(model)

@@ -8,6 +8,7 @@ import torch
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
+from mmspec.engine import warm_up
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
@@ -68,6 +69,26 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
         assert device.copies == 0
         running.close()
     assert device.captured
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "recycle"), ("bamba", "small")])
+def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
+    model = copy.deepcopy(shared_model(name))
+    drafter = drafter_for(kind, model)
+    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: 1 << 30)
+    with fake_cuda(monkeypatch) as device:
+        to_cuda(model)
+        target = plugins.target_class(model.config)(model)
+        drafter.attach(target)
+        warm_up.warm_up(target, drafter, 1, 64, [Budget(7)])
+        captured = device.captured
+        assert captured
+        prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))
+        running = decode(target, drafter, prompt, Sampler(), Stopper(12, criteria=[]), Budget(7))
+        for _ in range(6):
+            next(running)
+        assert device.captured == captured
+        running.close()
 
 
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
