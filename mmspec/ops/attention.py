@@ -61,12 +61,25 @@ def tree_attention(
     if window is not None and depth is None:
         raise ValueError("a window needs the depth of each node: expected (batch, nodes), got None")
     scale = head_dim**-0.5 if scale is None else scale
-    if kernels.in_use(query.device) == "triton":
-        from mmspec.ops import triton_attention
+    depth = None if window is None else depth
+    return kernels.run(
+        *(query.device, "mmspec.ops.triton_attention.tree_attention", _tree_attention),
+        *(query, key, value, prefix, mask, scale, start, depth, window, softcap),
+    )
 
-        return triton_attention.tree_attention(
-            query, key, value, prefix, mask, scale, start, depth if window is not None else None, window, softcap
-        )
+
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: Tensor,
+    mask: Tensor,
+    scale: float,
+    start: Tensor | None,
+    depth: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     allowed = _allowed(key.shape[2], prefix, mask, start, depth, window)
     # Unused slots may hold NaN, and 0 * NaN is NaN.
     used = allowed.any(1)[:, None, :, None]

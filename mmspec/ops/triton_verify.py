@@ -6,42 +6,45 @@ rejection sampling one per node, with one pass over the vocabulary per rejected 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from mmspec.core.tree import TokenTree
+
 _VOCAB = 4096
 """Vocabulary block size."""
 
 
-def follow(tokens: Tensor, parents: Tensor, valid: Tensor | None, choices: Tensor, width: int) -> Tensor:
+def follow(tree: TokenTree, choices: Tensor) -> Tensor:
     """See ``mmspec.ops.follow``."""
-    batch, nodes = tokens.shape
-    verdict = tokens.new_empty(batch, 2 + 2 * width)
-    tokens, parents, choices = (t.contiguous() for t in (tokens, parents, choices))
+    (batch, nodes), width = choices.shape, tree.max_depth + 1
+    verdict = choices.new_empty(batch, 2 + 2 * width)
+    tokens, parents, choices = (t.contiguous() for t in (tree.tokens, tree.parents, choices))
     _follow_kernel[(batch,)](
-        *(tokens, parents, _bytes(valid), choices, verdict, nodes, width),
-        VALID=valid is not None,
+        *(tokens, parents, _bytes(tree.valid), choices, verdict, nodes, width),
+        VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
         num_warps=1,
     )
     return verdict
 
 
-def choose_drawn(
-    tokens: Tensor, parents: Tensor, valid: Tensor | None, q: Tensor, p: Tensor, chances: Tensor, last: Tensor
-) -> Tensor:
+def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     """See ``mmspec.ops.choose_drawn``."""
-    batch, nodes, vocab = p.shape
+    batch, nodes, vocab = probs.shape
     # Double buffers of p and q: a pass reads one and writes the other.
-    scratch = p.new_empty(4, batch, nodes, vocab)
-    scratch[0], scratch[2] = p, q
-    choice = torch.empty_like(tokens)
-    tokens, parents, chances, last = (t.contiguous() for t in (tokens, parents, chances, last))
+    scratch = probs.new_empty(4, batch, nodes, vocab)
+    scratch[0], scratch[2] = probs, tree.draft_probs
+    choice = torch.empty_like(tree.tokens)
+    tokens, parents, chances, last = (t.contiguous() for t in (tree.tokens, tree.parents, chances, last))
     _choose_kernel[(nodes, batch)](
-        *(tokens, parents, _bytes(valid), scratch, chances, last, choice, nodes, vocab),
-        VALID=valid is not None,
+        *(tokens, parents, _bytes(tree.valid), scratch, chances, last, choice, nodes, vocab),
+        VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
         BLOCK_VOCAB=_block(vocab),
         num_warps=8,
