@@ -36,13 +36,13 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     """See ``mmspec.ops.choose_drawn``."""
-    batch, nodes, vocab = probs.shape
+    (batch, first, vocab), nodes = probs.shape, tree.nodes
     # Double buffers of p and q: a pass reads one and writes the other.
-    scratch = probs.new_empty(4, batch, nodes, vocab)
+    scratch = probs.new_empty(4, batch, first, vocab)
     scratch[0], scratch[2] = probs, tree.draft_probs
-    choice = torch.empty_like(tree.tokens)
+    choice = tree.tokens.new_empty(batch, first)
     tokens, parents, chances, last = (t.contiguous() for t in (tree.tokens, tree.parents, chances, last))
-    _choose_kernel[(nodes, batch)](
+    _choose_kernel[(first, batch)](
         *(tokens, parents, _bytes(tree.valid), scratch, chances, last, choice, nodes, vocab),
         VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
@@ -158,8 +158,9 @@ def _choose_kernel(
     m_child = m_node & (tl.load(parents + i_row * nodes + i_node, mask=m_node, other=-1) == i_at)
     if VALID:
         m_child = m_child & (tl.load(valid + i_row * nodes + i_node, mask=m_node, other=0) != 0)
-    plane = tl.num_programs(1).to(tl.int64) * nodes * vocab
-    scratch += (i_row * nodes + i_at) * vocab
+    i_out = i_row * tl.num_programs(0) + i_at
+    plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * vocab
+    scratch += i_out * vocab
     # Current buffers of p and q, and their normalisation factors.
     in_p, in_q = i_row * 0, i_row * 0
     one = tl.load(chances + i_row * nodes) * 0.0 + 1.0
@@ -184,5 +185,5 @@ def _choose_kernel(
         child = tl.min(tl.where(m_child & (i_node > child), i_node, BLOCK_NODES), axis=0)
     if chosen < 0:
         p = scratch + in_p * plane
-        chosen = _quantile(p, tl.load(last + i_row * nodes + i_at), vocab, BLOCK_VOCAB).to(tl.int64)
-    tl.store(choice + i_row * nodes + i_at, chosen)
+        chosen = _quantile(p, tl.load(last + i_out), vocab, BLOCK_VOCAB).to(tl.int64)
+    tl.store(choice + i_out, chosen)

@@ -72,19 +72,19 @@ def greedy(scores: Tensor) -> Tensor:
 
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
-    """Token after each node by recursive rejection sampling of its children, in draw order.
+    """Token after each of the first nodes by recursive rejection sampling of its children, in draw order.
 
     Child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection p <- norm(max(p - q, 0)), and
     q loses x and is renormalised. If no child is accepted, the token is sampled from the final p.
 
     Args:
-        tree: its ``draft_probs`` are q, (batch, nodes, vocab) float.
-        probs: (batch, nodes, vocab) float, p.
+        tree: its ``draft_probs`` are q, (batch, first, vocab) float; valid nodes are children of the first ones.
+        probs: (batch, first, vocab) float, p.
         chances: (batch, nodes) float, uniform in [0, 1), for accepting each node.
-        last: (batch, nodes) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
+        last: (batch, first) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
 
     Returns:
-        (batch, nodes) int64.
+        (batch, first) int64.
 
     Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
     """

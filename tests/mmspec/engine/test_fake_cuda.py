@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 
-from mmspec import SamplingParams, plugins
+from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.engine.stopping import Stopper
 from mmspec.ops.graphs import Graphed
-from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.batch_sampler import BatchSampler
+from mmspec.sampling.sampler import Sampled, Sampler
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
 from tests.tiny import shared_model
@@ -67,6 +68,34 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
         assert device.copies == 0
         running.close()
     assert device.captured
+
+
+ROWS = [  # batch, nodes, vocabulary, and rows of scores that are warped: six levels, or all nodes at once
+    (1, 6, 150_000, 6),
+    (1, 16, 150_000, 16),
+    (1, 60, 150_000, 6),
+    (1, 60, 30_000, 60),
+    (8, 6, 150_000, 48),
+    (8, 60, 30_000, 48),
+]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("batch", "nodes", "vocab", "rows"), ROWS)
+def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, rows, drawn, monkeypatch):
+    warped, draw = [], ops.choose_drawn if drawn else ops.sample
+    note = lambda *args: warped.append(args[drawn].shape[:2].numel()) or draw(*args)  # noqa: E731
+    monkeypatch.setattr(ops, draw.__name__, note)
+    sampler = SamplingParams(temperature=0.8, top_p=0.9, seed=0).sampler()
+    with fake_cuda(monkeypatch) as device:
+        tokens, parents = (torch.zeros(batch, nodes, dtype=torch.long, device="cuda") for _ in range(2))
+        logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))
+        tree = TokenTree(tokens, parents, draft_probs=probs if drawn else None, check=False)
+        tree.max_depth = 5
+        sequences = [Sampled([5], sampler, generator=torch.Generator()) for _ in range(batch)]
+        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
+        assert verdict.packed.shape == (batch, 14)
+        assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
 
 
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):

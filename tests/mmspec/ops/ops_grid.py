@@ -208,6 +208,11 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
         for i in valid_nodes(tree, b):
             expected = _draw_at(tree, b, i, p[b, i].double(), q[b, i].double(), chances[b].double(), last[b, i])
             assert int(choices[b, i]) == expected, (b, i)
+    # The root alone, with its children.
+    drawn.valid = (tree.parents <= 0).to(device) & drawn.alive
+    drawn.parents, drawn.draft_probs = drawn.parents.clamp(max=0), q[:, :1].to(device)
+    roots = ops.choose_drawn(drawn, p[:, :1].to(device), chances.to(device), last[:, :1].to(device))
+    assert torch.equal(roots.cpu(), choices[:, :1])
 
 
 def _draw_at(tree: TokenTree, row: int, node: int, p: Tensor, q: Tensor, chances: Tensor, last: Tensor) -> int:
