@@ -219,7 +219,7 @@ class _Group:
             found += masks.values()
         if not found:
             return scores
-        allowed, at = torch.stack(found).to(scores.device), on_device(nodes, scores.device)
+        allowed, at = on_device(torch.stack(found), scores.device), on_device(nodes, scores.device)
         flat = scores.flatten(0, 1)
         flat[at] = flat[at].masked_fill(~allowed, -torch.inf)
         return flat.view(scores.shape)
@@ -230,7 +230,7 @@ class _Group:
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
             while True:
-                ids = torch.tensor([history], device=logits.device)
+                ids = on_device([history], logits.device)
                 scores = logits[at_row, node][None].to(torch.float32, copy=True)
                 try:
                     if row.constraint is not None and row.alignment is None:

@@ -14,7 +14,7 @@ from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampled, Sampler
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
-from tests.tiny import shared_model
+from tests.tiny import byte_tokenizer, shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import text_inputs, vision_inputs
 
@@ -96,6 +96,22 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, row
         verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
         assert verdict.packed.shape == (batch, 14)
         assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
+    pytest.importorskip("llguidance")
+    from mmspec.sampling.grammar import Grammars
+
+    grammar = Grammars(byte_tokenizer(), [2]).compile("regex", "[a-d]{1,9}")
+    history = byte_tokenizer()("Say it: ").input_ids
+    with fake_cuda(monkeypatch, strict=False) as device:
+        sampler = Sampler(constraint=grammar, do_sample=aligned, aligned=aligned)
+        sequences = [Sampled(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
+        tree = TokenTree.root(torch.zeros(3, dtype=torch.long, device="cuda"))
+        assert BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda")).shape == (3, 1)
+        assert not any(row.failures for row in sequences)
+        assert device.copies == 0
 
 
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):
