@@ -55,10 +55,16 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
 def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     """See ``mmspec.ops.quantile``."""
     vocab = probs.shape[-1]
-    flat = probs.reshape(-1, vocab).contiguous()
-    token = torch.empty(len(flat), dtype=torch.long, device=probs.device)
-    _quantile_kernel[(len(flat),)](
-        *(flat, uniform.reshape(-1).contiguous(), token, vocab), BLOCK_VOCAB=_block(vocab), num_warps=8
+    flat, block = probs.reshape(-1, vocab).contiguous(), _block(vocab)
+    rows, parts = len(flat), triton.cdiv(vocab, block)
+    sums = torch.empty(rows, parts, dtype=torch.float64, device=probs.device)
+    token = torch.empty(rows, dtype=torch.long, device=probs.device)
+    _sum_kernel[(rows, parts)](flat, sums, vocab, BLOCK_VOCAB=block, num_warps=8)
+    _quantile_kernel[(rows,)](
+        *(flat, sums, uniform.reshape(-1).contiguous(), token, vocab, parts),
+        BLOCK_VOCAB=block,
+        BLOCK_PARTS=triton.next_power_of_2(parts),
+        num_warps=8,
     )
     return token.view(uniform.shape)
 
@@ -123,9 +129,33 @@ def _quantile(probs, uniform, vocab, BLOCK_VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _quantile_kernel(probs, uniform, token, vocab, BLOCK_VOCAB: tl.constexpr):
-    i_row = tl.program_id(0).to(tl.int64)
-    tl.store(token + i_row, _quantile(probs + i_row * vocab, tl.load(uniform + i_row), vocab, BLOCK_VOCAB))
+def _sum_kernel(probs, sums, vocab, BLOCK_VOCAB: tl.constexpr):
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_token = i_part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    b_p = tl.load(probs + i_row * vocab + i_token, mask=i_token < vocab, other=0.0).to(tl.float64)
+    tl.store(sums + i_row * tl.num_programs(1) + i_part, tl.sum(b_p, axis=0))
+
+
+@triton.jit
+def _quantile_kernel(probs, sums, uniform, token, vocab, parts, BLOCK_VOCAB: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """The part of the vocabulary, by the sums of all parts, and the token in it."""
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_PARTS)
+    b_sum = tl.load(sums + i_row * parts + i_part, mask=i_part < parts, other=0.0)
+    b_total = tl.cumsum(b_sum, axis=0)
+    wanted = tl.load(uniform + i_row).to(tl.float64) * tl.sum(tl.where(i_part == parts - 1, b_total, 0.0), axis=0)
+    part = _first(b_total > wanted, b_sum, i_part, BLOCK_PARTS)
+    passed = tl.sum(tl.where(i_part == part - 1, b_total, 0.0), axis=0)
+    i_token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    b_p = tl.load(probs + i_row * vocab + i_token, mask=i_token < vocab, other=0.0).to(tl.float64)
+    tl.store(token + i_row, _first(passed + tl.cumsum(b_p, axis=0) > wanted, b_p, i_token, vocab))
+
+
+@triton.jit
+def _first(m_passed, b_share, i_entry, end):
+    """The first entry at which a sum is passed: of those with a share, the last one if rounding passes it nowhere."""
+    first = tl.min(tl.where(m_passed & (b_share > 0.0), i_entry, end), axis=0)
+    last = tl.max(tl.where(b_share > 0.0, i_entry, 0), axis=0)
+    return tl.where(first == end, last, first)
 
 
 @triton.jit

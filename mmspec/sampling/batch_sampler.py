@@ -23,11 +23,10 @@ from mmspec.sampling.lossy import lossy_choices
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
 
-_ROUND = 2**20
-"""Scores, in elements, that are warped and drawn from in the time of a round over few rows, which is mostly latency.
-
-An estimate for GPUs, not measured: 0.2 ns for each score that top-p sorts, 0.1 to 0.2 ms for the launches of a round.
-"""
+_ROUND = {True: 2**20, False: 2**23}
+"""Scores, in elements, that are warped and drawn from in the time of a round over few rows, which is mostly latency: by
+whether they are sorted. Estimates for GPUs, not measured: 0.2 ns for a score that is sorted, 0.02 ns for another one,
+0.1 to 0.2 ms for the launches of a round."""
 
 
 class BatchSampler:
@@ -110,15 +109,19 @@ class _Group:
         """
         if self._by_level(tree, scores.device):
             return self._along_paths_on_host(tree, scores, numbers, constrained)
-        rounds = tree.max_depth + 1
-        saved = (tree.nodes - rounds) * tree.batch * scores.shape[-1]
-        if numbers and saved > (rounds - 1) * _ROUND:
+        if numbers and self._rounds_pay(tree, scores.shape[-1]):
             return self._along_paths_on_device(tree, scores, numbers)
         return self._tokens(tree, scores, numbers)
 
     def _by_level(self, tree: TokenTree, device: torch.device) -> bool:
         """Whether paths are followed on the host, with a host sync per level."""
         return tree.nodes > 1 and not self._sampler.lossy and not kernels.static_shapes(device)
+
+    def _rounds_pay(self, tree: TokenTree, vocab: int) -> bool:
+        """Whether a round for each level takes less time than all nodes at once."""
+        further = tree.max_depth
+        saved = (tree.nodes - 1 - further) * tree.batch * vocab
+        return saved > further * _ROUND[any(warper.sorts for warper in self._sampler.warpers)]
 
     def _along_paths_on_host(
         self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...], constrained: Sequence[Sampled]

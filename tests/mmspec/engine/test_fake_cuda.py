@@ -70,23 +70,25 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
     assert device.captured
 
 
-ROWS = [  # batch, nodes, vocabulary, and rows of scores that are warped: six levels, or all nodes at once
-    (1, 6, 150_000, 6),
-    (1, 16, 150_000, 16),
-    (1, 60, 150_000, 6),
-    (1, 60, 30_000, 60),
-    (8, 6, 150_000, 48),
-    (8, 60, 30_000, 48),
+ROWS = [  # batch, nodes, vocabulary, top-p, and rows of scores that are warped: six levels, or all nodes at once
+    (1, 6, 150_000, 0.9, 6),
+    (1, 16, 150_000, 0.9, 16),
+    (1, 60, 150_000, 0.9, 6),
+    (1, 60, 150_000, 1.0, 60),
+    (1, 60, 30_000, 0.9, 60),
+    (8, 6, 150_000, 0.9, 48),
+    (8, 60, 30_000, 0.9, 48),
+    (8, 60, 150_000, 1.0, 48),
 ]
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize(("batch", "nodes", "vocab", "rows"), ROWS)
-def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, rows, drawn, monkeypatch):
+@pytest.mark.parametrize(("batch", "nodes", "vocab", "top_p", "rows"), ROWS)
+def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top_p, rows, drawn, monkeypatch):
     warped, draw = [], ops.choose_drawn if drawn else ops.sample
     note = lambda *args: warped.append(args[drawn].shape[:2].numel()) or draw(*args)  # noqa: E731
     monkeypatch.setattr(ops, draw.__name__, note)
-    sampler = SamplingParams(temperature=0.8, top_p=0.9, seed=0).sampler()
+    sampler = SamplingParams(temperature=0.8, top_p=top_p, seed=0).sampler()
     with fake_cuda(monkeypatch) as device:
         tokens, parents = (torch.zeros(batch, nodes, dtype=torch.long, device="cuda") for _ in range(2))
         logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))

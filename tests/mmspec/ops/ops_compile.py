@@ -94,9 +94,15 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
             {"num_warps": 8},
         ),
         (
-            triton_verify._quantile_kernel,
-            {"probs": "*fp32", "uniform": "*fp32", "token": "*i64"},
+            triton_verify._sum_kernel,
+            {"probs": "*fp32", "sums": "*fp64"},
             {"BLOCK_VOCAB": 4096},
+            {"num_warps": 8},
+        ),
+        (
+            triton_verify._quantile_kernel,
+            {"probs": "*fp32", "sums": "*fp64", "uniform": "*fp32", "token": "*i64"},
+            {"BLOCK_VOCAB": 4096, "BLOCK_PARTS": 64},
             {"num_warps": 8},
         ),
         (

@@ -49,7 +49,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
     built = [json.loads(line) for line in out.splitlines()]
     kernels = {
         f"_{part}_kernel"
-        for part in ("attend", "merge", "follow", "choose", "quantile", "compact", "rank", "top", "beam", "keep")
+        for part in ("attend", "merge", "follow", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
     }
     for capability in (80, 90, 100):
         here = [entry for entry in built if entry["capability"] == capability]

@@ -291,7 +291,9 @@ def nodes_drawn_at(request, monkeypatch):
 
 def choose_nodes(patch, kind):
     patch.setattr("mmspec.sampling.batch_sampler.kernels.static_shapes", lambda _: kind != "host")
-    patch.setattr("mmspec.sampling.batch_sampler._ROUND", -1e9 if kind == "device" else 1e9)
+    patch.setattr(
+        "mmspec.sampling.batch_sampler._ROUND", dict.fromkeys((True, False), -1e9 if kind == "device" else 1e9)
+    )
     return kind
 
 
