@@ -63,8 +63,7 @@ def tree_attention(
     scale = head_dim**-0.5 if scale is None else scale
     depth = None if window is None else depth
     return kernels.run(
-        *(query.device, "mmspec.ops.triton_attention.tree_attention", _tree_attention),
-        *(query, key, value, prefix, mask, scale, start, depth, window, softcap),
+        query.device, _tree_attention, query, key, value, prefix, mask, scale, start, depth, window, softcap
     )
 
 

@@ -28,7 +28,7 @@ def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tens
             "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and lengths "
             f"(batch,): got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(lengths.shape)}"
         )
-    kernels.run(storage.device, "mmspec.ops.triton_compact.compact_kv", _compact_kv, storage, path, start, lengths)
+    kernels.run(storage.device, _compact_kv, storage, path, start, lengths)
 
 
 def _compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:

@@ -19,7 +19,7 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         Tokens (..., k) int64 and log probabilities (..., k) float32.
     """
     k = min(k, logits.shape[-1])
-    return kernels.run(logits.device, "mmspec.ops.triton_growth.top_log_probs", _top_log_probs, logits, k)
+    return kernels.run(logits.device, _top_log_probs, logits, k)
 
 
 def _top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tenso
         Scores, tokens and entry indices, (batch, width) each.
     """
     width = min(width, scores.shape[1])
-    return kernels.run(scores.device, "mmspec.ops.triton_growth.next_beam", _next_beam, scores, tokens, width)
+    return kernels.run(scores.device, _next_beam, scores, tokens, width)
 
 
 def _next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,9 +68,7 @@ def keep_best(
         prefix is a tree; and the scores without the root, (batch, nodes).
     """
     nodes = min(nodes, scores.shape[1])
-    return kernels.run(
-        scores.device, "mmspec.ops.triton_growth.keep_best", _keep_best, root, tokens, parents, scores, nodes
-    )
+    return kernels.run(scores.device, _keep_best, root, tokens, parents, scores, nodes)
 
 
 def _keep_best(

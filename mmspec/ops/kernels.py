@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def run(device: torch.device, kernel: str, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+def run(device: torch.device, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Run an operation: its Triton kernel where Triton is in use, else its torch reference.
 
     A kernel that Triton cannot build (it does not compile, or needs more shared memory or registers than there are)
@@ -44,15 +44,17 @@ def run(device: torch.device, kernel: str, reference: Callable[P, T], *args: P.a
 
     Args:
         device: of the operation's tensors.
-        kernel: module and name of the function that launches the kernel; takes and returns what ``reference`` does. It
-            changes none of its arguments before all of its kernels are built.
+        reference: ``_NAME`` of a module ``MODULE``. ``NAME`` of ``triton_MODULE`` launches the kernel, with the same
+            arguments and results. It changes none of its arguments before all of its kernels are built.
     """
-    (home, _, function), name = kernel.rpartition("."), reference.__name__.lstrip("_")
+    package, _, module = reference.__module__.rpartition(".")
+    name = reference.__name__.lstrip("_")
     required = os.environ.get("MMSPEC_KERNELS") == "triton"
     if in_use(device) == "reference" or (name in _failed and not required):
         return reference(*args, **options)
     try:
-        return getattr(import_module(home), function)(*args, **options)  # type: ignore[no-any-return]
+        launch: Callable[P, T] = getattr(import_module(f"{package}.triton_{module}"), name)
+        return launch(*args, **options)
     except Exception as error:
         if required or not _unbuilt(error):
             raise

@@ -37,6 +37,7 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     """See ``mmspec.ops.choose_drawn``."""
     (batch, first, vocab), nodes = probs.shape, tree.nodes
+    assert tree.draft_probs is not None
     # Double buffers of p and q: a pass reads one and writes the other.
     scratch = probs.new_empty(4, batch, first, vocab)
     scratch[0], scratch[2] = probs, tree.draft_probs

@@ -25,7 +25,7 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
         (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
         padded with -1; choice at each of them, padded with the root's.
     """
-    return kernels.run(choices.device, "mmspec.ops.triton_verify.follow", _follow, tree, choices)
+    return kernels.run(choices.device, _follow, tree, choices)
 
 
 def _follow(tree: TokenTree, choices: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
     Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
     """
     assert tree.draft_probs is not None
-    return kernels.run(probs.device, "mmspec.ops.triton_verify.choose_drawn", _choose_drawn, tree, probs, chances, last)
+    return kernels.run(probs.device, _choose_drawn, tree, probs, chances, last)
 
 
 def _choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
@@ -100,6 +100,8 @@ def _choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor)
         at, token = (row, tree.parents[:, node]), tree.tokens[:, node]
         p_left, q_left, chosen = p[at], q[at], choice[at]
         pending = chosen < 0 if tree.valid is None else (chosen < 0) & tree.valid[:, node]
+        if p.device.type == "cpu" and not pending.any():
+            continue
         accept = pending & (chances[:, node] * q_left[row, token] < p_left[row, token])
         choice[at] = torch.where(accept, token, chosen)
         reject = (pending & ~accept)[:, None]
@@ -120,7 +122,7 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (...) int64, never a token of probability 0.
     """
-    return kernels.run(probs.device, "mmspec.ops.triton_verify.quantile", _quantile, probs, uniform)
+    return kernels.run(probs.device, _quantile, probs, uniform)
 
 
 def _quantile(probs: Tensor, uniform: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class _Group:
             return self._by_path(rows, tree, logits, numbers)
         try:
             # Masks at reached nodes suffice, unless processors come after them.
-            later = self._by_level(tree, logits.device) and not self._sampler.before_warpers
+            later = self._on_host(tree, logits.device) and not self._sampler.before_warpers
             if not later and any(row.constraint for row in rows):
                 logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
             scores = self._process(rows, tree, logits)
@@ -107,13 +107,13 @@ class _Group:
             scores: (batch, nodes, vocab), to which all processors but the warpers were applied.
             constrained: the rows, if their grammars are still to be applied.
         """
-        if self._by_level(tree, scores.device):
+        if self._on_host(tree, scores.device):
             return self._along_paths_on_host(tree, scores, numbers, constrained)
         if numbers and self._rounds_pay(tree, scores.shape[-1]):
             return self._along_paths_on_device(tree, scores, numbers)
         return self._tokens(tree, scores, numbers)
 
-    def _by_level(self, tree: TokenTree, device: torch.device) -> bool:
+    def _on_host(self, tree: TokenTree, device: torch.device) -> bool:
         """Whether paths are followed on the host, with a host sync per level."""
         return tree.nodes > 1 and not self._sampler.lossy and not kernels.static_shapes(device)
 

@@ -56,10 +56,7 @@ def tree_conv(
         ValueError: the state has fewer than ``width - 1`` entries, or the activation is unknown.
     """
     _check(x, state, weight.shape[1], activation)
-    return kernels.run(
-        *(x.device, "mmspec.ssm.ops.triton_conv.tree_conv", _tree_conv),
-        *(x, state, weight, bias, window, activation),
-    )
+    return kernels.run(x.device, _tree_conv, x, state, weight, bias, window, activation)
 
 
 def _tree_conv(
@@ -92,7 +89,7 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
         state: (batch, channels, entries), updated in place.
         path: (batch, depth) int64, node indices from the root, right-padded with -1.
     """
-    kernels.run(x.device, "mmspec.ssm.ops.triton_conv.commit_conv", _commit_conv, x, state, path)
+    kernels.run(x.device, _commit_conv, x, state, path)
 
 
 def _commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:

@@ -39,10 +39,7 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3, whose chunk is a chain; here its mask is the tree's.
     """
     _check(k, v, state, g=g, beta=beta)
-    return kernels.run(
-        *(v.device, "mmspec.ssm.ops.triton_delta.tree_delta", _tree_delta),
-        *(q, k, v, g, beta, state, ancestors),
-    )
+    return kernels.run(v.device, _tree_delta, q, k, v, g, beta, state, ancestors)
 
 
 def _tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -82,7 +79,7 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
     _check(k, v, state, g=g, beta=beta)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    kernels.run(v.device, "mmspec.ssm.ops.triton_delta.commit_delta", _commit_delta, k, v, g, beta, state, path)
+    kernels.run(v.device, _commit_delta, k, v, g, beta, state, path)
 
 
 def _commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:

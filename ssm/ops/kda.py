@@ -44,7 +44,7 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     Source: Kimi Linear (arXiv 2510.26692), section 3, whose chunk is a chain; here its mask is the tree's.
     """
     _check_channels(k, v, g, beta, state)
-    return kernels.run(v.device, "mmspec.ssm.ops.triton_kda.tree_kda", _tree_kda, q, k, v, g, beta, state, ancestors)
+    return kernels.run(v.device, _tree_kda, q, k, v, g, beta, state, ancestors)
 
 
 def _tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
     _check_channels(k, v, g, beta, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    kernels.run(v.device, "mmspec.ssm.ops.triton_delta.commit_delta", _commit_kda, k, v, g, beta, state, path)
+    kernels.run(v.device, _commit_kda, k, v, g, beta, state, path)
 
 
 def _commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:

@@ -33,7 +33,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     Source: Griffin (arXiv 2402.19427), equation 4, whose sequence is a path of the tree.
     """
     _check(x, a, state)
-    return kernels.run(x.device, "mmspec.ssm.ops.triton_lru.tree_lru", _tree_lru, x, a, state, levels)
+    return kernels.run(x.device, _tree_lru, x, a, state, levels)
 
 
 def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
@@ -63,7 +63,7 @@ def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     _check(x, a, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    kernels.run(x.device, "mmspec.ssm.ops.triton_lru.commit_lru", _commit_lru, x, a, state, path)
+    kernels.run(x.device, _commit_lru, x, a, state, path)
 
 
 def _commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:

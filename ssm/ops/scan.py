@@ -42,10 +42,7 @@ def tree_scan(
     Source: STree (arXiv 2505.14969), section 3; Mamba-2 (arXiv 2405.21060) for the recurrence.
     """
     _check(x, dt, b, state)
-    return kernels.run(
-        *(x.device, "mmspec.ssm.ops.triton_scan.tree_scan", _tree_scan),
-        *(x, dt, a, b, c, d, state, ancestors),
-    )
+    return kernels.run(x.device, _tree_scan, x, dt, a, b, c, d, state, ancestors)
 
 
 def _tree_scan(
@@ -82,7 +79,7 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     _check(x, dt, b, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    kernels.run(x.device, "mmspec.ssm.ops.triton_scan.commit_scan", _commit_scan, x, dt, a, b, state, path)
+    kernels.run(x.device, _commit_scan, x, dt, a, b, state, path)
 
 
 def _commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:

@@ -92,10 +92,7 @@ def tree_selective(
     Source: Mamba (arXiv 2312.00752), algorithm 2, whose sequence is a path of the tree.
     """
     _check(x, dt, a, b, state)
-    return kernels.run(
-        *(x.device, "mmspec.ssm.ops.triton_selective.tree_selective", _tree_selective),
-        *(x, dt, a, b, c, d, state, levels),
-    )
+    return kernels.run(x.device, _tree_selective, x, dt, a, b, c, d, state, levels)
 
 
 def _tree_selective(
@@ -134,10 +131,7 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     _check(x, dt, a, b, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    kernels.run(
-        *(x.device, "mmspec.ssm.ops.triton_selective.commit_selective", _commit_selective),
-        *(x, dt, a, b, state, path),
-    )
+    kernels.run(x.device, _commit_selective, x, dt, a, b, state, path)
 
 
 def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:

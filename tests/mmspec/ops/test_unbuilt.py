@@ -153,7 +153,6 @@ def operations():
         home = f"mmspec.ssm.ops.triton_{rule.name}"
         found[f"tree_{rule.name}"] = home, getattr(ssm, f"tree_{rule.name}"), (*values, state, given)
         commit = (*values[rule.committed], state, inputs.deepest)
-        home = home.replace("kda", "delta")
         found[f"commit_{rule.name}"] = home, getattr(ssm, f"commit_{rule.name}"), commit
     window = ssm.conv_window(inputs.tree.parents, 4)
     conv = inputs.channels, inputs.conv_state
@@ -198,8 +197,7 @@ def test_results_and_changes_are_those_of_the_reference(name, monkeypatch):
     result = operation(*expected)
 
     monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
-    kernel = name.replace("_kda", "_delta") if name == "commit_kda" else name
-    monkeypatch.setattr(import_module(home), kernel, lambda *_: compile_what_is_wrong(monkeypatch))
+    monkeypatch.setattr(import_module(home), name, lambda *_: compile_what_is_wrong(monkeypatch))
     given = copied(inputs, torch.clone)
     got = operation(*given)
     assert name in kernels.failed()
