@@ -121,13 +121,17 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _kernels() -> dict[str, str]:
-    """Kernel implementation in use, by device, and that of packed weights on the CPU."""
+    """Kernel implementation in use, by device, with what was not built in this process, and that of packed weights on
+    the CPU."""
     import torch
 
     from mmspec.ops import cpu_library, kernels
 
     packed = "C++" if cpu_library.available() else f"torch ({cpu_library.problem() or 'MMSPEC_KERNELS'})"
     in_use = {device["name"]: kernels.in_use(torch.device(device["name"])) for device in _devices()}
+    unbuilt = ", ".join(f"{name} ({reason})" for name, reason in kernels.failed().items())
+    if unbuilt:
+        in_use |= {device: f"triton; reference for {unbuilt}" for device, name in in_use.items() if name == "triton"}
     return {**in_use, "cpu, packed weights": packed}
 
 

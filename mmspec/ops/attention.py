@@ -29,7 +29,7 @@ def tree_attention(
     Args:
         query: (batch, heads, nodes, head_dim) float16, bfloat16 or float32.
         key: (batch, kv_heads, slots, head_dim); consecutive query heads share a KV head.
-        value: same shape as ``key``.
+        value: (batch, kv_heads, slots, value_dim).
         prefix: (batch,) int, prefix length: a row's prefix is its first ``prefix`` slots, possibly none.
         mask: (batch, nodes, tail) bool, tail slots that each node attends to, at least one.
         scale: softmax scale; default ``head_dim ** -0.5``.
@@ -39,7 +39,7 @@ def tree_attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
 
     Returns:
-        (batch, nodes, heads, head_dim), contiguous, in the dtype of ``query``.
+        (batch, nodes, heads, value_dim), contiguous, in the dtype of ``query``.
 
     Raises:
         ValueError: shapes disagree, or ``window`` without ``depth``.
@@ -48,7 +48,7 @@ def tree_attention(
     online softmax of FlashAttention (arXiv 2205.14135).
     """
     batch, heads, nodes, head_dim = query.shape
-    if key.shape != value.shape or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[1]:
+    if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[1]:
         raise ValueError(
             "keys and values must be (batch, kv_heads, slots, head_dim), kv_heads dividing heads: "
             f"got {tuple(key.shape)} and {tuple(value.shape)} for queries {tuple(query.shape)}"
@@ -61,12 +61,24 @@ def tree_attention(
     if window is not None and depth is None:
         raise ValueError("a window needs the depth of each node: expected (batch, nodes), got None")
     scale = head_dim**-0.5 if scale is None else scale
-    if kernels.in_use(query.device) == "triton":
-        from mmspec.ops import triton_attention
+    depth = None if window is None else depth
+    return kernels.run(
+        query.device, _tree_attention, query, key, value, prefix, mask, scale, start, depth, window, softcap
+    )
 
-        return triton_attention.tree_attention(
-            query, key, value, prefix, mask, scale, start, depth if window is not None else None, window, softcap
-        )
+
+def _tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: Tensor,
+    mask: Tensor,
+    scale: float,
+    start: Tensor | None,
+    depth: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
     allowed = _allowed(key.shape[2], prefix, mask, start, depth, window)
     # Unused slots may hold NaN, and 0 * NaN is NaN.
     used = allowed.any(1)[:, None, :, None]

@@ -28,11 +28,10 @@ def compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tens
             "expected storage (layers * 2, batch, kv_heads, slots, head_dim), path (batch, depth) and lengths "
             f"(batch,): got {tuple(storage.shape)}, {tuple(path.shape)} and {tuple(lengths.shape)}"
         )
-    if kernels.in_use(storage.device) == "triton":
-        from mmspec.ops import triton_compact
+    kernels.run(storage.device, _compact_kv, storage, path, start, lengths)
 
-        triton_compact.compact_kv(storage, path, start, lengths)
-        return
+
+def _compact_kv(storage: Tensor, path: Tensor, start: int | Tensor, lengths: Tensor) -> None:
     slot = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
     source = start + path.clamp(min=0)
     if len(path) == 1 and path.device.type == "cpu" and int(path[0, -1]) >= 0:

@@ -19,10 +19,10 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         Tokens (..., k) int64 and log probabilities (..., k) float32.
     """
     k = min(k, logits.shape[-1])
-    if kernels.in_use(logits.device) == "triton":
-        from mmspec.ops import triton_growth
+    return kernels.run(logits.device, _top_log_probs, logits, k)
 
-        return triton_growth.top_log_probs(logits, k)
+
+def _top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if cpu_library.in_use(logits):
         best, tokens = cpu.greatest(logits, k, log_softmax=True)
     else:
@@ -42,10 +42,10 @@ def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tenso
         Scores, tokens and entry indices, (batch, width) each.
     """
     width = min(width, scores.shape[1])
-    if kernels.in_use(scores.device) == "triton":
-        from mmspec.ops import triton_growth
+    return kernels.run(scores.device, _next_beam, scores, tokens, width)
 
-        return triton_growth.next_beam(scores, tokens, width)
+
+def _next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     best, at = scores.topk(width, dim=1)
     return best, tokens.gather(1, at), at
 
@@ -68,10 +68,12 @@ def keep_best(
         prefix is a tree; and the scores without the root, (batch, nodes).
     """
     nodes = min(nodes, scores.shape[1])
-    if kernels.in_use(scores.device) == "triton":
-        from mmspec.ops import triton_growth
+    return kernels.run(scores.device, _keep_best, root, tokens, parents, scores, nodes)
 
-        return triton_growth.keep_best(root, tokens, parents, scores, nodes)
+
+def _keep_best(
+    root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
     score, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :nodes]
     # New index of each candidate (0 for the root).

@@ -8,8 +8,13 @@ triton     Triton; on a CPU only through its interpreter (``TRITON_INTERPRET=1``
 from __future__ import annotations
 
 import os
+import traceback
+import warnings
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +24,50 @@ CHOICES = ("auto", "reference", "triton")
 
 _MIN_CAPABILITY = (8, 0)
 """Minimum CUDA compute capability."""
+
+_BUILDING = ("triton.backends.nvidia.compiler", "triton.runtime.build", "triton.runtime.driver")
+"""Modules that run while Triton compiles a kernel or its launcher, not while the device runs one."""
+
+_failed: dict[str, str] = {}
+"""Why Triton could not build a kernel, by operation."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def run(device: torch.device, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Run an operation: its Triton kernel where Triton is in use, else its torch reference.
+
+    A kernel that Triton cannot build (it does not compile, or needs more shared memory or registers than there are)
+    is replaced by the reference in this process from then on, after one warning. ``MMSPEC_KERNELS=triton`` raises
+    instead. Errors of the device are always raised.
+
+    Args:
+        device: of the operation's tensors.
+        reference: ``_NAME`` of a module ``MODULE``. ``NAME`` of ``triton_MODULE`` launches the kernel, with the same
+            arguments and results. It changes none of its arguments before all of its kernels are built.
+    """
+    package, _, module = reference.__module__.rpartition(".")
+    name = reference.__name__.lstrip("_")
+    required = os.environ.get("MMSPEC_KERNELS") == "triton"
+    if in_use(device) == "reference" or (name in _failed and not required):
+        return reference(*args, **options)
+    try:
+        launch: Callable[P, T] = getattr(import_module(f"{package}.triton_{module}"), name)
+        return launch(*args, **options)
+    except Exception as error:
+        if required or not _unbuilt(error):
+            raise
+        _failed[name] = _reason(error)
+    warnings.warn(
+        f"Triton cannot build {name}, plain torch runs instead: {_failed[name]}", RuntimeWarning, stacklevel=3
+    )
+    return reference(*args, **options)
+
+
+def failed() -> dict[str, str]:
+    """Operations whose Triton kernels could not be built in this process, and why."""
+    return dict(_failed)
 
 
 def in_use(device: torch.device) -> str:
@@ -43,6 +92,22 @@ def in_use(device: torch.device) -> str:
 def static_shapes(device: torch.device) -> bool:
     """Whether steps use static shapes and buffers and sync with the host once: on CUDA, and wherever Triton runs."""
     return device.type == "cuda" or in_use(device) == "triton"
+
+
+def _unbuilt(error: Exception) -> bool:
+    """Whether a kernel was not built: Triton's own errors, and any raised while it compiles or links."""
+    if any(kind.__module__.startswith("triton.") for kind in type(error).__mro__):
+        return True
+    frames = [
+        (frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return ("triton.compiler.compiler", "compile") in frames or any(module in _BUILDING for module, _ in frames)
+
+
+def _reason(error: Exception) -> str:
+    # A compilation error begins with the source, and has a message or a cause.
+    text = getattr(error, "error_message", None) or str(error.__cause__ or error)
+    return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else 'no message'}"
 
 
 @cache

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """``torch.tensor(numbers, device=device)`` without its host sync on CUDA: copies from pinned memory."""
+    """``torch.as_tensor(numbers, device=device)`` of numbers, or of a tensor on the CPU, without its host sync on CUDA:
+    copies from pinned memory."""
     if device.type != "cuda":
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers).pin_memory().to(device, non_blocking=True)
+        return torch.as_tensor(numbers, device=device)
+    return torch.as_tensor(numbers).pin_memory().to(device, non_blocking=True)

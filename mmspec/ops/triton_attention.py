@@ -42,15 +42,16 @@ def tree_attention(
     softcap: float | None,
 ) -> Tensor:
     """See ``mmspec.ops.tree_attention``. ``depth`` is None without a window."""
-    batch, heads, nodes, head_dim = query.shape
+    (batch, heads, nodes, head_dim), value_dim = query.shape, value.shape[3]
     group, slots, tail = heads // key.shape[1], key.shape[2], mask.shape[2]
     device = _device(query.device.type, query.device.index)
-    block_rows, block_slots, block_dim = tiles(group * nodes, head_dim, query.dtype, device.shared)
+    block_rows, block_slots = tiles(group * nodes, max(head_dim, value_dim), query.dtype, device.shared)
+    block_dim, block_value = block_of(head_dim), block_of(value_dim)
     parts = triton.cdiv(group * nodes, block_rows)
     splits = max(1, min(device.programs // (parts * key.shape[1] * batch), triton.cdiv(slots, _MIN_SPLIT)))
-    read = query.new_empty(batch, nodes, heads, head_dim)
+    read = query.new_empty(batch, nodes, heads, value_dim)
     if splits > 1:
-        part = torch.empty(batch, nodes, heads, splits, head_dim, device=query.device)
+        part = torch.empty(batch, nodes, heads, splits, value_dim, device=query.device)
         weight = torch.empty(batch, nodes, heads, splits, device=query.device)
     else:
         part = weight = read
@@ -61,6 +62,7 @@ def tree_attention(
         *(scale if softcap is not None else scale * _LOG2_E.value, softcap or 1.0, window or 0),
         *(*query.stride(), *key.stride(), *value.stride(), *mask.stride(), *(depth.stride() if window else (0, 0))),  # type: ignore[union-attr]
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         SPLIT=splits > 1,
         START=start is not None,
         WINDOW=window is not None,
@@ -68,27 +70,33 @@ def tree_attention(
         BLOCK_ROWS=block_rows,
         BLOCK_SLOTS=block_slots,
         BLOCK_DIM=block_dim,
-        **options(block_rows, block_dim, query.dtype),
+        BLOCK_VALUE=block_value,
+        **options(block_rows, max(block_dim, block_value), query.dtype),
     )
     if splits > 1:
         _merge_kernel[(heads, nodes, batch)](
             *(part, weight, read, splits, heads, nodes),
-            HEAD_DIM=head_dim,
+            HEAD_DIM=value_dim,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
-            BLOCK_DIM=block_dim,
+            BLOCK_DIM=block_value,
             num_warps=2,
         )
     return read
 
 
-def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int]:
-    """Tile size ``(rows, slots, channels)`` that fits in registers and in ``shared`` bytes of shared memory."""
+def tiles(rows: int, head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
+    """Tile size ``(rows, slots)`` that fits in registers and in ``shared`` bytes of shared memory."""
     wide, exact = head_dim > 128, dtype == torch.float32
     max_rows = (16 if wide else 32) if exact else 64 if wide else 128  # by register use of the compiled kernels
     slots = 32 if wide or exact else 64
     if shared < _LARGE_SHARED:
         slots //= 2
-    return min(max_rows, max(16, triton.next_power_of_2(rows))), slots, max(16, triton.next_power_of_2(head_dim))
+    return min(max_rows, block_of(rows)), slots
+
+
+def block_of(size: int) -> int:
+    """Tile size of an axis of matmuls that is not split."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def options(block_rows: int, block_dim: int, dtype: torch.dtype) -> dict[str, int]:
@@ -142,15 +150,17 @@ def _attend_kernel(
     v_row, v_head, v_slot, v_dim,
     m_row, m_node, m_slot,
     d_row, d_node,
-    HEAD_DIM: tl.constexpr, SPLIT: tl.constexpr, START: tl.constexpr, WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPLIT: tl.constexpr, START: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     # Programs that read the same keys are adjacent.
     i_split, i_kv, i_batch = tl.program_id(0) // parts, tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_tile = (tl.program_id(0) % parts) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     i_node, i_head = i_tile % nodes, i_kv * (rows // nodes) + i_tile // nodes
     i_dim, i_block = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_SLOTS)
-    m_tile, m_dim = i_tile < rows, i_dim < HEAD_DIM
+    i_value = tl.arange(0, BLOCK_VALUE)
+    m_tile, m_dim, m_value = i_tile < rows, i_dim < HEAD_DIM, i_value < VALUE_DIM
     key += i_batch * k_row + i_kv.to(tl.int64) * k_head
     value += i_batch * v_row + i_kv.to(tl.int64) * v_head
 
@@ -158,7 +168,7 @@ def _attend_kernel(
     b_q = tl.load(p_q, mask=m_tile[:, None] & m_dim[None, :], other=0.0)
     b_most = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
-    b_read = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    b_read = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
 
     i_first, i_end = 0, tl.load(prefix + i_batch).to(tl.int32)
     if WINDOW:
@@ -175,8 +185,8 @@ def _attend_kernel(
             b_allowed = b_allowed & (i_slot[None, :] > i_end + b_depth[:, None] - window)
         p_k = key + i_slot[None, :] * k_slot + i_dim[:, None] * k_dim
         b_k = tl.load(p_k, mask=m_slot_in[None, :] & m_dim[:, None], other=0.0)
-        p_v = value + i_slot[:, None] * v_slot + i_dim[None, :] * v_dim
-        b_v = tl.load(p_v, mask=m_slot_in[:, None] & m_dim[None, :], other=0.0)
+        p_v = value + i_slot[:, None] * v_slot + i_value[None, :] * v_dim
+        b_v = tl.load(p_v, mask=m_slot_in[:, None] & m_value[None, :], other=0.0)
         b_most, b_sum, b_read = _fold_in(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
 
     if i_split == splits - 1:
@@ -191,8 +201,8 @@ def _attend_kernel(
             b_allowed = tl.load(p_mask, mask=m_tile[:, None] & m_tail[None, :], other=0) != 0
             p_k = key + (i_start + i_tail)[None, :] * k_slot + i_dim[:, None] * k_dim
             b_k = tl.load(p_k, mask=m_tail[None, :] & m_dim[:, None], other=0.0)
-            p_v = value + (i_start + i_tail)[:, None] * v_slot + i_dim[None, :] * v_dim
-            b_v = tl.load(p_v, mask=m_tail[:, None] & m_dim[None, :], other=0.0)
+            p_v = value + (i_start + i_tail)[:, None] * v_slot + i_value[None, :] * v_dim
+            b_v = tl.load(p_v, mask=m_tail[:, None] & m_value[None, :], other=0.0)
             b_most, b_sum, b_read = _fold_in(b_q, b_k, b_v, b_allowed, b_most, b_sum, b_read, scale, softcap, SOFTCAP)
 
     b_read /= tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
@@ -200,8 +210,8 @@ def _attend_kernel(
     if SPLIT:
         i_out = i_out * splits + i_split
         tl.store(weight + i_out, b_most + tl.log2(b_sum), mask=m_tile)
-    m_out = m_tile[:, None] & m_dim[None, :]
-    tl.store(part + i_out[:, None] * HEAD_DIM + i_dim[None, :], b_read, mask=m_out)
+    m_out = m_tile[:, None] & m_value[None, :]
+    tl.store(part + i_out[:, None] * VALUE_DIM + i_value[None, :], b_read, mask=m_out)
 
 
 @triton.jit(do_not_specialize=["splits", "heads", "nodes"])

@@ -6,42 +6,46 @@ rejection sampling one per node, with one pass over the vocabulary per rejected 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from mmspec.core.tree import TokenTree
+
 _VOCAB = 4096
 """Vocabulary block size."""
 
 
-def follow(tokens: Tensor, parents: Tensor, valid: Tensor | None, choices: Tensor, width: int) -> Tensor:
+def follow(tree: TokenTree, choices: Tensor) -> Tensor:
     """See ``mmspec.ops.follow``."""
-    batch, nodes = tokens.shape
-    verdict = tokens.new_empty(batch, 2 + 2 * width)
-    tokens, parents, choices = (t.contiguous() for t in (tokens, parents, choices))
+    (batch, nodes), width = choices.shape, tree.max_depth + 1
+    verdict = choices.new_empty(batch, 2 + 2 * width)
+    tokens, parents, choices = (t.contiguous() for t in (tree.tokens, tree.parents, choices))
     _follow_kernel[(batch,)](
-        *(tokens, parents, _bytes(valid), choices, verdict, nodes, width),
-        VALID=valid is not None,
+        *(tokens, parents, _bytes(tree.valid), choices, verdict, nodes, width),
+        VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
         num_warps=1,
     )
     return verdict
 
 
-def choose_drawn(
-    tokens: Tensor, parents: Tensor, valid: Tensor | None, q: Tensor, p: Tensor, chances: Tensor, last: Tensor
-) -> Tensor:
+def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
     """See ``mmspec.ops.choose_drawn``."""
-    batch, nodes, vocab = p.shape
+    (batch, first, vocab), nodes = probs.shape, tree.nodes
+    assert tree.draft_probs is not None
     # Double buffers of p and q: a pass reads one and writes the other.
-    scratch = p.new_empty(4, batch, nodes, vocab)
-    scratch[0], scratch[2] = p, q
-    choice = torch.empty_like(tokens)
-    tokens, parents, chances, last = (t.contiguous() for t in (tokens, parents, chances, last))
-    _choose_kernel[(nodes, batch)](
-        *(tokens, parents, _bytes(valid), scratch, chances, last, choice, nodes, vocab),
-        VALID=valid is not None,
+    scratch = probs.new_empty(4, batch, first, vocab)
+    scratch[0], scratch[2] = probs, tree.draft_probs
+    choice = tree.tokens.new_empty(batch, first)
+    tokens, parents, chances, last = (t.contiguous() for t in (tree.tokens, tree.parents, chances, last))
+    _choose_kernel[(first, batch)](
+        *(tokens, parents, _bytes(tree.valid), scratch, chances, last, choice, nodes, vocab),
+        VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
         BLOCK_VOCAB=_block(vocab),
         num_warps=8,
@@ -52,10 +56,16 @@ def choose_drawn(
 def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     """See ``mmspec.ops.quantile``."""
     vocab = probs.shape[-1]
-    flat = probs.reshape(-1, vocab).contiguous()
-    token = torch.empty(len(flat), dtype=torch.long, device=probs.device)
-    _quantile_kernel[(len(flat),)](
-        *(flat, uniform.reshape(-1).contiguous(), token, vocab), BLOCK_VOCAB=_block(vocab), num_warps=8
+    flat, block = probs.reshape(-1, vocab).contiguous(), _block(vocab)
+    rows, parts = len(flat), triton.cdiv(vocab, block)
+    sums = torch.empty(rows, parts, dtype=torch.float64, device=probs.device)
+    token = torch.empty(rows, dtype=torch.long, device=probs.device)
+    _sum_kernel[(rows, parts)](flat, sums, vocab, BLOCK_VOCAB=block, num_warps=8)
+    _quantile_kernel[(rows,)](
+        *(flat, sums, uniform.reshape(-1).contiguous(), token, vocab, parts),
+        BLOCK_VOCAB=block,
+        BLOCK_PARTS=triton.next_power_of_2(parts),
+        num_warps=8,
     )
     return token.view(uniform.shape)
 
@@ -120,9 +130,33 @@ def _quantile(probs, uniform, vocab, BLOCK_VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _quantile_kernel(probs, uniform, token, vocab, BLOCK_VOCAB: tl.constexpr):
-    i_row = tl.program_id(0).to(tl.int64)
-    tl.store(token + i_row, _quantile(probs + i_row * vocab, tl.load(uniform + i_row), vocab, BLOCK_VOCAB))
+def _sum_kernel(probs, sums, vocab, BLOCK_VOCAB: tl.constexpr):
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_token = i_part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    b_p = tl.load(probs + i_row * vocab + i_token, mask=i_token < vocab, other=0.0).to(tl.float64)
+    tl.store(sums + i_row * tl.num_programs(1) + i_part, tl.sum(b_p, axis=0))
+
+
+@triton.jit
+def _quantile_kernel(probs, sums, uniform, token, vocab, parts, BLOCK_VOCAB: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """The part of the vocabulary, by the sums of all parts, and the token in it."""
+    i_row, i_part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_PARTS)
+    b_sum = tl.load(sums + i_row * parts + i_part, mask=i_part < parts, other=0.0)
+    b_total = tl.cumsum(b_sum, axis=0)
+    wanted = tl.load(uniform + i_row).to(tl.float64) * tl.sum(tl.where(i_part == parts - 1, b_total, 0.0), axis=0)
+    part = _first(b_total > wanted, b_sum, i_part, BLOCK_PARTS)
+    passed = tl.sum(tl.where(i_part == part - 1, b_total, 0.0), axis=0)
+    i_token = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+    b_p = tl.load(probs + i_row * vocab + i_token, mask=i_token < vocab, other=0.0).to(tl.float64)
+    tl.store(token + i_row, _first(passed + tl.cumsum(b_p, axis=0) > wanted, b_p, i_token, vocab))
+
+
+@triton.jit
+def _first(m_passed, b_share, i_entry, end):
+    """The first entry at which a sum is passed: of those with a share, the last one if rounding passes it nowhere."""
+    first = tl.min(tl.where(m_passed & (b_share > 0.0), i_entry, end), axis=0)
+    last = tl.max(tl.where(b_share > 0.0, i_entry, 0), axis=0)
+    return tl.where(first == end, last, first)
 
 
 @triton.jit
@@ -155,8 +189,9 @@ def _choose_kernel(
     m_child = m_node & (tl.load(parents + i_row * nodes + i_node, mask=m_node, other=-1) == i_at)
     if VALID:
         m_child = m_child & (tl.load(valid + i_row * nodes + i_node, mask=m_node, other=0) != 0)
-    plane = tl.num_programs(1).to(tl.int64) * nodes * vocab
-    scratch += (i_row * nodes + i_at) * vocab
+    i_out = i_row * tl.num_programs(0) + i_at
+    plane = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * vocab
+    scratch += i_out * vocab
     # Current buffers of p and q, and their normalisation factors.
     in_p, in_q = i_row * 0, i_row * 0
     one = tl.load(chances + i_row * nodes) * 0.0 + 1.0
@@ -181,5 +216,5 @@ def _choose_kernel(
         child = tl.min(tl.where(m_child & (i_node > child), i_node, BLOCK_NODES), axis=0)
     if chosen < 0:
         p = scratch + in_p * plane
-        chosen = _quantile(p, tl.load(last + i_row * nodes + i_at), vocab, BLOCK_VOCAB).to(tl.int64)
-    tl.store(choice + i_row * nodes + i_at, chosen)
+        chosen = _quantile(p, tl.load(last + i_out), vocab, BLOCK_VOCAB).to(tl.int64)
+    tl.store(choice + i_out, chosen)

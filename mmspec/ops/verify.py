@@ -25,10 +25,28 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
         (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
         padded with -1; choice at each of them, padded with the root's.
     """
-    if kernels.in_use(choices.device) == "triton":
-        from mmspec.ops import triton_verify
+    return kernels.run(choices.device, _follow, tree, choices)
 
-        return triton_verify.follow(tree.tokens, tree.parents, tree.valid, choices, tree.max_depth + 1)
+
+def _follow(tree: TokenTree, choices: Tensor) -> Tensor:
+    return (_follow_on_host if choices.device.type == "cpu" else _follow_on_device)(tree, choices)
+
+
+def _follow_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
+    """Without a host sync: the path's nodes are those all of whose ancestors, themselves included, are chosen."""
+    width = tree.max_depth + 1
+    chosen = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
+    chosen = (chosen if tree.valid is None else chosen & tree.valid) | (tree.parents < 0)
+    on_path = (chosen[:, None] | ~tree.ancestors).all(-1)
+    # Parents precede their children, and siblings differ: the path is in order of nodes.
+    place = torch.where(on_path, on_path.cumsum(1) - 1, width)
+    index = torch.arange(tree.nodes, device=place.device).expand_as(place)
+    path = torch.full((tree.batch, width + 1), -1, device=place.device).scatter(1, place, index)[:, :width]
+    length, tokens = on_path.sum(1, keepdim=True), choices.gather(1, path.clamp(min=0))
+    return torch.cat([length, tokens.gather(1, length - 1), path, tokens], dim=1)
+
+
+def _follow_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
     if tree.nodes == 1:
         return torch.tensor([[1, choice, 0, choice] for (choice,) in choices.tolist()], device=choices.device)
     rows = []
@@ -54,42 +72,43 @@ def greedy(scores: Tensor) -> Tensor:
 
 
 def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
-    """Token after each node by recursive rejection sampling of its children, in draw order.
+    """Token after each of the first nodes by recursive rejection sampling of its children, in draw order.
 
     Child x, drawn from q, is accepted with probability min(1, p(x) / q(x)); on rejection p <- norm(max(p - q, 0)), and
     q loses x and is renormalised. If no child is accepted, the token is sampled from the final p.
 
     Args:
-        tree: its ``draft_probs`` are q, (batch, nodes, vocab) float.
-        probs: (batch, nodes, vocab) float, p.
+        tree: its ``draft_probs`` are q, (batch, first, vocab) float; valid nodes are children of the first ones.
+        probs: (batch, first, vocab) float, p.
         chances: (batch, nodes) float, uniform in [0, 1), for accepting each node.
-        last: (batch, nodes) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
+        last: (batch, first) float, uniform in [0, 1), for sampling after a node whose children are all rejected.
 
     Returns:
-        (batch, nodes) int64.
+        (batch, first) int64.
 
     Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
     """
     assert tree.draft_probs is not None
-    if kernels.in_use(probs.device) == "triton":
-        from mmspec.ops import triton_verify
+    return kernels.run(probs.device, _choose_drawn, tree, probs, chances, last)
 
-        return triton_verify.choose_drawn(tree.tokens, tree.parents, tree.valid, tree.draft_probs, probs, chances, last)
+
+def _choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) -> Tensor:
+    assert tree.draft_probs is not None
     p, q = probs.clone(), tree.draft_probs.clone()
-    child = _children_by_rank(tree)  # (batch, nodes, ranks), -1 where a node has fewer children
-    choice = torch.full_like(tree.tokens, -1)
-    for rank in range(child.shape[-1]):
-        node = child[..., rank]
-        place = node.clamp(min=0)
-        token = tree.tokens.gather(1, place)[..., None]
-        p_token, q_token = p.gather(-1, token)[..., 0], q.gather(-1, token)[..., 0]
-        pending = (node >= 0) & (choice < 0)
-        accept = pending & (chances.gather(1, place) * q_token < p_token)
-        choice = torch.where(accept, token[..., 0], choice)
-        reject = (pending & ~accept)[..., None]
-        residual = _normalise((p - q).clamp(min=0), otherwise=p)
-        p = torch.where(reject, residual, p)
-        q = torch.where(reject, _normalise(q.scatter(-1, token, 0.0), otherwise=q), q)
+    choice, row = torch.full(last.shape, -1, device=p.device), torch.arange(tree.batch, device=p.device)
+    for node in range(1, tree.nodes):  # in draw order among siblings, without reading the tree on the host
+        at, token = (row, tree.parents[:, node]), tree.tokens[:, node]
+        p_left, q_left, chosen = p[at], q[at], choice[at]
+        pending = chosen < 0 if tree.valid is None else (chosen < 0) & tree.valid[:, node]
+        if p.device.type == "cpu" and not pending.any():
+            continue
+        accept = pending & (chances[:, node] * q_left[row, token] < p_left[row, token])
+        choice[at] = torch.where(accept, token, chosen)
+        reject = (pending & ~accept)[:, None]
+        residual = _normalise((p_left - q_left).clamp(min=0), otherwise=p_left)
+        p[at] = torch.where(reject, residual, p_left)
+        without = _normalise(q_left.scatter(-1, token[:, None], 0.0), otherwise=q_left)
+        q[at] = torch.where(reject, without, q_left)
     return torch.where(choice < 0, quantile(p, last), choice)
 
 
@@ -103,10 +122,10 @@ def quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (...) int64, never a token of probability 0.
     """
-    if kernels.in_use(probs.device) == "triton":
-        from mmspec.ops import triton_verify
+    return kernels.run(probs.device, _quantile, probs, uniform)
 
-        return triton_verify.quantile(probs, uniform)
+
+def _quantile(probs: Tensor, uniform: Tensor) -> Tensor:
     exact = torch.float32 if probs.device.type == "mps" else torch.float64
     total = probs.to(exact).cumsum(-1)
     token = torch.searchsorted(total, (uniform.to(exact) * total[..., -1])[..., None], right=True)[..., 0]
@@ -124,17 +143,3 @@ def _normalise(weights: Tensor, otherwise: Tensor) -> Tensor:
     """Normalise the last axis; rows of zeros (p = q up to rounding) are replaced by those of ``otherwise``."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), otherwise)
-
-
-def _children_by_rank(tree: TokenTree) -> Tensor:
-    """Node indices of each node's valid children in order, (batch, nodes, ranks) int64, padded with -1."""
-    index = torch.arange(tree.nodes, device=tree.tokens.device)
-    is_child = tree.parents[:, None, :] == index[:, None]  # (batch, parent, node)
-    if tree.valid is not None:
-        is_child &= tree.valid[:, None, :]
-    rank = is_child.cumsum(-1) - 1
-    ranks = max(1, tree.nodes - 1)
-    table = torch.full((*is_child.shape[:2], ranks + 1), -1, device=index.device)
-    table = table.scatter(-1, torch.where(is_child, rank, ranks), index.expand_as(rank))[..., :ranks]
-    used = int((table >= 0).any(0).any(0).sum())
-    return table[..., : max(1, used)]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mmspec.errors import UserError
+from mmspec.ops.transfer import on_device
 
 _MOST = 1000  # rejected outputs of a sequence
 
@@ -59,7 +60,7 @@ class Alignment:
             allowed: (vocab,) bool, by the grammar.
         """
         del self._path[length + 1 :]
-        here, weights = self._path[length], allowed.to(scores.device, copy=True).double()
+        here, weights = self._path[length], on_device(allowed, scores.device).double()
         self._probs = scores[0].double().softmax(-1) * weights
         self._allowed = allowed
         if here.rest is None:

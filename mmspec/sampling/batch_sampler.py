@@ -23,6 +23,11 @@ from mmspec.sampling.lossy import lossy_choices
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
 
+_ROUND = {True: 2**20, False: 2**23}
+"""Scores, in elements, that are warped and drawn from in the time of a round over few rows, which is mostly latency: by
+whether they are sorted. Estimates for GPUs, not measured: 0.2 ns for a score that is sorted, 0.02 ns for another one,
+0.1 to 0.2 ms for the launches of a round."""
+
 
 class BatchSampler:
     """Samples the target's tokens for a batch of sequences with different samplers."""
@@ -71,8 +76,7 @@ class _Group:
             return self._by_path(rows, tree, logits, numbers)
         try:
             # Masks at reached nodes suffice, unless processors come after them.
-            drawn = numbers is not None and tree.draft_probs is not None
-            later = self._at_reached_nodes(tree, logits.device) and not drawn and not self._sampler.before_warpers
+            later = self._on_host(tree, logits.device) and not self._sampler.before_warpers
             if not later and any(row.constraint for row in rows):
                 logits = self._mask(None, rows, tree, logits.to(torch.float32, copy=True))
             scores = self._process(rows, tree, logits)
@@ -84,61 +88,100 @@ class _Group:
                 row.failures = {0: error}
             return torch.zeros_like(tree.tokens)
 
-    def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> Tensor | None:
-        """Random numbers of a step: (batch, nodes), for drawn trees (batch, 2, nodes), None in greedy decoding."""
+    def _numbers(self, rows: Sequence[Sampled], tree: TokenTree, device: torch.device) -> tuple[Tensor, ...]:
+        """Random numbers of a step, (batch, nodes) each: none in greedy decoding, else those that draw the token after
+        each node; in drawn trees after others, which decide about each node at its parent."""
         if not self._sampler.do_sample:
-            return None
+            return ()
         if tree.draft_probs is not None:
-            # One number decides about each node at its parent, another draws after a node whose children are rejected.
-            return torch.stack([row.drawn(2 * tree.nodes, device).view(2, -1) for row in rows])
+            return torch.stack([row.drawn(2 * tree.nodes, device).view(2, -1) for row in rows]).unbind(1)
         uniforms = torch.stack([row.uniforms(tree.max_depth + 1, device) for row in rows])
-        return uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms
+        return (uniforms.gather(1, tree.depth) if tree.nodes > 1 else uniforms,)
 
     def _pick(
-        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled] = ()
+        self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...], constrained: Sequence[Sampled] = ()
     ) -> Tensor:
-        """Choose tokens.
+        """Choose tokens: at all nodes at once, or only at those that are reached by chosen tokens.
 
         Args:
             scores: (batch, nodes, vocab), to which all processors but the warpers were applied.
             constrained: the rows, if their grammars are still to be applied.
         """
-        if numbers is not None and tree.draft_probs is not None:
-            return ops.choose_drawn(tree, self._warped(scores).softmax(-1), *numbers.unbind(1))
-        if self._sampler.lossy:
-            return lossy_choices(tree, self._warped(scores), self._sampler.lossy)
-        if not self._at_reached_nodes(tree, scores.device):
-            return self._tokens(scores, numbers)
-        return self._along_paths(tree, scores, numbers, constrained)
+        if self._on_host(tree, scores.device):
+            return self._along_paths_on_host(tree, scores, numbers, constrained)
+        if numbers and self._rounds_pay(tree, scores.shape[-1]):
+            return self._along_paths_on_device(tree, scores, numbers)
+        return self._tokens(tree, scores, numbers)
 
-    def _at_reached_nodes(self, tree: TokenTree, device: torch.device) -> bool:
-        """Whether tokens are chosen at reached nodes only: after a host sync per level."""
+    def _on_host(self, tree: TokenTree, device: torch.device) -> bool:
+        """Whether paths are followed on the host, with a host sync per level."""
         return tree.nodes > 1 and not self._sampler.lossy and not kernels.static_shapes(device)
 
-    def _along_paths(
-        self, tree: TokenTree, scores: Tensor, numbers: Tensor | None, constrained: Sequence[Sampled]
+    def _rounds_pay(self, tree: TokenTree, vocab: int) -> bool:
+        """Whether a round for each level takes less time than all nodes at once."""
+        further = tree.max_depth
+        saved = (tree.nodes - 1 - further) * tree.batch * vocab
+        return saved > further * _ROUND[any(warper.sorts for warper in self._sampler.warpers)]
+
+    def _along_paths_on_host(
+        self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...], constrained: Sequence[Sampled]
     ) -> Tensor:
-        """Choose tokens at reached nodes only, level by level: on a CPU, every node takes time."""
         choices = [[0] * tree.nodes for _ in range(tree.batch)]
-        scores, numbers = scores.flatten(0, 1), None if numbers is None else numbers.flatten()
+        scores = scores.flatten(0, 1)
         reached: list[tuple[int, int, tuple[int, ...]]] = [(row, 0, ()) for row in range(tree.batch)]
         while reached:
-            at = [row * tree.nodes + node for row, node, _ in reached]
-            drawn = None if numbers is None else _rows(numbers, at)
-            level, below = _rows(scores, at), []
+            places = [row * tree.nodes + node for row, node, _ in reached]
+            at = torch.tensor(places)
+            # One row without a copy.
+            level = scores[at] if len(places) > 1 else scores[places[0] : places[0] + 1]
+            below = []
             if any(row.constraint for row in constrained):
                 level = _allowed_only(constrained, reached, level)
-            for (row, node, path), token in zip(reached, self._tokens(level, drawn).tolist(), strict=True):
+            for (row, node, path), token in zip(reached, self._after(tree, at, level, numbers).tolist(), strict=True):
                 choices[row][node] = token
                 if (child := tree.children[row][node].get(token)) is not None:
                     below.append((row, child, (*path, token)))
             reached = below
         return torch.tensor(choices)
 
-    def _tokens(self, scores: Tensor, numbers: Tensor | None) -> Tensor:
-        """Choose a token each from scores, (..., vocab), and random numbers, (...)."""
+    def _along_paths_on_device(self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """In a round for each level, without a host sync; a path that has ended stays at its last node."""
+        choices, scores = torch.zeros_like(tree.tokens).flatten(), scores.flatten(0, 1)
+        first = tree.nodes * torch.arange(tree.batch, device=scores.device)[:, None]
+        places, parents = first + torch.arange(tree.nodes, device=scores.device), first + tree.parents
+        drafted = tree.tokens if tree.valid is None else tree.tokens.masked_fill(~tree.valid, -1)
+        at = first[:, 0]
+        for depth in range(tree.max_depth + 1):
+            tokens = self._after(tree, at, scores.index_select(0, at), numbers)
+            choices.scatter_(0, at, tokens)
+            if depth < tree.max_depth:  # a child, of which there is at most one, comes after its parent
+                chosen = (parents == at[:, None]) & (drafted == tokens[:, None])
+                at = torch.where(chosen, places, at[:, None]).amax(1)
+        return choices.view_as(tree.tokens)
+
+    def _after(self, tree: TokenTree, at: Tensor, scores: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """Choose the tokens after some nodes.
+
+        Args:
+            at: (some,) int64, the nodes as indices into (batch * nodes).
+            scores: (some, vocab), theirs.
+        """
+        drawing = tuple(x.flatten()[at, None] for x in numbers[-1:])
+        if len(numbers) > 1 or self._sampler.lossy:  # drawn trees, and lossy acceptance: need a node's children
+            drawing = *(x[at // tree.nodes] for x in numbers[:-1]), *drawing
+            tree = _stars(tree, at)
+        return self._tokens(tree, scores[:, None], drawing)[:, 0]
+
+    def _tokens(self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
+        """Choose the tokens after a tree's first nodes from their scores, (batch, first, vocab)."""
         scores = self._warped(scores)
-        return ops.greedy(scores) if numbers is None else ops.sample(scores, numbers)
+        if self._sampler.lossy:
+            return lossy_choices(tree, scores, self._sampler.lossy)
+        if not numbers:
+            return ops.greedy(scores)
+        if tree.draft_probs is None:
+            return ops.sample(scores, *numbers)
+        return ops.choose_drawn(tree, scores.softmax(-1), *numbers)
 
     def _warped(self, scores: Tensor) -> Tensor:
         if self._sampler.do_sample or self._sampler.warpers:
@@ -179,18 +222,18 @@ class _Group:
             found += masks.values()
         if not found:
             return scores
-        allowed, at = torch.stack(found).to(scores.device), on_device(nodes, scores.device)
+        allowed, at = on_device(torch.stack(found), scores.device), on_device(nodes, scores.device)
         flat = scores.flatten(0, 1)
         flat[at] = flat[at].masked_fill(~allowed, -torch.inf)
         return flat.view(scores.shape)
 
-    def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: Tensor | None) -> Tensor:
+    def _by_path(self, rows: Sequence[Sampled], tree: TokenTree, logits: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
         """Choose tokens along the accepted path only, as plain decoding does."""
         choices = [[0] * tree.nodes for _ in rows]
         for at_row, (row, children) in enumerate(zip(rows, tree.children, strict=True)):
             history, node = list(row.history), 0
             while True:
-                ids = torch.tensor([history], device=logits.device)
+                ids = on_device([history], logits.device)
                 scores = logits[at_row, node][None].to(torch.float32, copy=True)
                 try:
                     if row.constraint is not None and row.alignment is None:
@@ -202,12 +245,8 @@ class _Group:
                 except Exception as error:
                     row.failures[node] = error
                     break
-                # Rejection sampling at a node needs its children, and so does lossy acceptance.
-                several = tree.draft_probs is not None or self._sampler.lossy
-                at = [node, *(children[node].values() if several else ())]
-                scores = torch.cat([scores, scores.new_zeros(len(at) - 1, scores.shape[-1])])
-                drawn = None if numbers is None else numbers[at_row, None][..., at]
-                token = int(self._pick(_star(tree, at_row, at), scores[None], drawn)[0, 0])
+                at = on_device([at_row * tree.nodes + node], logits.device)
+                token = int(self._after(tree, at, scores, numbers))
                 choices[at_row][node] = token
                 if row.alignment is not None and not row.alignment.take(token):
                     row.failures[node] = RejectedError()
@@ -274,15 +313,15 @@ def _allowed_only(rows: Sequence[Sampled], reached: list[tuple[int, int, tuple[i
     return scores
 
 
-def _rows(x: Tensor, places: list[int]) -> Tensor:
-    """Rows of a tensor, without a copy if there is one."""
-    return x[places[0] : places[0] + 1] if len(places) == 1 else x[torch.tensor(places)]
+def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
+    """For each of some nodes, a tree whose root it is and whose other valid nodes are its children, with their indices.
 
-
-def _star(tree: TokenTree, row: int, nodes: list[int]) -> TokenTree:
-    """Tree of a node, the first of ``nodes``, and its children, the others."""
-    tokens = tree.tokens[row, nodes][None]
-    parents = torch.zeros_like(tokens)
-    parents[:, 0] = -1
-    probs = None if tree.draft_probs is None else tree.draft_probs[row, nodes][None]
-    return TokenTree(tokens, parents, draft_probs=probs, check=False)
+    Args:
+        at: (some,) int64, indices into (batch * nodes).
+    """
+    row, node = at // tree.nodes, at % tree.nodes
+    root = torch.arange(tree.nodes, device=at.device) == 0
+    children = (tree.parents[row] == node[:, None]) & tree.alive[row]
+    parents = torch.zeros_like(children, dtype=torch.long).masked_fill(root, -1)
+    probs = None if tree.draft_probs is None else tree.draft_probs[row, node][:, None]
+    return TokenTree(tree.tokens[row], parents, children | root, probs, check=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
+from mmspec.ops.transfer import on_device
 from mmspec.sampling.processors import TreeProcessor
 
 
@@ -84,7 +85,7 @@ class Matcher:
         masks, failures = self.walk(input_ids[0].tolist(), [{}], scores.shape[-1])
         if failures:
             raise failures[0]
-        return scores.masked_fill(~masks[0].to(scores.device), -torch.inf)
+        return scores.masked_fill(~on_device(masks[0], scores.device), -torch.inf)
 
     def _follow(self, history: Sequence[int]) -> None:
         """Advance the state by the tokens emitted since the last call."""

@@ -114,10 +114,14 @@ class Warper:
 
     Args:
         processor: one of transformers' that does.
+
+    Attributes:
+        sorts: whether it sorts scores, which takes most of a draw's time on a GPU.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
+        self.sorts = isinstance(processor, hf.TopPLogitsWarper | hf.TypicalLogitsWarper)
 
     def __call__(self, _: NodeHistories | None, scores: Tensor) -> Tensor:
         """Warp scores, (..., vocab)."""

@@ -165,14 +165,14 @@ class Sampled:
         """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
         where = torch.device("cpu") if self.generator is None else self.generator.device
         numbers = torch.rand(count, generator=self.generator, device=where)
-        return numbers if where == device else on_device(numbers.tolist(), device)
+        return numbers if where == device else on_device(numbers.cpu(), device)
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers for the next tokens."""
         first = self._used + len(self.history) - self.prompt_length
         while len(self._uniforms) < first + count:
             block = self.drawn(_BLOCK, device)
-            self._uniforms = torch.cat([self._uniforms.to(device), block])
+            self._uniforms = torch.cat([self._uniforms, block]) if len(self._uniforms) else block
         return self._uniforms[first : first + count]
 
     def own(self, place: int) -> Any:

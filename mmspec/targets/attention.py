@@ -60,40 +60,33 @@ def tree_attention(
 
     Args:
         query: (batch, heads, nodes, head_dim).
-        key, value: (batch, kv_heads, slots, head_dim), not repeated.
+        key, value: (batch, kv_heads, slots, head_dim), not repeated; in latent attention (MLA), keys are wider.
         attention_mask: (batch, 1, nodes, slots), bool or additive. With static shapes (batch, 1, nodes, tail), bool:
             the uncommitted nodes that each node attends to.
         options: further arguments of the model's layer, and with static shapes a ``TreePass`` named ``PASS``.
 
     Returns:
-        (batch, nodes, heads, head_dim), and None instead of weights.
+        (batch, nodes, heads, head_dim of the values), and None instead of weights.
     """
     tree: TreePass | None = options.pop(PASS, None)
     if tree is not None:
         assert attention_mask is not None
         if other := [name for name in ("position_bias", "s_aux") if options.get(name) is not None]:
             raise UserError(f"attention must be a softmax of scaled scores: {type(module).__name__} has {other[0]}")
-        bounds, width = tree.bounds, max(query.shape[-1], value.shape[-1])
         read = ops.tree_attention(
-            *(_widened(query, width), _widened(key, width), _widened(value, width)),
-            *(bounds.lengths, attention_mask[:, 0]),
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            start=bounds.start,
+            *(query, key, value, tree.bounds.lengths, attention_mask[:, 0]),
+            scale=scaling,
+            start=tree.bounds.start,
             depth=tree.depth,
             window=window_of(tree.config, module.layer_idx),  # type: ignore[arg-type]
             softcap=options.get("softcap"),
         )
-        return read[..., : value.shape[-1]], None
+        return read, None
     masked = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
     if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     return _grouped_attention(query, key, value, attention_mask, scaling), None
-
-
-def _widened(states: Tensor, width: int) -> Tensor:
-    """Zeros after the head dimension: in latent attention (MLA), keys are wider than values."""
-    return states if states.shape[-1] == width else torch.nn.functional.pad(states, (0, width - states.shape[-1]))
 
 
 def _grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

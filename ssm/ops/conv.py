@@ -56,10 +56,12 @@ def tree_conv(
         ValueError: the state has fewer than ``width - 1`` entries, or the activation is unknown.
     """
     _check(x, state, weight.shape[1], activation)
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_conv
+    return kernels.run(x.device, _tree_conv, x, state, weight, bias, window, activation)
 
-        return triton_conv.tree_conv(x, state, weight, bias, window, activation)
+
+def _tree_conv(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
+) -> Tensor:
     batch, nodes, channels = x.shape
     before = weight.shape[1] - 1
     taps = weight.t().float().contiguous()  # (width, channels)
@@ -87,10 +89,10 @@ def commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
         state: (batch, channels, entries), updated in place.
         path: (batch, depth) int64, node indices from the root, right-padded with -1.
     """
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_conv
+    kernels.run(x.device, _commit_conv, x, state, path)
 
-        return triton_conv.commit_conv(x, state, path)
+
+def _commit_conv(x: Tensor, state: Tensor, path: Tensor) -> None:
     entries = state.shape[2]
     row = torch.arange(x.shape[0], device=x.device)[:, None]
     inputs = torch.cat([state, x[row, path.clamp(min=0)].transpose(1, 2).to(state.dtype)], dim=2)

@@ -39,10 +39,10 @@ def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     Source: Gated DeltaNet (arXiv 2412.06464), section 3, whose chunk is a chain; here its mask is the tree's.
     """
     _check(k, v, state, g=g, beta=beta)
-    if kernels.in_use(v.device) == "triton":
-        from mmspec.ssm.ops import triton_delta
+    return kernels.run(v.device, _tree_delta, q, k, v, g, beta, state, ancestors)
 
-        return triton_delta.tree_delta(q, k, v, g, beta, state, ancestors)
+
+def _tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     batch, nodes, heads = g.shape
     keys, queries, values = (_heads_first(x, heads) for x in (k, q, v))
     both = torch.cat([keys, queries], dim=1)
@@ -79,10 +79,10 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
     _check(k, v, state, g=g, beta=beta)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    if kernels.in_use(v.device) == "triton":
-        from mmspec.ssm.ops import triton_delta
+    kernels.run(v.device, _commit_delta, k, v, g, beta, state, path)
 
-        return triton_delta.commit_delta(k, v, g, beta, state, path)
+
+def _commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     (batch, depth), heads = path.shape, g.shape[2]
     row = torch.arange(batch, device=path.device)[:, None]
     k, v, g, beta = (x[row, path.clamp(min=0)] for x in (k, v, g, beta))

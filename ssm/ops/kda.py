@@ -44,10 +44,10 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     Source: Kimi Linear (arXiv 2510.26692), section 3, whose chunk is a chain; here its mask is the tree's.
     """
     _check_channels(k, v, g, beta, state)
-    if kernels.in_use(v.device) == "triton":
-        from mmspec.ssm.ops import triton_kda
+    return kernels.run(v.device, _tree_kda, q, k, v, g, beta, state, ancestors)
 
-        return triton_kda.tree_kda(q, k, v, g, beta, state, ancestors)
+
+def _tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     batch, nodes, heads = beta.shape
     start, overlap = _overlaps((k.float(), q.float()), k, g, _lineages(ancestors))
     both = torch.cat([_heads_first(x * start, heads) for x in (k, q)], dim=1)
@@ -77,10 +77,10 @@ def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pat
     _check_channels(k, v, g, beta, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    if kernels.in_use(v.device) == "triton":
-        from mmspec.ssm.ops import triton_delta
+    kernels.run(v.device, _commit_kda, k, v, g, beta, state, path)
 
-        return triton_delta.commit_delta(k, v, g, beta, state, path)
+
+def _commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
     (batch, depth), heads = path.shape, beta.shape[2]
     row, index = torch.arange(batch, device=path.device)[:, None], torch.arange(depth, device=path.device)
     k, v, g, beta = (x[row, path.clamp(min=0)].float() for x in (k, v, g, beta))

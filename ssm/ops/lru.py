@@ -33,10 +33,10 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     Source: Griffin (arXiv 2402.19427), equation 4, whose sequence is a path of the tree.
     """
     _check(x, a, state)
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_lru
+    return kernels.run(x.device, _tree_lru, x, a, state, levels)
 
-        return triton_lru.tree_lru(x, a, state, levels.parents)
+
+def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     batch, nodes, channels = x.shape
     states = torch.empty(batch, 1 + nodes, channels, device=x.device)
     states[:, 0] = state
@@ -63,10 +63,10 @@ def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     _check(x, a, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_lru
+    kernels.run(x.device, _commit_lru, x, a, state, path)
 
-        return triton_lru.commit_lru(x, a, state, path)
+
+def _commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
     row, padding = torch.arange(len(path), device=path.device)[:, None], (path < 0)[..., None]
     x, a = (t[row, path.clamp(min=0)].float() for t in (x, a))
     x, a = x.masked_fill(padding, 0.0), a.masked_fill(padding, 1.0)  # padding neither decays nor adds

@@ -42,10 +42,12 @@ def tree_scan(
     Source: STree (arXiv 2505.14969), section 3; Mamba-2 (arXiv 2405.21060) for the recurrence.
     """
     _check(x, dt, b, state)
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_scan
+    return kernels.run(x.device, _tree_scan, x, dt, a, b, c, d, state, ancestors)
 
-        return triton_scan.tree_scan(x, dt, a, b, c, d, state, ancestors)
+
+def _tree_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, ancestors: Tensor
+) -> Tensor:
     # Row by row if intermediates exceed the CPU cache.
     batch, nodes, heads, head_dim = x.shape
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
@@ -77,10 +79,10 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     _check(x, dt, b, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_scan
+    kernels.run(x.device, _commit_scan, x, dt, a, b, state, path)
 
-        return triton_scan.commit_scan(x, dt, a, b, state, path)
+
+def _commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     batch, depth = path.shape
     nodes, heads = dt.shape[1:]
     groups, size = b.shape[2:]

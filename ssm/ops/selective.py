@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,34 +23,46 @@ class DepthIndex:
     """Order in which the nodes of a tree are computed; the same for all layers.
 
     Attributes:
-        parents: (batch, nodes) int64, -1 at the root.
-        nodes: per level, its nodes as indices into (batch * nodes); empty if a kernel walks the tree.
-        slots: per level, the same nodes as indices into (batch * (1 + nodes)); the first slot of a row is its state.
-        sources: per level, the slots of their parents.
+        ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
     """
 
-    parents: Tensor
-    nodes: tuple[Tensor, ...] = ()
-    slots: tuple[Tensor, ...] = ()
-    sources: tuple[Tensor, ...] = ()
+    ancestors: Tensor
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """(batch, nodes) int64, -1 at the root: the last proper ancestor, as parents precede their children."""
+        index = torch.arange(self.ancestors.shape[1], device=self.ancestors.device)
+        return torch.where(self.ancestors.tril(-1), index, -1).amax(-1)
+
+    @cached_property
+    def nodes(self) -> tuple[Tensor, ...]:
+        """Per level, its nodes as indices into (batch * nodes)."""
+        batch, nodes, _ = self.ancestors.shape
+        if kernels.static_shapes(self.ancestors.device):  # node by node, without reading the tree on the host
+            return tuple(torch.arange(batch * nodes, device=self.ancestors.device).view(batch, nodes).unbind(1))
+        depth = self.ancestors.sum(-1).flatten()
+        return tuple((depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1))
+
+    @cached_property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Per level, the same nodes as indices into (batch * (1 + nodes)); the first slot of a row is its state."""
+        return self._slots_of(torch.arange(self.parents.shape[1], device=self.parents.device))
+
+    @cached_property
+    def sources(self) -> tuple[Tensor, ...]:
+        """Per level, the slots of their parents."""
+        return self._slots_of(self.parents)
+
+    def _slots_of(self, places: Tensor) -> tuple[Tensor, ...]:
+        batch, nodes = self.parents.shape
+        first = 1 + (1 + nodes) * torch.arange(batch, device=places.device)[:, None]
+        flat = (first + places).flatten()
+        return tuple(flat[at] for at in self.nodes)
 
 
 def depth_index(ancestors: Tensor) -> DepthIndex:
     """The levels of a tree, from (batch, nodes, nodes) bool: [i, j] is True if j is i or an ancestor of i."""
-    batch, nodes, _ = ancestors.shape
-    index = torch.arange(nodes, device=ancestors.device)
-    # The parent is the last proper ancestor, as parents precede their children.
-    parents = torch.where(ancestors.tril(-1), index, -1).amax(-1)
-    if kernels.in_use(ancestors.device) == "triton":
-        return DepthIndex(parents)
-    row = torch.arange(batch, device=ancestors.device)[:, None]
-    if kernels.static_shapes(ancestors.device):  # node by node, without reading the tree on the host
-        by_level = list((row * nodes + index).unbind(1))
-    else:
-        depth = ancestors.sum(-1).flatten()
-        by_level = [(depth == level).nonzero()[:, 0] for level in range(1, int(depth.max()) + 1)]
-    slots, sources = (row * (1 + nodes) + index + 1).flatten(), (row * (1 + nodes) + parents + 1).flatten()
-    return DepthIndex(parents, tuple(by_level), *(tuple(flat[at] for at in by_level) for flat in (slots, sources)))
+    return DepthIndex(ancestors)
 
 
 def tree_selective(
@@ -79,10 +92,12 @@ def tree_selective(
     Source: Mamba (arXiv 2312.00752), algorithm 2, whose sequence is a path of the tree.
     """
     _check(x, dt, a, b, state)
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_selective
+    return kernels.run(x.device, _tree_selective, x, dt, a, b, c, d, state, levels)
 
-        return triton_selective.tree_selective(x, dt, a, b, c, d, state, levels.parents)
+
+def _tree_selective(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
+) -> Tensor:
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
     for group, part in tiles(x, b, batch * nodes * size):
@@ -116,10 +131,10 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     _check(x, dt, a, b, state)
     if not state.is_contiguous():
         raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
-    if kernels.in_use(x.device) == "triton":
-        from mmspec.ssm.ops import triton_selective
+    kernels.run(x.device, _commit_selective, x, dt, a, b, state, path)
 
-        return triton_selective.commit_selective(x, dt, a, b, state, path)
+
+def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path: Tensor) -> None:
     row = torch.arange(len(path), device=path.device)[:, None]
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds

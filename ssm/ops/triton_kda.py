@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.ssm.ops.triton_delta import _NODE_TILE, _solve
+from mmspec.ssm.ops.triton_delta import _NODE_TILE, _solve, commit_delta
 from mmspec.ssm.ops.triton_scan import _PRECISION, _SCAN_DIM, _SCAN_PART, SCAN_STAGES, _load, _program, _read
 
 _WALKING = 4
@@ -52,6 +52,11 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
         num_stages=SCAN_STAGES,
     )
     return y
+
+
+def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """See ``mmspec.ssm.ops.commit_kda``."""
+    commit_delta(k, v, g, beta, state, path)
 
 
 @triton.jit

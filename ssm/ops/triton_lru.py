@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmspec.ssm.ops.selective import DepthIndex
+
 _TILE = 32
 """Channels per program, the lanes of one warp: a step waits for the one before it, and many warps hide that."""
 
 
-def tree_lru(x: Tensor, a: Tensor, state: Tensor, parents: Tensor) -> Tensor:
+def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     """See ``mmspec.ssm.ops.tree_lru``."""
-    batch, nodes, channels = x.shape
+    (batch, nodes, channels), parents = x.shape, levels.parents
     y = torch.empty(x.shape, device=x.device)
     _tree_lru_kernel[triton.cdiv(channels, _TILE), batch](
         *(x, a, state, parents, y, nodes, channels),

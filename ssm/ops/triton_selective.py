@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmspec.ssm.ops.selective import tiles
+from mmspec.ssm.ops.selective import DepthIndex, tiles
 
 _NODES = 64
 """Most nodes whose states are in registers."""
@@ -25,10 +25,10 @@ _TREE_TILE, _COMMIT_TILE = 32, 512
 
 
 def tree_selective(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, parents: Tensor
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
 ) -> Tensor:
     """See ``mmspec.ssm.ops.tree_selective``."""
-    (batch, nodes, _), size = x.shape, b.shape[3]
+    (batch, nodes, _), size, parents = x.shape, b.shape[3], levels.parents
     y = torch.empty(x.shape, device=x.device)
     if nodes <= _NODES:
         _walk(x, dt, a, b, c, d, state, parents, y, None)

@@ -12,6 +12,8 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 def test_only_the_outputs_are_of_the_size_of_all_nodes():
     i = draw(Case("chain", batch=1, nodes=63, heads=8, head_dim=64, strided=False))
     inputs, state, levels = i.lru, i.lru_state, ops.depth_index(i.tree.ancestors)
+    assert levels.slots  # computed once, for all layers
+    assert levels.sources
     with Allocations() as scanned:
         ops.tree_lru(*inputs, state, levels)
     assert [size for size in scanned.sizes if size > state.numel()] == [64 * state.numel()]

@@ -5,17 +5,18 @@ import copy
 import pytest
 import torch
 
-from mmspec import SamplingParams, plugins
+from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.engine import warm_up
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
-from mmspec.sampling.sampler import Sampler
+from mmspec.sampling.batch_sampler import BatchSampler
+from mmspec.sampling.sampler import Sampled, Sampler
 from tests.decoding import decode
 from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
-from tests.tiny import shared_model
+from tests.tiny import byte_tokenizer, shared_model
 from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import text_inputs, vision_inputs
 
@@ -89,6 +90,52 @@ def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
             next(running)
         assert device.captured == captured
         running.close()
+
+
+ROWS = [  # batch, nodes, vocabulary, top-p, and rows of scores that are warped: six levels, or all nodes at once
+    (1, 6, 150_000, 0.9, 6),
+    (1, 16, 150_000, 0.9, 16),
+    (1, 60, 150_000, 0.9, 6),
+    (1, 60, 150_000, 1.0, 60),
+    (1, 60, 30_000, 0.9, 60),
+    (8, 6, 150_000, 0.9, 48),
+    (8, 60, 30_000, 0.9, 48),
+    (8, 60, 150_000, 1.0, 48),
+]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("batch", "nodes", "vocab", "top_p", "rows"), ROWS)
+def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top_p, rows, drawn, monkeypatch):
+    warped, draw = [], ops.choose_drawn if drawn else ops.sample
+    note = lambda *args: warped.append(args[drawn].shape[:2].numel()) or draw(*args)  # noqa: E731
+    monkeypatch.setattr(ops, draw.__name__, note)
+    sampler = SamplingParams(temperature=0.8, top_p=top_p, seed=0).sampler()
+    with fake_cuda(monkeypatch) as device:
+        tokens, parents = (torch.zeros(batch, nodes, dtype=torch.long, device="cuda") for _ in range(2))
+        logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))
+        tree = TokenTree(tokens, parents, draft_probs=probs if drawn else None, check=False)
+        tree.max_depth = 5
+        sequences = [Sampled([5], sampler, generator=torch.Generator()) for _ in range(batch)]
+        verdict = accept_path(tree, BatchSampler().choose(sequences, tree, logits))
+        assert verdict.packed.shape == (batch, 14)
+        assert (sum(warped), device.reads, device.copies) == (rows, {}, 0)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_grammar_masks_are_copied_from_pinned_memory(aligned, monkeypatch):
+    pytest.importorskip("llguidance")
+    from mmspec.sampling.grammar import Grammars
+
+    grammar = Grammars(byte_tokenizer(), [2]).compile("regex", "[a-d]{1,9}")
+    history = byte_tokenizer()("Say it: ").input_ids
+    with fake_cuda(monkeypatch, strict=False) as device:
+        sampler = Sampler(constraint=grammar, do_sample=aligned, aligned=aligned)
+        sequences = [Sampled(list(history), sampler, generator=torch.Generator()) for _ in range(3)]
+        tree = TokenTree.root(torch.zeros(3, dtype=torch.long, device="cuda"))
+        assert BatchSampler().choose(sequences, tree, torch.zeros(3, 1, 259, device="cuda")).shape == (3, 1)
+        assert not any(row.failures for row in sequences)
+        assert device.copies == 0
 
 
 def test_what_goes_wrong_on_a_device_is_noticed(monkeypatch):

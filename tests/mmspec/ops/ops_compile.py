@@ -24,10 +24,14 @@ ALIGNED = ("query", "key", "value", "part", "weight", "storage", "scratch", "pro
 STRIDES = ("q_row", "q_head", "q_node", "k_row", "k_head", "k_slot", "v_row", "v_head", "v_slot", "s_row", "s_slot")
 
 
-def attention(shared: int, dtype: torch.dtype, rows: int, head_dim: int, **changes: Any) -> tuple[Any, ...]:
-    block_rows, block_slots, block_dim = triton_attention.tiles(rows, head_dim, dtype, shared)
-    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_SLOTS": block_slots, "BLOCK_DIM": block_dim}
-    blocks["HEAD_DIM"] = head_dim
+def attention(
+    shared: int, dtype: torch.dtype, rows: int, head_dim: int, value_dim: int | None = None, **changes: Any
+) -> tuple[Any, ...]:
+    value_dim = value_dim or head_dim
+    widest = max(head_dim, value_dim)
+    block_rows, block_slots = triton_attention.tiles(rows, widest, dtype, shared)
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_SLOTS": block_slots, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim}
+    blocks["BLOCK_DIM"], blocks["BLOCK_VALUE"] = (triton_attention.block_of(dim) for dim in (head_dim, value_dim))
     flags = {"SPLIT": True, "START": False, "WINDOW": False, "SOFTCAP": False} | changes
     pointers = dict.fromkeys(("query", "key", "value"), "*" + TYPES[dtype])
     pointers |= {"prefix": "*i64", "mask": "*u8", "start": "*i64", "depth": "*i64"}
@@ -38,12 +42,13 @@ def attention(shared: int, dtype: torch.dtype, rows: int, head_dim: int, **chang
         triton_attention._attend_kernel,
         pointers,
         flags | none | blocks,
-        triton_attention.options(block_rows, block_dim, dtype),
+        triton_attention.options(block_rows, triton_attention.block_of(widest), dtype),
     )
 
 
 def attentions(shared: int) -> list[tuple[Any, ...]]:
-    """Attention at the shapes of 1B, 7B and 8B models, of one node and of 60, and at those that take most."""
+    """Attention at the shapes of 1B, 7B and 8B models and of latent attention (DeepSeek V2 and V3, MiniCPM3), of one
+    node and of 60, and at those that take most."""
     low, full = torch.bfloat16, torch.float32
     groups = [(rows, split) for rows in (1, 60, 240) for split in (True, False)]
     return [
@@ -51,6 +56,9 @@ def attentions(shared: int) -> list[tuple[Any, ...]]:
         *(attention(shared, low, rows, 64, START=True) for rows in (8, 480)),
         attention(shared, low, 60, 96, START=True, WINDOW=True),
         *(attention(shared, full, 60, head_dim, START=True) for head_dim in (64, 80, 256)),
+        *(attention(shared, low, rows, 192, 128, START=True, SPLIT=split) for rows, split in groups),
+        attention(shared, low, 60, 96, 64, START=True),
+        attention(shared, full, 60, 192, 128, START=True),
     ]
 
 
@@ -66,6 +74,7 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
         attention(shared, low, 240, 128, SPLIT=False, START=True),
         attention(shared, torch.float16, 240, 256, SOFTCAP=True, WINDOW=True),
         attention(shared, torch.float32, 60, 128, START=True),
+        attention(shared, low, 60, 192, 128, START=True),
         (
             triton_attention._merge_kernel,
             {"part": "*fp32", "weight": "*fp32", "read": "*bf16"},
@@ -85,9 +94,15 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
             {"num_warps": 8},
         ),
         (
-            triton_verify._quantile_kernel,
-            {"probs": "*fp32", "uniform": "*fp32", "token": "*i64"},
+            triton_verify._sum_kernel,
+            {"probs": "*fp32", "sums": "*fp64"},
             {"BLOCK_VOCAB": 4096},
+            {"num_warps": 8},
+        ),
+        (
+            triton_verify._quantile_kernel,
+            {"probs": "*fp32", "sums": "*fp64", "uniform": "*fp32", "token": "*i64"},
+            {"BLOCK_VOCAB": 4096, "BLOCK_PARTS": 64},
             {"num_warps": 8},
         ),
         (

@@ -34,6 +34,7 @@ class Attention:
         prefix: committed slots of the first row; later rows have fewer.
         earlier: nodes forwarded before the tree's, which only some nodes attend to.
         free: slots after the tail, as in a buffer of fixed size; ``start`` is then passed.
+        value_dim: of the values; None is that of the keys.
         window, softcap: of the attention.
     """
 
@@ -44,6 +45,7 @@ class Attention:
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 64
+    value_dim: int | None = None
     dtype: torch.dtype = torch.float32
     earlier: int = 0
     free: int = 0
@@ -67,6 +69,9 @@ ATTENTION = [
     Attention(5, 260, batch=3, heads=4, kv_heads=4, softcap=2.0, dtype=torch.bfloat16, free=3),
     Attention(9, 140, batch=1, heads=2, kv_heads=1, head_dim=256, dtype=torch.float16),
     Attention(128, 66, heads=1, kv_heads=1, head_dim=16, window=1000),
+    Attention(1, 300, heads=4, kv_heads=2, head_dim=192, value_dim=128, dtype=torch.bfloat16),
+    Attention(33, 200, batch=2, head_dim=24, value_dim=10, free=5),
+    Attention(9, 140, "chain", heads=2, kv_heads=1, head_dim=40, value_dim=70, window=20, softcap=3.0, earlier=2),
 ]
 
 
@@ -80,8 +85,9 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
     slots = case.prefix + mask.shape[2] + case.free
     query = torch.randn(case.batch, case.nodes, case.heads, case.head_dim, generator=g).to(case.dtype).transpose(1, 2)
     # A view into a larger buffer, as a layer's part of the cache is; slots that must not be read are NaN.
-    shape = (2, case.batch, case.kv_heads, slots + 3, case.head_dim)
-    buffer = torch.full(shape, torch.nan, dtype=case.dtype)
+    widths = case.head_dim, case.value_dim or case.head_dim
+    shape = (case.batch, case.kv_heads, slots + 3)
+    buffers = [torch.full((*shape, width), torch.nan, dtype=case.dtype) for width in widths]
     attended: list[list[list[int]]] = []
     for b in range(case.batch):
         rows = []
@@ -92,9 +98,10 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
         attended.append(rows)
         # Slots outside of a node's window are read too, and must be finite.
         written = [*range(int(lengths[b])), *range(case.prefix, case.prefix + mask.shape[2])]
-        numbers = torch.randn(2, case.kv_heads, len(written), case.head_dim, generator=g)
-        buffer[:, b, :, written] = numbers.to(case.dtype)
-    key, value = buffer[:, :, :, :slots]
+        for buffer in buffers:
+            numbers = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g)
+            buffer[b, :, written] = numbers.to(case.dtype)
+    key, value = (buffer[:, :, :slots] for buffer in buffers)
     start = torch.tensor([case.prefix]) if case.free else None
     if case.window is not None:
         key_read, value_read = key.clone(), value.clone()
@@ -115,7 +122,7 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
             window=case.window,
             softcap=case.softcap,
         )
-    assert read.shape == (case.batch, case.nodes, case.heads, case.head_dim)
+    assert read.shape == (case.batch, case.nodes, case.heads, widths[1])
     assert read.dtype == case.dtype
     allowed = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
     for b in range(case.batch):
@@ -208,6 +215,11 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
         for i in valid_nodes(tree, b):
             expected = _draw_at(tree, b, i, p[b, i].double(), q[b, i].double(), chances[b].double(), last[b, i])
             assert int(choices[b, i]) == expected, (b, i)
+    # The root alone, with its children.
+    drawn.valid = (tree.parents <= 0).to(device) & drawn.alive
+    drawn.parents, drawn.draft_probs = drawn.parents.clamp(max=0), q[:, :1].to(device)
+    roots = ops.choose_drawn(drawn, p[:, :1].to(device), chances.to(device), last[:, :1].to(device))
+    assert torch.equal(roots.cpu(), choices[:, :1])
 
 
 def _draw_at(tree: TokenTree, row: int, node: int, p: Tensor, q: Tensor, chances: Tensor, last: Tensor) -> int:

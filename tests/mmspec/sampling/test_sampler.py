@@ -283,6 +283,20 @@ def test_half_precision_is_sampled_in_float32():
     assert torch.equal(half, full)
 
 
+@pytest.fixture(params=["at once", "host", "device"])
+def nodes_drawn_at(request, monkeypatch):
+    """Tokens are chosen at all nodes at once, or by level at reached nodes, on the host or on the device."""
+    return choose_nodes(monkeypatch, request.param)
+
+
+def choose_nodes(patch, kind):
+    patch.setattr("mmspec.sampling.batch_sampler.kernels.static_shapes", lambda _: kind != "host")
+    patch.setattr(
+        "mmspec.sampling.batch_sampler._ROUND", dict.fromkeys((True, False), -1e9 if kind == "device" else 1e9)
+    )
+    return kind
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.3, "repetition_penalty": 1.4}]
@@ -292,18 +306,21 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
     logits = torch.randn(3, tree.nodes, VOCAB, generator=torch.Generator().manual_seed(seed))
     for node, token in zip((tree.parents * (tree.parents > 0)).T, tree.tokens.T, strict=True):
         logits[range(3), node, token] += 3  # long paths
-    found, counts = [], []
-    for at_once in (True, False):
-        monkeypatch.setattr("mmspec.sampling.batch_sampler.kernels.static_shapes", lambda _, at_once=at_once: at_once)
+    found, counted = [], []
+    for kind in ("at once", "host", "device"):
+        counts = []
+        choose_nodes(monkeypatch, kind)
         for name in ("sample", "greedy"):
             op = getattr(ops, name)
-            monkeypatch.setattr(ops, name, lambda x, *rest, op=op: counts.append(x.shape[:-1].numel()) or op(x, *rest))
+            count = lambda x, *rest, op=op, counts=counts: counts.append(x.shape[:-1].numel()) or op(x, *rest)  # noqa: E731
+            monkeypatch.setattr(ops, name, count)
         rows = [Sampled(list(row), SamplingParams(**params, seed=seed).sampler()) for row in history]
         found.append(accept_path(tree, BatchSampler().choose(rows, tree, logits)))
+        counted.append(sum(counts))
         monkeypatch.undo()
-    assert found[0].host == found[1].host
-    assert counts[0] == tree.tokens.numel()
-    assert sum(counts[1:]) == int(found[0].length.sum())
+    assert found[0].host == found[1].host == found[2].host
+    by_device = 3 * (tree.max_depth + 1) if params else tree.tokens.numel()  # greedy tokens are chosen at once
+    assert counted == [tree.tokens.numel(), int(found[0].length.sum()), by_device]
 
 
 def test_params_stay_as_they_were_checked():
@@ -359,7 +376,7 @@ def test_one_generator_decides_the_draws():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed):
+def test_drawn_trees_are_verified_with_each_nodes_processed_distribution(seed, nodes_drawn_at):
     history, tree = histories_and_tree(seed)
     g = torch.Generator().manual_seed(seed)
     logits, q = torch.randn(2, 3, tree.nodes, VOCAB, generator=g)
@@ -392,7 +409,7 @@ def test_quantile_never_takes_an_impossible_token(uniform):
 
 @pytest.mark.parametrize("nodes", [2, 40])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_tree_samples_what_single_tokens_would(seed, nodes):
+def test_a_tree_samples_what_single_tokens_would(seed, nodes, nodes_drawn_at):
     """Walking down the tree with the n-th number for the n-th new token, one node at a time, by a plain loop."""
     history, tree = histories_and_tree(seed, nodes=nodes)
     # Few tokens are likely, so that walks go deep.

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmspec import ops
+from mmspec.cache.static_buffers import SlotBounds
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
-from mmspec.targets.attention import NAME, tree_attention
+from mmspec.targets.attention import NAME, PASS, TreePass, tree_attention
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
@@ -46,6 +48,23 @@ def test_a_prompt_without_a_mask_is_causal():
     read, _ = tree_attention(layer, q, k, v, None)
     causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     torch.testing.assert_close(read, by_the_formula(q, k, v, causal, 8**-0.5), rtol=1e-5, atol=1e-5)
+
+
+def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
+    """Latent attention has keys that are wider than its values."""
+    q, k, v = torch.randn(1, 4, 3, 24), torch.randn(1, 4, 12, 24), torch.randn(1, 4, 12, 10)
+    bounds, layer, run = SlotBounds(torch.tensor([5]), torch.tensor([7])), nn.Module(), []
+    layer.layer_idx, tail = 0, torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    original = ops.tree_attention
+    monkeypatch.setattr(
+        ops, "tree_attention", lambda *given, **options: run.append(given) or original(*given, **options)
+    )
+    passed = TreePass(shared_model("llama").config, bounds, torch.arange(3)[None])
+    read, _ = tree_attention(layer, q, k, v, tail, **{PASS: passed})
+    assert all(ours is theirs for ours, theirs in zip(run[0], (q, k, v), strict=False))
+    allowed = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
+    allowed[..., :5], allowed[..., 7:10] = True, tail
+    torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 24**-0.5), rtol=1e-5, atol=1e-5)
 
 
 def attention_of(model):

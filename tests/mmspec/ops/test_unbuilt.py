@@ -1,0 +1,244 @@
+"""Kernels that Triton cannot build: the references run in their place, eagerly and where passes are captured."""
+
+import re
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mmspec import TokenTree, ops
+from mmspec.cli import info
+from mmspec.ops import kernels, verify
+from mmspec.ops.graphs import Graphed
+from mmspec.ssm import ops as ssm
+from tests.mmspec.ops.ops_grid import TREES, check_follow
+from tests.ssm.ops_grid import RULES, Case, draw
+from tests.tiny import random_tree
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.runtime.build import compile_module_from_src
+from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
+
+from tests.compiling import compiled
+from tests.fake_cuda import fake_cuda, on_fake_cuda
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch):
+    monkeypatch.setattr(kernels, "_failed", {})
+    monkeypatch.delenv("MMSPEC_KERNELS", raising=False)
+
+
+@triton.jit
+def _misshapen_kernel(x):
+    tl.store(x + tl.arange(0, 4), tl.arange(0, 8))
+
+
+@triton.jit
+def _sound_kernel(x):
+    tl.store(x, 7)
+
+
+def compile_what_is_wrong(_):
+    compiled(_misshapen_kernel, 90, {"x": "*i32"}, {}, {}, ())
+
+
+def compile_without_ptxas(monkeypatch):
+    def refused(command, **_):
+        raise PermissionError(f"{command[0]} may not run")
+
+    monkeypatch.setattr("triton.backends.nvidia.compiler.subprocess.run", refused)
+    compiled(_sound_kernel, 90, {"x": "*i32"}, {}, {}, ())
+
+
+def build_a_launcher_without_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "false")
+    compile_module_from_src("int nothing;", "nothing")
+
+
+def launch_with_too_much_memory(_):
+    raise OutOfResources(300_000, 232_448, "shared memory")
+
+
+FAILURES = {
+    compile_what_is_wrong: "CompilationError: .*shape",
+    compile_without_ptxas: "PermissionError: .*ptxas.* may not run",
+    build_a_launcher_without_compiler: "CalledProcessError: Command .*false.* returned non-zero exit status",
+    launch_with_too_much_memory: "OutOfResources: out of resource: shared memory, Required: 300000, Hardware limit",
+}
+
+
+@pytest.fixture
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_reference_runs_from_the_first_failure_on(failure, monkeypatch, recwarn):
+    tried = []
+    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
+    monkeypatch.setattr("mmspec.ops.triton_verify.quantile", lambda *_: tried.append(1) or failure(monkeypatch))
+    probs, uniform = torch.rand(3, 9), torch.rand(3)
+    for _ in range(3):
+        assert torch.equal(ops.quantile(probs, uniform), verify._quantile(probs, uniform))
+    assert len(tried) == 1
+    (warned,) = [str(w.message) for w in recwarn if w.category is RuntimeWarning]
+    assert re.match(f"Triton cannot build quantile, plain torch runs instead: {FAILURES[failure]}", warned)
+    assert kernels.failed() == {"quantile": warned.partition("instead: ")[2]}
+    assert kernels.static_shapes(probs.device)  # as before
+
+    monkeypatch.setattr(info, "_devices", lambda: [{"name": "cuda:0"}])
+    assert info._kernels()["cuda:0"] == f"triton; reference for quantile ({kernels.failed()['quantile']})"
+
+    monkeypatch.setenv("MMSPEC_KERNELS", "triton")
+    with pytest.raises(Exception, match=FAILURES[failure].partition(": ")[2]):
+        ops.quantile(probs, uniform)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        ValueError("expected something else"),
+    ],
+)
+def test_other_errors_are_raised(error, monkeypatch):
+    def launch(*_):
+        raise error
+
+    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
+    monkeypatch.setattr("mmspec.ops.triton_verify.quantile", launch)
+    with pytest.raises(type(error), match=str(error)):
+        ops.quantile(torch.rand(3, 9), torch.rand(3))
+    assert not kernels.failed()
+
+
+# ---------------------------------------------------------------------- every operation
+
+
+def operations():
+    """Module of its kernel, function and inputs of each operation, by name."""
+    g = torch.Generator().manual_seed(0)
+    tree = random_tree(g, 2, 9, 50)
+    mask, lengths, path = tree.ancestors, torch.tensor([9, 7]), torch.tensor([[0, 1, 3], [0, 2, -1]])
+    q, kv = torch.randn(2, 4, 9, 16, generator=g), torch.randn(2, 2, 30, 16, generator=g)
+    probs = torch.rand(2, 9, 50, generator=g)
+    drawn = TokenTree(tree.tokens, tree.parents, tree.valid, probs.flip(1).softmax(-1), check=False)
+    drawn.max_depth = tree.max_depth
+    chances, last = torch.rand(2, 2, 9, generator=g)
+    parents = torch.tensor([[0, 0, 1, 2, 1], [0, 1, 2, 0, 4]])
+    scores = torch.rand(2, 5, generator=g).sort(descending=True).values
+    tokens = torch.arange(10).view(2, 5)
+    found = {
+        "tree_attention": ("attention", ops.tree_attention, (q, kv, kv + 1, lengths, mask)),
+        "compact_kv": ("compact", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
+        "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
+        "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
+        "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
+        "follow": ("verify", ops.follow, (tree, tree.tokens)),
+        "choose_drawn": ("verify", ops.choose_drawn, (drawn, probs.softmax(-1), chances, last)),
+        "quantile": ("verify", ops.quantile, (probs, chances)),
+    }
+    found = {name: (f"mmspec.ops.triton_{home}", *rest) for name, (home, *rest) in found.items()}
+    inputs = draw(Case())
+    for rule in RULES:
+        values, state = rule.inputs(inputs), rule.state(inputs)
+        given = ssm.depth_index(inputs.tree.ancestors) if rule.levels else inputs.tree.ancestors
+        home = f"mmspec.ssm.ops.triton_{rule.name}"
+        found[f"tree_{rule.name}"] = home, getattr(ssm, f"tree_{rule.name}"), (*values, state, given)
+        commit = (*values[rule.committed], state, inputs.deepest)
+        found[f"commit_{rule.name}"] = home, getattr(ssm, f"commit_{rule.name}"), commit
+    window = ssm.conv_window(inputs.tree.parents, 4)
+    conv = inputs.channels, inputs.conv_state
+    home = "mmspec.ssm.ops.triton_conv"
+    found["tree_conv"] = home, ssm.tree_conv, (*conv, inputs.weight, inputs.bias, window)
+    found["commit_conv"] = home, ssm.commit_conv, (*conv, inputs.deepest)
+    return found
+
+
+OPERATIONS = operations()
+
+
+def tensors(*values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def copied(values, copy):
+    """Arguments with copies of their tensors, those of trees included."""
+    kinds = {TokenTree: ("tokens", "parents", "valid", "draft_probs"), ssm.DepthIndex: ("ancestors",)}
+
+    def anew(value):
+        if isinstance(value, torch.Tensor):
+            return copy(value)
+        if type(value) not in kinds:
+            return value
+        parts = [getattr(value, name) for name in kinds[type(value)]]
+        parts = [None if part is None else copy(part) for part in parts]
+        if isinstance(value, TokenTree):
+            tree = TokenTree(*parts, check=False)
+            tree.max_depth = value.max_depth
+            return tree
+        return ssm.DepthIndex(*parts)
+
+    return tuple(map(anew, values))
+
+
+@pytest.mark.filterwarnings("ignore:Triton cannot build")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_and_changes_are_those_of_the_reference(name, monkeypatch):
+    home, operation, inputs = OPERATIONS[name]
+    expected = copied(inputs, torch.clone)
+    result = operation(*expected)
+
+    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
+    monkeypatch.setattr(import_module(home), name, lambda *_: compile_what_is_wrong(monkeypatch))
+    given = copied(inputs, torch.clone)
+    got = operation(*given)
+    assert name in kernels.failed()
+    for ours, theirs in zip(tensors(got, *given), tensors(result, *expected), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class Failing:
+    """In place of launches: they fail, from the first one on or only while a pass is captured."""
+
+    def __init__(self, device, captured):
+        self.device, self.captured = device, captured
+        with pytest.raises(triton.CompilationError) as failure:
+            compile_what_is_wrong(None)
+        self.error = failure.value
+
+    def __call__(self, *_, **__):
+        if self.device.capturing or not self.captured:
+            raise self.error
+
+
+@pytest.mark.filterwarnings("ignore:Triton cannot build")
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_references_are_captured(name, captured, monkeypatch):
+    """Without host syncs and copies of the host's numbers, whether kernels fail before the capture or in it."""
+    _, operation, inputs = OPERATIONS[name]
+    with fake_cuda(monkeypatch) as device:
+        monkeypatch.setattr(JITFunction, "run", Failing(device, captured))
+        inputs = copied(inputs, on_fake_cuda)
+        step = Graphed(lambda _: tuple(tensors(operation(*copied(inputs, lambda x: x)))))
+        for called in range(3):
+            assert bool(kernels.failed()) == (called > captured)
+            step(torch.zeros(1, device="cuda"))
+        assert name in kernels.failed()
+        assert step.captured == 1
+        assert (device.reads, device.copies) == ({}, 0)
+
+
+@pytest.mark.parametrize("case", TREES, ids=str)
+def test_paths_are_followed_without_the_host(case, monkeypatch):
+    monkeypatch.setattr(verify, "_follow_on_host", verify._follow_on_device)
+    check_follow(case)
