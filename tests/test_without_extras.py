@@ -47,8 +47,8 @@ def test_what_needs_a_package_says_so_in_one_line(found: dict[str, Any]) -> None
             ("serve", "this command", "uvicorn", "serve"),
             ("generate --regex", "structured output", "llguidance", "structured"),
             ("caption FILE", f"{clip}: reading a video", "av", None),
-            ("caption FILE --video-backend decord", "video backend decord", "decord", "decord"),
-            ("caption FOLDER --video-backend decord", "video backend decord", "decord", "decord"),
+            ("caption FILE --video-backend decord", f"{clip}: reading a video", "av", None),
+            ("caption FOLDER --video-backend decord", "this command", "av", None),
             ("caption FOLDER --engine ray", "engine ray", "ray", "ray"),
         )
         for install in [

@@ -13,10 +13,13 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
+
+pytest.importorskip("av")
+
+import av
 
 from mmspec.errors import UserError
 from mmspec.vision.images import load_image

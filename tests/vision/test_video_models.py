@@ -3,13 +3,16 @@
 import importlib.util
 from fractions import Fraction
 
-import av
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from transformers.video_utils import VideoMetadata, read_video_pyav
+
+pytest.importorskip("av")
+
+import av
 
 from mmspec.vision.processor import VisionProcessor
 from mmspec.vision.video import Video, load_video

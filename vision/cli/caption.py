@@ -87,11 +87,12 @@ def caption(
 def _folder_settings(folder: str, prompt: str | None, video: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """The settings of ``mmspec.vision.cli.folder.Captioner``, from the command line's options."""
     from mmspec.cli.session import generation_keywords
-    from mmspec.vision.video_decord import import_decord
 
     if options["compare"] or options["as_json"]:
         raise UserError("--compare and --json require a single file: a folder's captions are JSON lines already")
     if video["backend"] == "decord":
+        from mmspec.vision.video_decord import import_decord
+
         import_decord()  # fails early when decord is missing
     keywords = generation_keywords(options)
     return {
