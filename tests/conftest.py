@@ -8,6 +8,11 @@ import torch
 from tests.leftovers import Leftovers
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_measurements(tmp_path_factory):
     """Calibrations are measured and kept apart from the user's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,12 +68,23 @@ def test_media_in_memory_are_described(found: dict[str, Any]) -> None:
     assert [image, video] == without_extras.captions()
 
 
+def run_pytest(variables: dict[str, str], *options: str) -> list[str]:
+    """The lines that pytest prints about the tests for a GPU."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", *options]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    return done.stdout.splitlines()
+
+
 @pytest.mark.long
 def test_tests_are_collected(variables: dict[str, str]) -> None:
     """Modules that need a package are skipped; of those with tests for a GPU, none is."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    modules = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    modules = {line.partition("::")[0] for line in run_pytest(variables, "--collect-only") if "::" in line}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.gpu\n" in path.read_text()}
     assert modules == {str(path.relative_to(ROOT)) for path in marked} != set()
+
+
+def test_tests_for_a_gpu_are_skipped_without_one(variables: dict[str, str]) -> None:
+    options = ("-v", "-k", "compact", "tests/mmspec/ops/test_ops_triton.py")
+    *_, last = run_pytest(variables | {"CUDA_VISIBLE_DEVICES": ""}, *options)
+    assert re.search(r" \d+ skipped, \d+ deselected in ", last), last

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from PIL import Image
 
+pytest.importorskip("av")
+
 from mmspec import workers
 from mmspec.cli import main
 from mmspec.demos import chat_request
