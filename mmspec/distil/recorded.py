@@ -71,7 +71,6 @@ class Recorder(Drafter):
                 tensors[f"{one.id}/tokens"] = torch.tensor([*prompt, *answer], dtype=torch.int32)
                 tensors[f"{one.id}/hidden"] = hidden.clone()
         self.finished.clear()
-        file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
             save_file(tensors, part)
 

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from mmspec.checks import TEXT, TEXTS, Checked, required, whole
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
-from mmspec.files import atomic, write_text
+from mmspec.files import atomic, read_json, write_text
 
 S = TypeVar("S", bound=Checked)
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MAX_JSON = 2**24  # bytes
 _COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
@@ -43,17 +42,6 @@ class Verifier(Checked):
     architectures: list[str] = required(TEXTS)
     hidden_size: int = required(whole(1, 2**20))
     vocab_size: int = required(whole(1, 2**24))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ``UserError`` for anything else."""
-    with explained(f"{file}: expected a JSON object", OSError, ValueError, RecursionError):
-        if file.stat().st_size > _MAX_JSON:
-            raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
-    return content
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.checks import TEXT, Checked, Rule, required, whole
-from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError, explained
+from mmspec.files import read_json
 
 DEPTH = 16
 """Tokens of a suffix that are in order: the longest context that is found."""

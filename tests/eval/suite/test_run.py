@@ -23,6 +23,7 @@ from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
+from mmspec.files import alone
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network
@@ -287,6 +288,8 @@ def test_the_command(folder, tmp_path, monkeypatch):
         CliRunner().invoke(evaluate, [], catch_exceptions=False)
     common = ["--model", folder, "--tasks", "scenes-counting", "--limit", "1", "--methods", "ngram@chain,ngram@3"]
     common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
+    with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
+        CliRunner().invoke(evaluate, common, catch_exceptions=False)
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output

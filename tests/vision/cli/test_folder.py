@@ -12,6 +12,7 @@ from PIL import Image
 import mmspec
 from mmspec import plugins
 from mmspec.cli import main
+from mmspec.files import alone
 from mmspec.vision.cli import folder as folders
 from mmspec.vision.cli.folder import Captioner, caption_folder
 from mmspec.vision.embedded import samples
@@ -226,11 +227,20 @@ def test_different_folder_raises(captioned, tmp_path, capfd):
     assert 'holds a run with folder = "in": expected the same' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("line", [{"file": "0.png", "model": "other", "prompt": "Describe the image."}, [1]])
-def test_lines_without_settings_raise(pictures, model, tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"file": "0.png", "model": "other", "prompt": "a"}', "a caption with the settings of its run"),
+        (b'{"file": "0.png", "settings": 3}', "a caption with the settings of its run"),
+        (b'{"file": [], "settings": {}}', "a caption with the settings of its run"),
+        (b"[1]", "a JSON object"),
+        (b"\xff", "a JSON object"),
+    ],
+)
+def test_lines_without_settings_raise(pictures, model, tmp_path, line, expected):
     out = tmp_path / "out.jsonl"
-    out.write_text(json.dumps(line) + "\n")
-    with pytest.raises(mmspec.UserError, match=r"out.jsonl, line 1: expected a caption with the settings of its run"):
+    out.write_bytes(line + b"\n")
+    with pytest.raises(mmspec.UserError, match=rf"out.jsonl, line 1: expected {expected}"):
         caption_folder(settings(pictures, model), out, 2)
 
 
@@ -348,3 +358,12 @@ def test_ray_gives_equal_output_and_retries_after_a_killed_worker(pictures, mode
     assert caption_folder(settings(pictures, model), out, 2, engine="ray", workers=2) == (6, 2)
     assert (tmp_path / "died").exists()
     assert out.read_bytes() == local.read_bytes()
+
+
+def test_an_output_has_one_run(captioned, capfd):
+    folder, out, options = captioned
+    with alone(out.with_name(f".{out.name}.lock"), out):
+        assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 2
+    assert f"{out}: expected an output of this run alone" in capfd.readouterr().err
+    assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 0
+    assert sorted(path.name for path in out.parent.iterdir()) == [out.name, "in"]
