@@ -9,7 +9,6 @@ Third-party weight files are read safely: safetensors or pickled (``weights_only
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -107,7 +106,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
     with explained(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}", OSError, ValueError, SafetensorError):
-        return load_file(folder / _WEIGHTS)
+        return load_file(folder / _WEIGHTS, backend="pread")
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
@@ -225,7 +224,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
-    """Load the tensors of a file on the CPU; pickled ones are memory-mapped.
+    """Load the tensors of a file into memory on the CPU.
 
     Args:
         shapes_only: names to return as meta tensors, without reading them.
@@ -246,14 +245,14 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    with explained(f"{file}: expected a safetensors file", OSError, SafetensorError), safe_open(file, "pt") as stored:
-        yield stored
+    with explained(f"{file}: expected a safetensors file", OSError, SafetensorError):  # noqa: SIM117
+        with safe_open(file, "pt", backend="pread") as stored:
+            yield stored
 
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
-        # Files of torch before 1.6 are not zip archives and cannot be mapped.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise UserError(f"{file}: expected tensors and nothing else, received {type(error).__name__}") from error
     if not isinstance(content, dict):

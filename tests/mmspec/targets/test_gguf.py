@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -116,6 +118,15 @@ def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_pat
             mmspec.load(str(tmp_path / "damaged.gguf"), drafter=None)
         assert "damaged.gguf" in str(caught.value), at
         assert "folder" not in str(caught.value)
+
+
+def test_a_file_that_is_cut_while_it_is_converted_is_read_already(file: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(file, tmp_path / "cut.gguf"))
+    with gguf._one_reader(copy) as reader:
+        os.truncate(copy, 64)
+        data = [tensor.data.copy() for tensor in reader.tensors]
+    with gguf._one_reader(file) as whole:
+        assert all(np.array_equal(a, b.data) for a, b in zip(data, whole.tensors, strict=True))
 
 
 def _killed(path: str) -> None:
