@@ -247,38 +247,49 @@ def append_row(log: Path, row: Mapping[str, Any]) -> None:
     append_text(log, json.dumps(row) + "\n")
 
 
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields number and text of each line of a file in UTF-8, with its end, which is a line feed.
+
+    Raises:
+        UserError: the file cannot be read, or a line, which it names, is not UTF-8.
+    """
+    with explained(f"{file}: expected a text file", OSError), file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                text = line.decode("utf-8" if number > 1 else "utf-8-sig")
+            except UnicodeDecodeError:
+                raise UserError(f"{file}, line {number}: expected UTF-8, received {line[:60]!r}") from None
+            yield number, text.replace("\r\n", "\n")
+
+
 def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number and object of each line of a JSON Lines file that is not blank.
 
     Args:
-        cut: the file is a log: what a killed process has left of its last line is no error. Missing, it is empty.
+        cut: the file is a log: it may be missing, and what a killed process has left of its last line does not count.
 
     Raises:
-        UserError: naming the file and the line, if the file cannot be read, or a line is not an object in UTF-8.
+        UserError: see ``read_lines``; or a line, which it names, is not a JSON object.
     """
     if cut and not file.exists():
         return
-    with explained(f"{file}: expected JSON Lines", OSError), file.open("rb") as opened:
-        for number, line in enumerate(opened, start=1):
-            if cut and not line.endswith(b"\n"):
-                return
-            if line.strip():
-                yield number, parse_object(line, f"{file}, line {number}")
+    for number, line in read_lines(file):
+        if line.strip() and (line.endswith("\n") or not cut):
+            yield number, parse_object(line, f"{file}, line {number}")
 
 
-def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in a line of UTF-8.
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text.
 
     Raises:
-        UserError: ``where``, and what else it is.
+        UserError: ``where``, and what it is instead.
     """
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        text = line[:60].decode(errors="backslashreplace")
-        raise UserError(f"{where}: expected a JSON object in UTF-8, received {text!r}")
+        raise UserError(f"{where}: expected a JSON object, received {text.strip()[:60]!r}")
     return value
 
 
@@ -287,7 +298,7 @@ def read_json(file: Path) -> dict[str, Any]:
     with explained(f"{file}: expected a JSON object", OSError):
         if file.stat().st_size > _MAX_JSON:
             raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
-        return parse_object(file.read_bytes(), str(file))
+    return parse_object("".join(text for _, text in read_lines(file)), str(file))
 
 
 def truncate_log(log: Path, step: int) -> None:

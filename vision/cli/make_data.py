@@ -18,7 +18,7 @@ from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_
 from mmspec.distil import data
 from mmspec.distil.options import RunOptions
 from mmspec.errors import UserError
-from mmspec.files import alone, append_text, check_settings, parse_object, read_json, write_text
+from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -149,18 +149,12 @@ class Dataset:
 
     def _load(self) -> None:
         """Reads the ids of existing records, and removes an incomplete last line."""
-        whole = 0
+        for number, record in read_rows(self.path, cut=True):
+            if not isinstance(record.get("id"), str):
+                raise UserError(f"{self.path}, line {number}: expected a record with an id, received {shown(record)}")
+            self.done.add(record["id"])
         with self.path.open("rb+") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                where = f"{self.path}, line {number}"
-                record = parse_object(line, where)
-                if not isinstance(record.get("id"), str):
-                    raise UserError(f"{where}: expected a record with an id, received {shown(record)}")
-                self.done.add(record["id"])
-                whole += len(line)
-            file.truncate(whole)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]

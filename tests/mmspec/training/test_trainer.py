@@ -415,5 +415,5 @@ def test_curve_of_a_run(tmp_path: Path) -> None:
     draw(log, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
+    with pytest.raises(UserError, match=r"bad.jsonl, line 1: expected a training log.s row"):
         draw(tmp_path / "bad.jsonl", tmp_path / "x.svg")
