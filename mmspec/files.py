@@ -40,7 +40,7 @@ def cache_folder() -> Path:
 _CACHE = "; MMSPEC_CACHE names another one"
 
 
-def make_folder(folder: Path, write: Callable[[Path], None], hint: str = _CACHE, new: bool = False) -> None:
+def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, new: bool = False) -> None:
     """Makes a folder that appears whole; several threads and processes may make it at the same time.
 
     Args:

@@ -63,7 +63,7 @@ def write(kind: str, path: Path) -> None:
     if kind == "file":
         write_text(path, "whole")
     else:
-        make_folder(path, lambda part: (part / "inside").write_text("whole") and None)
+        make_folder(path, lambda part: (part / "inside").write_text("whole"))
 
 
 def content(path: Path) -> str:

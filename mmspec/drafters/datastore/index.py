@@ -33,10 +33,9 @@ CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
 FORMAT = "mmspec datastore 1"
 _IN_MEMORY = 1 << 14  # suffixes, and blocks of positions: 10 MiB
 _BLOCK = 64
-_CODES = {4: "I", 8: "Q"}
 _FORMAT = Rule(repr(FORMAT), lambda value: value == FORMAT)
 _WIDTH = Rule("2 or 4", lambda value: value in (2, 4))
-_PLACE = Rule("4 or 8", lambda value: value in _CODES)
+_PLACE = Rule("4 or 8", lambda value: value in (4, 8))
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,11 @@ class SuffixIndex:
         block, at = divmod(place, _BLOCK)
         return self._block(block)[at]
 
-    def _read_block(self, block: int) -> memoryview:
+    def _read_block(self, block: int) -> memoryview[int]:
         size, start = self.config.place, _BLOCK * block
         count = min(_BLOCK, self.config.suffixes - start)
-        return memoryview(self._places.read(size * start, size * count)).cast(_CODES[size])
+        read = memoryview(self._places.read(size * start, size * count))
+        return read.cast("I") if size == 4 else read.cast("Q")
 
     def find(self, context: Sequence[int]) -> range:
         """Places of the suffixes that begin with up to ``DEPTH`` tokens."""
