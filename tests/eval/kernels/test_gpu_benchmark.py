@@ -474,6 +474,9 @@ def test_figures_are_medians_of_groups(model, monkeypatch):
         def __init__(self, *_, **__):
             pass
 
+        def warm_up(self, rows, tokens, nodes):
+            assert (rows, nodes) == (2, [0])
+
         def generate_batch(self, group, nodes, seed, max_new_tokens):
             assert (nodes, seed, max_new_tokens) == (0, 1, 5)
             wall, results = next(seconds), []

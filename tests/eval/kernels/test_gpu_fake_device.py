@@ -112,6 +112,9 @@ def check_parts(plan, quick, monkeypatch):
         methods = {row["method"] for row in parts[f"answers {preset}"]}
         assert {"plain", *(f"{name} adaptive" for name in drafters.split(","))} <= methods
     assert device.captured > 20
+    # Steps are captured beforehand, and a request's are not, but for unions and the like.
+    for part in ("answers 7b", "batch 7b", "sampling 7b", "answers 8b-hybrid"):
+        assert [row["captures"] for row in parts[part]] == [0] * len(parts[part]), part
     return parts
 
 
