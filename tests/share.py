@@ -66,9 +66,11 @@ class Share:
             pytest.skip(LEFT_OUT)  # fixtures of a module that was begun are torn down as ever
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "setup" and report.skipped:
-            self.left_out[_module(report.nodeid)] += LEFT_OUT in str(report.longrepr)
+        self.left_out[_module(report.nodeid)] += _is_left_out(report)
         self.ran += report.when == "call" or (report.when == "setup" and report.failed)
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return ("left out", "", "LEFT OUT") if _is_left_out(report) else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -91,7 +93,7 @@ def recent(root: Path) -> tuple[str, set[str]]:
         return "", set()
     log = ("log", "--first-parent", "--name-only", "--format=")
     names = _git(root, *log, f"--since={int(seconds) - DAY}") or _git(root, *log, "-1")
-    return commit, set(names.split("\n"))
+    return commit, set(names.splitlines())
 
 
 def order(modules: Iterable[str], root: Path, commit: str, changed: set[str]) -> list[str]:
@@ -122,6 +124,10 @@ def _tests_of(path: Path, root: Path) -> str:
     """The folder of test modules that mirrors a file's folder, or the nearest one above it."""
     mirror = Path("tests", str(path.parent).removeprefix("tests/"))
     return next(str(folder) for folder in (mirror, *mirror.parents) if (root / folder).is_dir())
+
+
+def _is_left_out(report: pytest.TestReport) -> bool:
+    return report.when == "setup" and report.skipped and LEFT_OUT in str(report.longrepr)
 
 
 def _module(nodeid: str) -> str:

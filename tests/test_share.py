@@ -72,6 +72,12 @@ def test_files_of_the_last_day(repository: Path) -> None:
     assert recent(repository) == (head, {"mmspec/early.py", "new.py"})
 
 
+def test_a_commit_without_files(repository: Path) -> None:
+    commit(repository, 0, old="1")
+    head = commit(repository, 30)
+    assert recent(repository) == (head, set())
+
+
 def test_what_a_merge_brings_is_as_recent_as_the_merge(repository: Path) -> None:
     commit(repository, 0, old="1")
     git(repository, "switch", "--quiet", "-c", "branch")
@@ -179,7 +185,7 @@ def whole():
     write(tmp_path, dict.fromkeys(OTHERS, NOTING + fixture))
     status, output = share(tmp_path, "-n", "0", step=UNTIL // 2)
     assert (status, len(ran(tmp_path))) == (1, 1), output
-    assert "11 skipped, 1 error" in output, output
+    assert "1 error, 11 left out" in output, output
 
 
 @pytest.mark.parametrize(
