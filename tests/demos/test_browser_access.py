@@ -42,7 +42,7 @@ def test_phone_layout(visit, theme):
     save_screenshot(page, f"phone-{theme}")
     page.evaluate("scrollTo(0, 0)")
     race(page)
-    page.wait_for_function("document.querySelector('.mm-out').getBoundingClientRect().top < 200", timeout=30_000)
+    page.wait_for_function("document.querySelector('.mm-out').getBoundingClientRect().top < 200")
     assert overflow(page) <= 0
     slider = page.get_by_label("Pass", exact=True)
     page.locator(".mm-pager:visible", has_text=re.compile("levels 1 to 3 of")).wait_for()

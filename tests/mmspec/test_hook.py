@@ -344,7 +344,7 @@ def test_an_iterator_streamer_gives_the_same_text():
 
 
 def test_a_streamers_reader_does_not_wait_for_a_call_that_failed():
-    streamer, errors = TextIteratorStreamer(byte_tokenizer(), timeout=60), []
+    streamer, errors = TextIteratorStreamer(byte_tokenizer(), timeout=600), []
 
     def generate():
         try:

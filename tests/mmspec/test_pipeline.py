@@ -129,7 +129,7 @@ def test_a_piece_arrives_before_the_answer_is_complete(name):
     class Waiting(Script):
         def __call__(self, ids, scores):
             if ids.shape[1] > before + 1:
-                assert received.wait(20)
+                assert received.wait(120)
             return super().__call__(ids, scores)
 
     processor = Waiting(ids_of(TEXT), before)

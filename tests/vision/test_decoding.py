@@ -201,11 +201,9 @@ def alarm(request):
 @pytest.mark.usefixtures("alarm")
 def test_hang_ends_at_the_time_limit(tmp_path, faulty):
     faulty.seconds = 0.5
-    start = time.monotonic()
     with pytest.raises(DecodeError, match=r"within 0.5 s plus 1 s per MiB, received one that takes longer") as caught:
         faulty.load(write(tmp_path / "bad.png", 1, HANG))
     assert caught.value.cause == "time"
-    assert time.monotonic() - start < 60
     faulty.seconds = 600
     assert faulty.load(write(tmp_path / "good.png", 8, 8)).size == (8, 8)
 
@@ -294,27 +292,38 @@ def test_interrupted_load_discards_the_worker(tmp_path, faulty, monkeypatch):
 def test_workers_exit_with_their_process(tmp_path, end):
     bad = write(tmp_path / "bad.png", 1, HANG)
     program = f"""
-import os, psutil, sys, threading, time
+import os, psutil, threading, time
+from contextlib import suppress
 from mmspec import workers
 from mmspec.vision import decoding
 workers._PROGRAM = workers._PROGRAM.replace("serve(sys", {FAULTY!r} + "serve(sys")
-decoder = decoding.Decoder(seconds=3)
+decoder = decoding.Decoder()
 decoder.load({str(CLIP)!r})
+print(psutil.Process().children()[0].pid, flush=True)
+input()
+def hang():
+    with suppress(decoding.DecodeError):
+        decoder.load({str(bad)!r})
 if {end!r} != "kill":
-    threading.Thread(target=decoder.load, args=({str(bad)!r},), daemon=True).start()
+    decoder.seconds = 600 if {end!r} == "exit" else 3
+    threading.Thread(target=hang, daemon=True).start()
     while not os.path.exists({f"{bad}.reached"!r}):
         time.sleep(0.01)
-print(psutil.Process().children()[0].pid, flush=True)
+print("ready", flush=True)
 if {end!r} != "exit":
-    time.sleep(1000)
+    input()
 """
     command = [sys.executable, "-W", "error", "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        worker = psutil.Process(int(process.stdout.readline()))
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True, cwd=ROOT) as process:
+        worker = psutil.Process(int(process.stdout.readline()))  # it waits, and so does its process
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "ready\n"
         if end != "exit":
             process.kill()
         assert process.wait() == (0 if end == "exit" else -signal.SIGKILL)
-        worker.wait(60)
+        worker.wait(120)
         assert process.stderr.read() == ""
 
 

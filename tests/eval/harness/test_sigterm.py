@@ -9,7 +9,8 @@ import sys
 import psutil
 
 from tests.process import ROOT
-from tests.served import eventually
+from tests.serve_process import gone
+from tests.served import TIMEOUT, eventually
 
 SCRIPT = """
 import subprocess, weakref, time, click
@@ -31,5 +32,5 @@ def test_sigterm_runs_finalizers() -> None:
         assert benchmark.stdout is not None
         child = psutil.Process(int(benchmark.stdout.readline()))
         benchmark.send_signal(signal.SIGTERM)
-        assert benchmark.wait(30) == 128 + signal.SIGTERM
-    assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        assert benchmark.wait(TIMEOUT) == 128 + signal.SIGTERM
+    assert eventually(lambda: gone([child]))

@@ -87,7 +87,7 @@ def test_every_field_with_every_wrong_value(saved, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert _refused(folder) == ""
     read = type(make_drafter(folder)).from_checkpoint
-    before, began = psutil.Process().memory_info().rss, time.monotonic()
+    before, began = psutil.Process().memory_info().rss, time.process_time()
     count = 0
     for path, value, changed in _cases(config):
         (folder / "config.json").write_text(json.dumps(changed))
@@ -105,7 +105,7 @@ def test_every_field_with_every_wrong_value(saved, tmp_path):
         count += 1
     assert count > 50
     assert psutil.Process().memory_info().rss - before < _ROOM
-    assert time.monotonic() - began < 0.5 * count
+    assert time.process_time() - began < 0.5 * count
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Several drafters in one tree."""
 
-import time
-
 import pytest
 import torch
 
@@ -65,11 +63,19 @@ def test_a_lent_union_shares_weights_and_forgets():
     assert union.drafters[1].entries == 0
 
 
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time in seconds, which only drafts and verify passes advance."""
+    now = [0.0]
+    monkeypatch.setattr("mmspec.drafters.union.clock", lambda: now[0])
+    return now
+
+
 class Fixed(Drafter):
     """Always drafts the same token, in so many seconds."""
 
-    def __init__(self, token: int, seconds: float) -> None:
-        self.token, self.seconds, self.asked = token, seconds, 0
+    def __init__(self, token: int, seconds: float, now: list[float]) -> None:
+        self.token, self.seconds, self.now, self.asked = token, seconds, now, 0
 
     def begin(self, prompt, output, history):
         pass
@@ -79,51 +85,50 @@ class Fixed(Drafter):
 
     def propose(self, token, budget):
         self.asked += 1
-        time.sleep(self.seconds)
+        self.now[0] += self.seconds
         return build_tree(token, [([self.token], [0])] * len(token), [[0.5]] * len(token))
 
     def observe(self, tree, verdict, output):
         pass
 
 
-def steps(union: Union, budget: Budget, count: int, right: int) -> None:
+def steps(union: Union, now: list[float], budget: Budget, count: int, right: int) -> None:
     """Verify passes of 4 ms, in which the draft ``right`` would be accepted."""
     for _ in range(count):
         tree = union.propose(torch.tensor([3]), budget)
-        time.sleep(0.004)
+        now[0] += 0.004
         chosen = torch.full((1, tree.nodes), 99)
         chosen[0, 0] = right
         union.observe(tree, accept_path(tree, chosen), None)
 
 
-def test_a_member_that_costs_more_than_it_adds_rests_alone():
+def test_a_member_that_costs_more_than_it_adds_rests_alone(now):
     budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
-    useful, slow, same = Fixed(7, 0.0), Fixed(8, 0.002), Fixed(7, 0.003)
-    union = Union([useful, slow, same])
-    steps(union, budget, 80, right=7)
+    useful, slow, same = Fixed(7, 0.0, now), Fixed(8, 0.002, now), Fixed(7, 0.003, now)
+    steps(Union([useful, slow, same]), now, budget, 80, right=7)
     assert useful.asked == 80
     assert slow.asked < 40  # never right
     assert same.asked < 40  # right, where another one is too
 
 
-def test_no_member_rests_where_sizes_are_fixed():
-    slow = Fixed(8, 0.002)
-    steps(Union([Fixed(7, 0.0), slow]), Budget(4), 40, right=7)
+def test_no_member_rests_where_sizes_are_fixed(now):
+    slow = Fixed(8, 0.002, now)
+    steps(Union([Fixed(7, 0.0, now), slow]), now, Budget(4), 40, right=7)
     assert slow.asked == 40
 
 
-def test_rows_that_have_finished_count_for_no_member():
-    union = Union([Fixed(7, 0.0), Fixed(8, 0.0)])
+def test_rows_that_have_finished_count_for_no_member(now):
+    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.0, now)])
     tree = union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
     verdict = accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]]))
     verdict.packed[1, 0] = 0
-    time.sleep(0.05)
+    now[0] += 0.05
     union.observe(tree, verdict, None)
-    assert [trial._gains[0] for trial in union._trials] == pytest.approx([1.0, 0.0], abs=0.4)
+    assert [trial._gains[0] for trial in union._trials] == [1.0, 0.0]
 
 
-def test_steps_that_do_not_draft_count_for_no_member():
-    union = Union([Fixed(7, 0.0), Fixed(8, 0.0)])
+def test_steps_that_do_not_draft_count_for_no_member(now):
+    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.001, now)])
     tree = union.propose(torch.tensor([3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
     root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since

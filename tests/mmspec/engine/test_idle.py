@@ -11,6 +11,7 @@ from mmspec.engine import engine as engines
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.ranks import alone
+from tests.served import TIMEOUT, eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 
@@ -53,41 +54,29 @@ def ask(pipe):
     return pipe.generate("The second one", max_new_tokens=6, ignore_eos=True).token_ids
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_turns_follow_the_last_sequence_and_the_worker_ends_after_them(pipe):
     task = Task(pipe.engine, 5)
     pipe.engine.idle.add(task)
     ask(pipe)
-    until(lambda: not task.left and pipe.engine._worker is None)
+    assert eventually(lambda: not task.left and pipe.engine._worker is None)
     assert (task.turns, task.disturbed) == (5, False)
 
 
-def test_a_sequence_waits_for_one_turn_at_most(pipe):
+def test_a_sequence_waits_for_one_turn_at_most(pipe, monkeypatch):
     expected = ask(pipe)
     task = Task(pipe.engine, 10_000, seconds=0.005)
     pipe.engine.idle.add(task)
     ask(pipe)
-    until(lambda: task.turns > 2)
+    assert eventually(lambda: task.turns > 2)
+    core, turns = pipe.engine.core, []
+    add, step = core.add, core.step
+    monkeypatch.setattr(core, "add", lambda *given: (turns.append(task.turns), add(*given)))
+    monkeypatch.setattr(core, "step", lambda: (turns.append(task.turns), step()))
     for _ in range(3):
-        before = task.turns
-        pipe.engine.core.step, step = None, pipe.engine.core.step
-        found = []
-
-        def first(step=step, found=found):
-            if not found:
-                found.append(task.turns)
-            step()
-
-        pipe.engine.core.step = first
+        turns.clear()
         assert ask(pipe) == expected
-        pipe.engine.core.step = step
-        assert found[0] - before <= 2  # the running one, and one before the request was queued
+        queued, started, *_ = turns
+        assert started - queued <= 1  # one that has begun, but not counted itself yet
     assert not task.disturbed
     pipe.engine.drain()
     assert task.left > 0
@@ -98,13 +87,13 @@ def test_a_sequence_waits_for_one_turn_at_most(pipe):
 
 
 def test_no_turn_before_the_quiet_time_or_while_paused(pipe, monkeypatch):
-    monkeypatch.setattr(engines, "QUIET", 60.0)
+    monkeypatch.setattr(engines, "QUIET", 10.0 * TIMEOUT)
     task = Task(pipe.engine, 3)
     pipe.engine.idle.add(task)
     ask(pipe)
     second = threading.Thread(target=ask, args=[pipe], daemon=True)
     second.start()
-    second.join(20)
+    second.join(TIMEOUT)
     assert not second.is_alive()  # it does not wait for the quiet time
     assert task.turns == 0
     pipe.engine._idle_from = 0.0
@@ -119,7 +108,7 @@ def test_an_error_ends_the_task_alone(pipe, caplog):
     pipe.engine.idle.add(task)
     pipe.engine.idle.add(other)
     ask(pipe)
-    until(lambda: not other.left and task not in pipe.engine.idle)  # in any order
+    assert eventually(lambda: not other.left and task not in pipe.engine.idle)  # in any order
     assert task.turns == 1
     assert "Task was stopped by an error; answers do not depend on it" in caplog.text
     assert ask(pipe)
@@ -129,7 +118,7 @@ def test_closing_an_engine_closes_its_tasks(pipe):
     task = Task(pipe.engine, 10**6)
     pipe.engine.idle.add(task)
     ask(pipe)
-    until(lambda: task.turns)
+    assert eventually(lambda: task.turns)
     pipe.engine.close()
     assert task.closed
     assert pipe.engine._worker is None

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import mmspec
-from tests.ranks import SECONDS, ended, job
+from tests.ranks import ended, job
 from tests.split_models import PROMPTS, answers, save_head, save_model
 
 pytestmark = pytest.mark.long
@@ -47,14 +47,14 @@ def test_two_ranks_give_the_tokens_of_one_process(folder: Path, head: Path) -> N
     ],
 )
 def test_a_rank_that_fails_ends_the_requests(scenario: str, message: str, status: int, folder: Path) -> None:
-    with job("tests.ranks", scenario, str(folder), "recycle") as processes:
+    patience = {"MMSPEC_RANK_SECONDS": "4"} if scenario == "stopped" else {}  # for a sign of life
+    with job("tests.ranks", scenario, str(folder), "recycle", **patience) as processes:
         _, out, _ = ended(processes[0])
         processes[1].kill() if scenario == "stopped" else None
         other, _, _ = ended(processes[1])
-    errors, times = json.loads(out)
+    errors = json.loads(out)
     assert len(errors) == 2, "a request was answered"
     assert all(re.search(message, error) for error in errors)
-    assert max(times) < 5 * SECONDS
     assert other == status
 
 

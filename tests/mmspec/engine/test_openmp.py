@@ -29,7 +29,9 @@ print(*(n - before for n in (computed, count())))
 pipe = mmspec.load("tiny-hybrid", drafter="ngram", device="cpu", dtype="float32")
 loaded = count()
 pipe.generate("Red", max_new_tokens=4)  # starts threads of the tokenizer
-time.sleep(1)  # for the threads of its worker to end
+end = time.monotonic() + 60
+while count() > loaded and time.monotonic() < end:  # threads of its worker are ending
+    time.sleep(0.01)
 release_threads()
 before, loaded = count(), loaded - before
 busy()

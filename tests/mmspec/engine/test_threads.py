@@ -27,6 +27,7 @@ from mmspec.drafters.union import Union
 from mmspec.engine import speculation
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.served import eventually
 from tests.tiny import byte_model, byte_tokenizer
 
 PROMPTS = ["a", "The second one, the second one", "xyz" * 9, "one, two, one, two"]
@@ -55,7 +56,7 @@ def begun(pipe, prompt=PROMPTS[1], **keywords):
 
     def step():
         if next(steps):
-            assert read.wait(60)
+            assert read.wait(120)
         type(engine.core).step(engine.core)
 
     engine.drain()
@@ -177,14 +178,16 @@ def test_threads_decode_together():
     one = target()
     passes, forward = [], one.forward_tree
     one.forward_tree = lambda tree: passes.append(tree.batch) or forward(tree)
-    pipe, ready = Pipeline(one, PROCESSOR), threading.Barrier(4)
+    pipe = Pipeline(one, PROCESSOR)
+    core = pipe.engine.core
 
-    def ask(prompt):
-        ready.wait()
-        return pipe.generate(prompt, max_new_tokens=40)
+    def wait():
+        del core.step
+        assert eventually(lambda: len(core.queued) == len(PROMPTS))
 
+    core.step = wait
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(ask, PROMPTS))
+        list(pool.map(lambda prompt: pipe.generate(prompt, max_new_tokens=40), PROMPTS))
     assert len(passes) < 4 * 39
     assert max(passes) > 1
 
@@ -364,7 +367,7 @@ def test_another_thread_that_has_not_finished_is_waited_for(last, alone):
 
     thread = threading.Thread(target=slowly)
     thread.start()
-    assert going.wait(20)
+    assert going.wait(120)
     short = KEYWORDS | {"max_new_tokens": 1}
     if last == "this thread":
         first.generate(PROMPTS[2], **short)

@@ -1,7 +1,6 @@
 """Checks of grammars in worker processes: their limits, and the message of each."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -84,12 +83,10 @@ def test_a_stopped_check_ends_its_worker(trial):
     stop = Stop()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(trial.check, "json_schema", SLOW, stop=stop)
-        assert eventually(lambda: any(one.cpu_times().user > 0.2 for one in workers()), 60)
-        started = time.monotonic()
+        assert eventually(lambda: any(one.cpu_times().user > 0.2 for one in workers()))
         stop()
         with pytest.raises(UserError, match=r"^json_schema was not checked to the end: stopped$"):
             waiting.result()
-        assert time.monotonic() - started < 10
     assert workers() == []
     with pytest.raises(UserError, match="stopped"):
         trial.check("regex", "a", stop=stop)

@@ -86,8 +86,8 @@ def test_a_body_that_says_to_be_too_large_is_not_read(length: int, status: int |
 
 def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert endpoints.BODY_SECONDS == 60
-    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
     assert body_of([b"a", b"b"], []) == b"ab"
+    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
     with pytest.raises(APIError, match=r"a request's body must arrive within 0\.05 s") as caught:
         body_of([b"a", b"b", b"c"], [], wait=0.03)
     assert caught.value.status == 408

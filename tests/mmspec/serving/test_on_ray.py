@@ -138,14 +138,14 @@ def test_requests_without_a_session_go_to_the_replica_with_fewer_requests(url: s
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])
 def test_a_client_that_goes_away_frees_its_slots(url: str, fields: dict[str, Any]) -> None:
+    ended = metrics(url, "request_success_total")
     with stream(url, **fields):
         assert sum(running(url)) == fields.get("n", 1)
-        left = time.monotonic()
     assert eventually(lambda: running(url) == [0, 0])
-    assert time.monotonic() - left < 2  # the answer takes longer
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/chat/completions", json=question(**LONG), headers=KEY, timeout=0.3)
-    assert eventually(lambda: running(url) == [0, 0], 2)
+    assert eventually(lambda: running(url) == [0, 0])
+    assert metrics(url, "request_success_total") == ended  # none to its end
 
 
 def test_requests_beyond_a_replicas_queue_are_refused(url: str) -> None:
@@ -217,7 +217,7 @@ def test_a_lost_replica(pipe: Pipeline) -> None:
         assert errors[0]["type"] == "server_error"
         assert "the replica that ran the request was lost" in errors[0]["message"]
         check_answers()
-        assert eventually(lambda: len(metrics(url, "num_requests_running")) == 2, 120)
+        assert eventually(lambda: len(metrics(url, "num_requests_running")) == 2)
         assert len(set(metrics(url, "num_requests_running")) & before) == 1
         check_answers()
         with stream(url), stream(url):
@@ -230,7 +230,7 @@ def test_a_kill_and_a_restart() -> None:
         with long_stream(url):
             running.kill()
             running.wait()
-        assert eventually(lambda: not answers(url), 30)
+        assert eventually(lambda: not answers(url))
     with process(*OPTIONS, "--port", url.removesuffix("/v1").rpartition(":")[2]) as (_, again):  # free at once
         assert again == url
 
@@ -246,7 +246,7 @@ def test_an_orderly_end() -> None:
             assert time.monotonic() - started > Limits().shutdown_timeout / 2
         assert running.wait(60) == 0
         assert not answers(url)
-        assert eventually(lambda: gone(children), 30)
+        assert eventually(lambda: gone(children))
 
 
 @pytest.mark.slow

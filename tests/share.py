@@ -1,0 +1,142 @@
+"""A pytest plugin that runs a share of the selected tests: ``python -m pytest -p tests.share``, or ``make share``.
+
+Test modules that commits of the last day concern run first, the others in an order that every commit draws anew. No
+test starts later than ``UNTIL`` seconds after ``SHARE_BEGAN``, a variable of the environment in seconds since 1970 (by
+default now), but ``LEAST`` seconds are left to the tests wherever that is later. The number of tests left out is
+printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+from tests.imports import imported
+
+UNTIL, LEAST = 21 * 60, 5 * 60
+DAY = 24 * 60 * 60
+PACKAGES = ("vision", "ssm", "eval", "demos")
+"""Folders whose modules are imported as sub-packages of mmspec."""
+
+LEFT_OUT = "no time is left for it"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    began = float(os.environ.get("SHARE_BEGAN") or time.time())
+    config.pluginmanager.register(Share(config.rootpath, began, time.time), "share")
+
+
+class Share:
+    """Orders the tests and leaves those out that would start too late.
+
+    Attributes:
+        clock: seconds since 1970.
+        ran: the number of tests that have run.
+        left_out: the number of tests left out, by module.
+    """
+
+    def __init__(self, root: Path, began: float, clock: Callable[[], float]) -> None:
+        self.clock, self.ran, self.left_out = clock, 0, Counter[str]()
+        self._root, self._deadline = root, began + UNTIL
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        modules = order({_module(item.nodeid) for item in items}, self._root, *recent(self._root))
+        items.sort(key=lambda item: modules.index(_module(item.nodeid)))
+        self._deadline = max(self._deadline, self.clock() + LEAST)
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> LoadFileScheduling:
+        """Each worker gets the next module in this order, whole."""
+        config.option.loadscopereorder = False
+        return LoadFileScheduling(config, log)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self.clock() >= self._deadline:
+            pytest.skip(LEFT_OUT)  # fixtures of a module that was begun are torn down as ever
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.left_out[_module(report.nodeid)] += _is_left_out(report)
+        self.ran += report.when == "call" or (report.when == "setup" and report.failed)
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return ("left out", "", "LEFT OUT") if _is_left_out(report) else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A share without tests is an error only where tests were selected and time was left."""
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            failed = not self.ran and self.left_out.total() < session.testscollected
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if failed else pytest.ExitCode.OK
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(f"share: {self.ran} tests ran, {self.left_out.total()} were left out")
+        modules = (f"{Path(name).with_suffix('')}={count}" for name, count in self.left_out.most_common() if count)
+        for line in textwrap.wrap(" ".join(modules), 118, break_long_words=False, break_on_hyphens=False):
+            terminalreporter.write_line(f"  {line}")
+
+
+def recent(root: Path) -> tuple[str, set[str]]:
+    """The commit, and the files that it and commits of the day before it have changed; none where git cannot tell."""
+    commit, _, seconds = _git(root, "log", "-1", "--format=%H %ct").partition(" ")
+    if not commit:
+        return "", set()
+    log = ("log", "--first-parent", "--name-only", "--format=")
+    names = _git(root, *log, f"--since={int(seconds) - DAY}") or _git(root, *log, "-1")
+    return commit, set(names.splitlines())
+
+
+def order(modules: Iterable[str], root: Path, commit: str, changed: set[str]) -> list[str]:
+    """Paths of test modules: those that have changed or whose source has, those that use what has, and the others."""
+    drawn = sorted(modules)
+    random.Random(commit).shuffle(drawn)
+    code = {Path(name) for name in changed if name.endswith(".py")}
+    mirrors = {str(Path("tests", path.parent, f"test_{path.name}")) for path in code}
+    names = {_name(path) for path in code}
+    folders = {_tests_of(Path(name), root) for name in changed if not name.endswith(".py")}
+
+    def rank(module: str) -> int:
+        if module in changed or module in mirrors:
+            return 0
+        uses = {part for name in imported((root / module).read_text()) for part in (name, name.rpartition(".")[0])}
+        return 1 if uses & names or str(Path(module).parent) in folders else 2
+
+    return sorted(drawn, key=rank)
+
+
+def _name(path: Path) -> str:
+    """By which a file of the repository is imported."""
+    parts = path.with_suffix("").parts
+    return ".".join(["mmspec"] * (parts[0] in PACKAGES) + [part for part in parts if part != "__init__"])
+
+
+def _tests_of(path: Path, root: Path) -> str:
+    """The folder of test modules that mirrors a file's folder, or the nearest one above it."""
+    mirror = Path("tests", str(path.parent).removeprefix("tests/"))
+    return next(str(folder) for folder in (mirror, *mirror.parents) if (root / folder).is_dir())
+
+
+def _is_left_out(report: pytest.TestReport) -> bool:
+    return report.when == "setup" and report.skipped and LEFT_OUT in str(report.longrepr)
+
+
+def _module(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git prints; nothing where it fails."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
