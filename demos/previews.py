@@ -12,6 +12,7 @@ import av
 from PIL import Image
 
 from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, Upload, decoder
+from mmspec.files import atomic
 
 SPACE = 1 << 20  # bytes that a preview may take
 _SUFFIXES: dict[Kind, str] = {"image": ".preview.png", "video": ".preview.mp4"}
@@ -37,17 +38,15 @@ def write(upload: Upload, kind: Kind) -> None:
     Raises:
         UserError: the file cannot be decoded.
     """
-    target = Path(upload.path + _SUFFIXES[kind])
-    part = target.with_name(f"part-{target.name}")
-    if kind == "image":
-        image: Any = decoder().load(upload.path, "image", name=upload.name)
-        _small(image).save(part)
-    else:
-        options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
-        video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
-        rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
-        write_video([_small(frame) for frame in video.frames], part, rate)
-    part.replace(target)
+    with atomic(Path(upload.path + _SUFFIXES[kind])) as part:
+        if kind == "image":
+            image: Any = decoder().load(upload.path, "image", name=upload.name)
+            _small(image).save(part)
+        else:
+            options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
+            video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
+            rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
+            write_video([_small(frame) for frame in video.frames], part, rate)
 
 
 def _small(image: Image.Image) -> Image.Image:

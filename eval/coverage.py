@@ -25,7 +25,7 @@ from transformers.utils import is_torchvision_available
 from mmspec.cli.options import OUT_FILE
 from mmspec.eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLISHED, Model, Outcome, check, models
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
-from mmspec.files import append_row, write_text
+from mmspec.files import append_row, read_rows, write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 _DOCS = ROOT / "docs" / "models.md"
@@ -44,8 +44,7 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
     """Print one line per class, then the counts as one JSON line."""
     transformers.logging.set_verbosity_error()
     log.parent.mkdir(parents=True, exist_ok=True)
-    lines = log.read_text().splitlines() if log.exists() else []
-    rows = {(row["kind"], row["name"]): row for row in map(json.loads, lines)}
+    rows = {(row["kind"], row["name"]): row for _, row in read_rows(log, cut=True)}
     for model in models(configs):
         key = model.kind, model.label
         if key in rows or (only and not re.search(only, model.label)):

@@ -1,22 +1,31 @@
-"""Atomic file writes, JSON Lines logs, and the check that a run is resumed with its own settings."""
+"""Files and folders that appear whole, logs that grow by whole lines, and the check that a run is resumed with its own
+settings.
+
+What is written stands in a temporary folder beside its place until it is complete. The folder is locked while its
+process lives; those of processes that have died are removed by the next one that writes beside them.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from mmspec.errors import UserError, first_line
+from mmspec.errors import UserError, explained, first_line
 
+_TEMPORARY, _LOCK = ".mmspec-", "lock"
 _MAKING = threading.Lock()
-_REFUSALS = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)]
+_MAX_JSON = 1 << 24  # bytes
+_REFUSALS = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)}
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
@@ -31,87 +40,280 @@ def cache_folder() -> Path:
 _CACHE = "; MMSPEC_CACHE names another one"
 
 
-def make_folder(folder: Path, write: Callable[[Path], None], hint: str = _CACHE) -> None:
+def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, new: bool = False) -> None:
     """Makes a folder that appears whole; several threads and processes may make it at the same time.
 
     Args:
         folder: left alone if it exists.
         write: called with a temporary folder, which it fills.
         hint: end of the message if the parent cannot be written; by default that of a folder of the cache.
+        new: the folder must not exist, nor be written by another process.
 
     Raises:
-        UserError: its parent cannot be written, or the disk is full.
+        UserError: its parent cannot be written, the disk is full, or the folder is not ``new``.
     """
     with _MAKING:
-        if folder.is_dir():
+        if folder.is_dir() and not new:
             return
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(dir=folder.parent))
-        except OSError as error:
-            raise _cannot_make(folder, error, hint) from error
-        try:
+        if new and (folder.exists() or _is_being_written(folder)):
+            raise _not_new(folder)
+        with temporary(folder, hint) as part:
+            part.mkdir()
             write(part)
-            for file in part.rglob("*"):
-                if file.is_file():
-                    flush(file)
-            os.rename(part, folder)
-        except Exception as error:
-            if isinstance(error, OSError) and folder.is_dir():  # another process was faster
-                return
-            if any(text in str(error) for text in _REFUSALS):  # safetensors has errors of its own
-                raise _cannot_make(folder, error, hint) from error
-            raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            settle(part)
+            try:
+                os.rename(part, folder)
+            except OSError as error:
+                if not folder.is_dir():
+                    raise
+                if new:
+                    raise _not_new(folder) from error
 
 
-def _cannot_make(folder: Path, error: Exception, hint: str) -> UserError:
-    what = "a cache folder" if hint == _CACHE else "a folder"
-    return UserError(f"cannot make {folder}: expected {what} that can be written, received {first_line(error)}{hint}")
+def _not_new(folder: Path) -> UserError:
+    found = "one that exists" if folder.exists() else "one that another process is writing"
+    return UserError(f"{folder}: expected a new folder, received {found}")
 
 
-def flush(file: Path) -> None:
-    """Wait until a file's contents are on the disk: after a power failure, a renamed file may otherwise be empty."""
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+@contextmanager
+def temporary(path: Path, hint: str = "") -> Iterator[Path]:
+    """Yields a path of the same name in a temporary folder beside ``path``, whose parents are created.
+
+    Args:
+        hint: end of the message if it cannot be written.
+
+    Raises:
+        UserError: the folder cannot be made, or the disk is full, whatever the block's own error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path.absolute().parent)
+        folder, lock = _locked_folder(path.parent)
+    except OSError as error:
+        raise _cannot_write(path, error, hint) from error
+    try:
+        yield folder / path.name
+    except Exception as error:
+        if refusal := _refusal(error):
+            raise _cannot_write(path, refusal, hint) from error
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.close()
+
+
+def settle(path: Path) -> None:
+    """Waits until a file or folder is on the disk, and gives it the permissions of other new ones.
+
+    After a power failure, a renamed file may otherwise be empty. safetensors writes its own for the owner only.
+    """
+    for one in [path, *path.rglob("*")]:
+        if one.is_symlink():
+            continue
+        one.chmod((0o777 if one.is_dir() else 0o666) & ~_UMASK)
+        if one.is_file():
+            with one.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _locked_folder(parent: Path) -> tuple[Path, IO[bytes]]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=parent))
+        if (lock := _lock(folder / _LOCK, unsupported=True)) is not None:
+            return folder, lock
+
+
+def _lock(file: Path, *, unsupported: bool) -> IO[bytes] | None:
+    """Opens a file, created if missing, and locks it until it is closed or the process ends.
+
+    Returns None if another process has the lock, or has removed the file.
+
+    Args:
+        unsupported: whether to return the file on file systems without locks.
+    """
+    try:
+        opened = file.open("ab", buffering=0)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = os.path.samestat(os.fstat(opened.fileno()), file.stat())
+    except (BlockingIOError, FileNotFoundError):
+        locked = False
+    except OSError:
+        locked = unsupported
+    if locked:
+        return opened
+    opened.close()
+    return None
+
+
+@lru_cache(maxsize=1024)  # once in a process and folder: a folder may have many files
+def _remove_leftovers(parent: Path) -> None:
+    for folder in parent.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):  # another user's
+            if not folder.is_symlink() and (lock := _lock(folder / _LOCK, unsupported=False)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.close()
+
+
+def _is_being_written(path: Path) -> bool:
+    parts = path.parent.glob(f"{_TEMPORARY}*")
+    return any(os.path.exists(part / path.name) and _lock(part / _LOCK, unsupported=True) is None for part in parts)
+
+
+def _refusal(error: BaseException | None) -> BaseException | None:
+    """The error by which a full disk, for example, refused a write; libraries raise their own because of it."""
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno in _REFUSALS) or any(
+            text in str(error) for text in _REFUSALS.values()
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _cannot_write(path: Path, error: BaseException, hint: str = "") -> UserError:
+    place = "a cache folder" if hint == _CACHE else "a place"
+    return UserError(f"cannot write {path}: expected {place} that can be written, received {first_line(error)}{hint}")
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders.
 
-    The file has the permissions of other new files: safetensors writes its own for the owner only.
+    Raises:
+        UserError: it cannot be written, or the disk is full.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
+    with temporary(path) as part:
         yield part
-        os.chmod(part, 0o666 & ~_UMASK)
+        settle(part)
         os.replace(part, path)
-    except BaseException:
-        if part.is_file():
-            part.unlink()
-        raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically."""
     with atomic(path) as part:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def alone(file: Path, what: Path) -> Iterator[None]:
+    """Keeps other processes from a run's output, which the run continues or replaces.
+
+    Args:
+        file: that is locked meanwhile; removed at the end.
+        what: the output, for the message.
+
+    Raises:
+        UserError: another process has the lock, or the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock(file, unsupported=True)
+    except OSError as error:
+        raise _cannot_write(what, error) from error
+    if lock is None:
+        raise UserError(f"{what}: expected an output of this run alone, received one that another process is writing")
+    with lock:
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def append_text(file: Path, text: str) -> None:
+    """Appends to a file and waits until it is on the disk: all of the text or none of it.
+
+    Raises:
+        UserError: it cannot be written, or the disk is full.
+    """
+    try:
+        with file.open("ab", buffering=0) as opened:
+            size, left = opened.tell(), text.encode()
+            try:
+                while left:
+                    left = left[opened.write(left) :]
+                os.fsync(opened.fileno())
+            except BaseException:
+                opened.truncate(size)
+                raise
+    except OSError as error:
+        raise _cannot_write(file, error) from error
 
 
 def append_row(log: Path, row: Mapping[str, Any]) -> None:
     """Appends a row to a JSON Lines log."""
-    with log.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_text(log, json.dumps(row) + "\n")
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yields number and text of each line of a file in UTF-8, with its end, which is a line feed.
+
+    Raises:
+        UserError: the file cannot be read, or a line, which it names, is not UTF-8.
+    """
+    with explained(f"{file}: expected a text file", OSError), file.open("rb") as opened:
+        for number, line in enumerate(opened, start=1):
+            try:
+                text = line.decode("utf-8" if number > 1 else "utf-8-sig")
+            except UnicodeDecodeError:
+                raise UserError(f"{file}, line {number}: expected UTF-8, received {line[:60]!r}") from None
+            yield number, text.replace("\r\n", "\n")
+
+
+def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and object of each line of a JSON Lines file that is not blank.
+
+    Args:
+        cut: the file is a log: it may be missing, and what a killed process has left of its last line does not count.
+
+    Raises:
+        UserError: see ``read_lines``; or a line, which it names, is not a JSON object.
+    """
+    if cut and not file.exists():
+        return
+    for number, line in read_lines(file):
+        if line.strip() and (line.endswith("\n") or not cut):
+            yield number, parse_object(line, f"{file}, line {number}")
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Raises:
+        UserError: ``where``, and what it is instead.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: expected a JSON object, received {text.strip()[:60]!r}")
+    return value
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object; raises ``UserError`` for anything else."""
+    with explained(f"{file}: expected a JSON object", OSError):
+        if file.stat().st_size > _MAX_JSON:
+            raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
+    return parse_object("".join(text for _, text in read_lines(file)), str(file))
 
 
 def truncate_log(log: Path, step: int) -> None:
-    """Removes a log's incomplete last line and the rows after `step`, which a resumed run repeats."""
-    lines = log.read_text().splitlines() if log.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    write_text(log, "".join(f"{line}\n" for line in kept))
+    """Removes a log's incomplete last line and the rows after `step`, which a resumed run repeats.
+
+    Raises:
+        UserError: a line is no row of a log.
+    """
+    kept = []
+    for number, row in read_rows(log, cut=True):
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{log}, line {number}: expected a row with a step, received none")
+        if row["step"] <= step:
+            kept.append(json.dumps(row) + "\n")
+    write_text(log, "".join(kept))
 
 
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

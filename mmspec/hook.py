@@ -7,6 +7,7 @@ processors, criteria, generation config, image inputs. ``mmspec.generate(model, 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,7 @@ from mmspec.sampling.sampler import Sampler
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """Output with ``return_dict_in_generate=True``: ``sequences``, one ``Stats`` per row, ``scores`` and ``logits`` if
-    asked for. The latter are zeros at rows that have ended."""
+    asked for. The latter are zeros at rows that have ended. ``past_key_values`` is the cache that the caller passed."""
 
     stats: list[Stats] | None = None
 
@@ -70,7 +71,8 @@ def decode(
         assistant_model: a model that drafts: a language or vision-language model, a DFlash drafter or a Gemma-4
             assistant.
         assistant_tokenizer: its tokenizer, if it is another one.
-        raw_inputs: arguments of ``generate``, for draft models: images that ``generate`` has encoded are among them.
+        raw_inputs: arguments of ``generate``, for draft models: images that ``generate`` has encoded are among them. If
+            ``past_key_values`` is, an empty cache, it is filled as by ``generate``, which takes a prefill more.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
@@ -97,9 +99,14 @@ def decode(
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
     sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
+    past = (raw_inputs or {}).get("past_key_values")
+    if past is not None:
+        with pipe.engine.paused():
+            _fill(model, input_ids, sequences, model_kwargs)
     if not generation_config.return_dict_in_generate:
         return sequences
     output = SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
+    output.past_key_values = past
     if records:
         own = [row.logits[: row.stats.num_generated_tokens] for row in rows if row.logits is not None]
         logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
@@ -108,6 +115,22 @@ def decode(
         if generation_config.output_scores:
             output.scores = scores_by_step(logits, sequences, logits_processor)  # type: ignore[assignment]
     return output
+
+
+@torch.no_grad()
+def _fill(model: Any, input_ids: Tensor, sequences: Tensor, model_kwargs: dict[str, Any]) -> None:
+    """Leave in a caller's cache what ``generate`` leaves there: keys and values of all tokens but the last.
+
+    Decoding has caches of its own; this takes a pass over the prompt and one over the answer.
+    """
+    if plugins.layer_class(model.config.get_text_config()) is not None:
+        warnings.warn("past_key_values stays empty: layers with states cannot fill it in one pass", stacklevel=4)
+        return
+    output = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs))
+    if new := sequences.shape[1] - input_ids.shape[1] - 1:
+        options = model._update_model_kwargs_for_generation(output, model_kwargs, num_new_tokens=new)
+        options |= {"next_sequence_length": new, "is_first_iteration": False}
+        model(**model.prepare_inputs_for_generation(sequences[:, :-1], **options))
 
 
 def _decode(

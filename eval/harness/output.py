@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import string
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -19,6 +17,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from mmspec.cli.app import sigterm_exits
 from mmspec.cli.commands import ModuleCommand
 from mmspec.cli.options import OUT_FILE
 from mmspec.files import write_text
@@ -34,12 +33,8 @@ class BenchmarkCommand(ModuleCommand):
 
     def invoke(self, ctx: click.Context) -> Any:
         transformers.logging.disable_progress_bar()
-        # By default the process would end without the finalizers that end servers.
-        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        try:
+        with sigterm_exits():
             return super().invoke(ctx)
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:

@@ -12,6 +12,7 @@ from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import llama_server_option
 from mmspec.eval.suite.settings import SuiteSettings
+from mmspec.files import alone
 from mmspec.jobs import ENGINES
 
 
@@ -55,7 +56,8 @@ def evaluate(
 
     selected = tuple(task.name for task in select_tasks(tasks, is_visual(options["model"])))
     settings = SuiteSettings(tasks=selected, data=None if data is None else str(data.resolve()), **options)
-    summary = run_suite(settings, out, engine, workers)
+    with alone(out / ".lock", out):
+        summary = run_suite(settings, out, engine, workers)
     if as_json:
         click.echo(json.dumps(summary))
         return

@@ -22,7 +22,7 @@ from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import write_answers
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.files import append_row, check_settings, write_text
+from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
 from mmspec.jobs import run_jobs
 from mmspec.loading import load_config
 from mmspec.progress import show_progress
@@ -55,23 +55,16 @@ class RunRecords:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._path = folder / "records.jsonl"
         settings_file = folder / "settings.json"
-        try:
-            if settings_file.exists():
-                check_settings(folder, json.loads(settings_file.read_text()), settings)
-            else:
-                write_text(settings_file, json.dumps(settings, indent=1) + "\n")
-        except (OSError, json.JSONDecodeError) as error:
-            raise UserError(f"--out must be a folder to write a run to: {folder} is not ({error})") from error
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        records = []
-        for line in lines:
-            try:
-                records.append(json.loads(line))
-            except ValueError:  # a line cut off by a kill
-                break
-        if len(records) < len(lines) or (lines and not self._path.read_text().endswith("\n")):
-            write_text(self._path, "".join(json.dumps(record) + "\n" for record in records))
-        self.records = {job_key(record): record for record in records}
+        if settings_file.exists():
+            check_settings(folder, read_json(settings_file), settings)
+        else:
+            write_text(settings_file, json.dumps(settings, indent=1) + "\n")
+        self.records = {}
+        for number, record in read_rows(self._path, cut=True):
+            if missing := {"task", "temperature", "batch", "group", "turns"} - record.keys():
+                raise UserError(f"{self._path}, line {number}: expected a record with {min(missing)}, received none")
+            self.records[job_key(record)] = record
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in self.records.values()))
 
     def add(self, record: dict[str, Any]) -> None:
         append_row(self._path, record)

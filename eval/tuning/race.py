@@ -14,10 +14,11 @@ from statistics import fmean, median
 from time import perf_counter as clock
 from typing import Any
 
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError
 from mmspec.eval.harness.intervals import median_interval
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, run_interleaved
 from mmspec.eval.suite.tasks.rows import rows_of
+from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
 
 
@@ -31,9 +32,7 @@ def read_requests(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
         requests = [_request(row) for row in rows_of(path)]
     else:
-        with explained(f"{path}: expected a text file in UTF-8", OSError, UnicodeDecodeError):
-            lines = path.read_text("utf-8-sig").splitlines()
-        requests = [{"prompt": line} for line in lines if line.strip()]
+        requests = [{"prompt": line.rstrip("\n")} for _, line in read_lines(path) if line.strip()]
     if not requests:
         raise UserError(f"{path}: expected at least one prompt, received none")
     return requests

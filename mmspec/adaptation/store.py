@@ -31,8 +31,6 @@ class Store:
         Raises:
             UserError: the folder cannot be written, or the disk is full.
         """
-        for left in self.folder.glob("tmp*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
         before = self._generations()
         number = int(max(before).name) + 1 if before else 0
         make_folder(self.folder / f"{number:08}", write, hint="")

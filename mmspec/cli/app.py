@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -35,12 +37,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 after an internal error and 2 after a user error, each reported in one line on stderr; 3
-        if some files of a folder were skipped; 130 after Ctrl-C; 141 if stdout was a pipe that has been closed.
+        if some files of a folder were skipped; 130 after Ctrl-C; 141 if stdout was a pipe that has been closed. SIGTERM
+        ends the process with 143.
     """
     _silence_libraries()
     _escape_unencodable()
     try:
-        status = cli.main(args, prog_name="mmspec", standalone_mode=False)
+        with sigterm_exits():
+            status = cli.main(args, prog_name="mmspec", standalone_mode=False)
         sys.stdout.flush()
     except (UserError, click.ClickException) as error:
         if "_MMSPEC_COMPLETE" in os.environ:  # a shell asks for completions, whose user is still typing
@@ -55,6 +59,19 @@ def main(args: Sequence[str] | None = None) -> int:
     if status == CLOSED_PIPE:
         _discard_output()
     return status if isinstance(status, int) else 0
+
+
+@contextlib.contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Lets SIGTERM raise SystemExit, which removes temporary files and ends child processes. No-op in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(kind: str, error: Exception, status: int) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mmspec.checks import several, shown, whole
 from mmspec.cli.options import FILE, OUT_FOLDER
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError
+from mmspec.files import read_lines, read_rows
 
 _CHARACTERS = 1 << 20  # of a text file that are encoded at once
 
@@ -34,28 +35,31 @@ def build(files: Sequence[Path], model: str, output: Path) -> None:
 
     processor, config = load_processor(model), load_config(model)
     vocab_size = config.get_text_config().vocab_size
-    texts = (text for file in files for text in _texts(file, processor))
+    texts = (text for file in files for text in _texts(file, processor, vocab_size))
     store = build_store(texts, vocab_size, Path(model).name, output)
     size = store.tokens * store.width + store.suffixes * store.place
     click.echo(f"{output}: {store.tokens:,} tokens, {size / 2**20:.1f} MiB; use it as --drafter datastore:{output}")
 
 
-def _texts(file: Path, processor: Any) -> Iterator[Sequence[int]]:
+def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int]]:
     """Tokens of each text of a file."""
-    with explained(f"{file}: expected a text file in UTF-8", OSError, UnicodeDecodeError), file.open() as opened:
-        if file.suffix != ".jsonl":
-            while lines := opened.readlines(_CHARACTERS):
-                yield processor.text_ids("".join(lines), add_special_tokens=False)
-            return
-        for number, line in enumerate(opened, 1):
-            yield _tokens(line, f"{file}, line {number}", processor)
+    if file.suffix == ".jsonl":
+        for number, row in read_rows(file):
+            yield _tokens(row, f"{file}, line {number}", processor, vocab_size)
+        return
+    lines, size = [], 0
+    for _, line in read_lines(file):
+        lines.append(line)
+        size += len(line)
+        if size >= _CHARACTERS:
+            yield processor.text_ids("".join(lines), add_special_tokens=False)
+            lines, size = [], 0
+    yield processor.text_ids("".join(lines), add_special_tokens=False)
 
 
-def _tokens(line: str, where: str, processor: Any) -> list[int]:
+def _tokens(row: dict[str, Any], where: str, processor: Any, vocab_size: int) -> list[int]:
     """Tokens of a line of JSON Lines; those of answers as recorded, if they are."""
-    with explained(f"{where}: expected a JSON object", ValueError, RecursionError):
-        content = json.loads(line)
-    turns = content.get("conversations", [{"value": content.get("text")}]) if isinstance(content, dict) else None
+    turns = row.get("conversations", [{"value": row.get("text")}])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(f"{where}: expected an object with text or conversations, received another")
     tokens: list[int] = []
@@ -63,5 +67,7 @@ def _tokens(line: str, where: str, processor: Any) -> list[int]:
         value, recorded = turn.get("value"), turn.get("token_ids")
         if not isinstance(value, str):
             raise UserError(f"{where}: expected an object with text or conversations, received another")
-        tokens += recorded if recorded else processor.text_ids(value, add_special_tokens=False)
+        if not (recorded is None or several(whole(0, vocab_size - 1)).holds(recorded)):
+            raise UserError(f"{where}: expected token_ids in [0, {vocab_size - 1}], received {shown(recorded)}")
+        tokens += recorded or processor.text_ids(value, add_special_tokens=False)
     return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ from rich.progress import track
 
 import mmspec
 from mmspec import plugins
+from mmspec.checks import shown
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle.drafter import Recycle
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError
+from mmspec.files import read_rows
 
 _BATCH = 16
 
@@ -69,10 +70,7 @@ def recycle(
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with explained(f"{path}: expected JSON lines", OSError, ValueError):
-        lines = path.read_text().splitlines()
-        for number, line in enumerate(lines, start=1):
-            request = json.loads(line)
-            if not isinstance(request, dict) or "prompt" not in request:
-                raise UserError(f"{path}:{number}: expected an object with a prompt, received {line[:60]}")
-            yield request
+    for number, request in read_rows(path):
+        if "prompt" not in request:
+            raise UserError(f"{path}, line {number}: expected an object with a prompt, received {shown(request)}")
+        yield request

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError, explained
+from mmspec.files import read_lines, read_rows
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -83,16 +84,16 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
             every conversation with a question.
 
     Raises:
-        UserError: the file cannot be read or a record is malformed; names the file and the number of the record.
+        UserError: the file cannot be read or a record is malformed; names the file and the line or record.
     """
     data = ConversationFile([])
     root = (path.parent if images is None else images).absolute()
     ids: Counter[str] = Counter()
-    for number, record in enumerate(_records(path), start=1):
+    for number, (where, record) in enumerate(_records(path), start=1):
         try:
             found = _conversation(record, root, answered)
         except _MalformedRecordError as error:
-            raise UserError(f"{path}:{number}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         if isinstance(found, str):
             data.skipped[found] += 1
             continue
@@ -159,20 +160,15 @@ class _MalformedRecordError(Exception):
     """A record that violates the format."""
 
 
-def _records(path: Path) -> Iterator[Any]:
-    expected = f"{path}: expected a JSON array or JSON Lines of conversations"
-    with explained(expected, OSError, ValueError), path.open(encoding="utf-8") as file:
-        while (first := file.read(1)).isspace():
-            pass
-        file.seek(0)
-        if first == "[":
-            yield from json.load(file)
-            return
-        for number, line in enumerate(filter(str.strip, file), start=1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise UserError(f"{path}:{number}: expected a JSON object, received {line.strip()[:60]}") from None
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record, with its place for messages."""
+    first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
+    if not first.startswith("["):
+        yield from ((f"{path}, line {number}", row) for number, row in read_rows(path))
+        return
+    with explained(f"{path}: expected a JSON array or JSON Lines of conversations", ValueError, RecursionError):
+        records = json.loads("".join(line for _, line in read_lines(path)))
+    yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
 
 
 def _conversation(record: Any, root: Path, answered: bool) -> Any:
@@ -201,7 +197,7 @@ def _conversation(record: Any, root: Path, answered: bool) -> Any:
 def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
     if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
         raise _MalformedRecordError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
-    role = ROLES.get(turn.get("from", ""))
+    role = ROLES.get(str(turn.get("from")))
     if role is None:
         raise _MalformedRecordError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
     ids = turn.get("token_ids")

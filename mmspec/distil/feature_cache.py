@@ -142,10 +142,11 @@ class FeatureCache:
         span, shown = (slice(int(e[index]), int(e[index + 1])) for e in (ends, shown_ends))
         if span.start == span.stop:
             return None
-        part = {name: file.get_slice(name)[span] for name in _BY_TOKEN}
-        layers = self._selected(file.get_slice("layers")[span]) if self._wanted else None
-        # safetensors cannot slice a tensor of no rows.
-        features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
+        with explained(f"{self._path(number)}: expected a whole shard of features", SafetensorError):
+            part = {name: file.get_slice(name)[span] for name in _BY_TOKEN}
+            layers = self._selected(file.get_slice("layers")[span]) if self._wanted else None
+            # safetensors cannot slice a tensor of no rows.
+            features = file.get_slice("shown")[shown] if shown.start < shown.stop else part["hidden"][:0]
         tokens, hidden, visual, answer = (part[name] for name in _BY_TOKEN)
         return ConversationFeatures(tokens.long(), hidden, features, visual, answer, layers)
 
@@ -159,7 +160,7 @@ class FeatureCache:
     def _opened(self, number: int) -> tuple[Any, Tensor, Tensor]:
         """A shard's file, and the offsets of its conversations' tokens and visual features."""
         with explained(f"{self._path(number)}: expected a whole shard of features", OSError, SafetensorError):
-            file = safe_open(self._path(number), "pt")
+            file = safe_open(self._path(number), "pt", backend="pread")
             ends = [file.get_tensor(name).cumsum(0) for name in ("lengths", "shown_lengths")]
         rows, shown = (torch.nn.functional.pad(end, (1, 0)) for end in ends)
         return file, rows, shown

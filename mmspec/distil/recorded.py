@@ -19,7 +19,7 @@ from mmspec.core.verify import Verdict
 from mmspec.distil import data
 from mmspec.distil.data import Conversation
 from mmspec.distil.features import ConversationFeatures, Features, collate
-from mmspec.errors import UserError
+from mmspec.errors import UserError, explained
 from mmspec.files import atomic
 
 
@@ -71,7 +71,6 @@ class Recorder(Drafter):
                 tensors[f"{one.id}/tokens"] = torch.tensor([*prompt, *answer], dtype=torch.int32)
                 tensors[f"{one.id}/hidden"] = hidden.clone()
         self.finished.clear()
-        file.parent.mkdir(parents=True, exist_ok=True)
         with atomic(file) as part:
             save_file(tensors, part)
 
@@ -92,7 +91,7 @@ class RecordedFeatures:
         self._files: dict[str, Any] = {}
         for path in sorted(path for folder in folders for path in folder.glob("*.safetensors")):
             try:
-                file = safe_open(path, "pt")
+                file = safe_open(path, "pt", backend="pread")
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: expected recorded features, received {error}") from error
             names = {key.rpartition("/")[0] for key in list(file.keys())}
@@ -108,9 +107,9 @@ class RecordedFeatures:
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
         """Yields the tokens of each conversation but the last, and the hidden states at them, (length, hidden),
         in the target's dtype."""
-        for name, file in self._files.items():
-            hidden = file.get_tensor(f"{name}/hidden").to(self.target.device, self.target.dtype)
-            yield file.get_tensor(f"{name}/tokens")[: len(hidden)].tolist(), hidden
+        for name in self._files:
+            hidden = self._tensor(name, "hidden").to(self.target.device, self.target.dtype)
+            yield self._tensor(name, "tokens")[: len(hidden)].tolist(), hidden
 
     def __contains__(self, conversation: Conversation) -> bool:
         return _name(conversation) in self._files
@@ -118,9 +117,13 @@ class RecordedFeatures:
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
         return collate([self._row(conversation) for conversation in conversations], self.target)
 
+    def _tensor(self, name: str, part: str) -> Tensor:
+        with explained(f"expected the recorded features of {name} in a whole file", SafetensorError):
+            return self._files[name].get_tensor(f"{name}/{part}")
+
     def _row(self, conversation: Conversation) -> ConversationFeatures:
-        file, name = self._files[_name(conversation)], _name(conversation)
-        tokens, hidden = (file.get_tensor(f"{name}/{part}") for part in ("tokens", "hidden"))
+        name = _name(conversation)
+        tokens, hidden = (self._tensor(name, part) for part in ("tokens", "hidden"))
         answer = conversation.answers[-1]
         if answer is None or tokens[-len(answer) :].tolist() != list(answer):
             raise UserError(f"the recorded features of conversation {name} are of another answer")

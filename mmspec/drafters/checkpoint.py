@@ -9,7 +9,6 @@ Third-party weight files are read safely: safetensors or pickled (``weights_only
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,14 +23,13 @@ from torch import Tensor, nn
 from mmspec.checks import TEXT, TEXTS, Checked, required, whole
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError, explained
-from mmspec.files import atomic, write_text
+from mmspec.files import atomic, read_json, write_text
 
 S = TypeVar("S", bound=Checked)
 C = TypeVar("C")
 N = TypeVar("N", bound=nn.Module)
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_MAX_JSON = 2**24  # bytes
 _COMPARED = ("architectures", "hidden_size", "vocab_size")
 
 
@@ -43,17 +41,6 @@ class Verifier(Checked):
     architectures: list[str] = required(TEXTS)
     hidden_size: int = required(whole(1, 2**20))
     vocab_size: int = required(whole(1, 2**24))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raises ``UserError`` for anything else."""
-    with explained(f"{file}: expected a JSON object", OSError, ValueError, RecursionError):
-        if file.stat().st_size > _MAX_JSON:
-            raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
-        content = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object, received {type(content).__name__}")
-    return content
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -119,7 +106,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
     with explained(f"{folder}: expected a drafter's {_CONFIG} and {_WEIGHTS}", OSError, ValueError, SafetensorError):
-        return load_file(folder / _WEIGHTS)
+        return load_file(folder / _WEIGHTS, backend="pread")
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
@@ -237,7 +224,7 @@ def tensor_names(file: Path) -> list[str]:
 
 
 def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Tensor]:
-    """Load the tensors of a file on the CPU; pickled ones are memory-mapped.
+    """Load the tensors of a file into memory on the CPU.
 
     Args:
         shapes_only: names to return as meta tensors, without reading them.
@@ -258,14 +245,14 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    with explained(f"{file}: expected a safetensors file", OSError, SafetensorError), safe_open(file, "pt") as stored:
-        yield stored
+    with explained(f"{file}: expected a safetensors file", OSError, SafetensorError):  # noqa: SIM117
+        with safe_open(file, "pt", backend="pread") as stored:
+            yield stored
 
 
 def _unpickle(file: Path) -> dict[str, Tensor]:
     try:
-        # Files of torch before 1.6 are not zip archives and cannot be mapped.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         raise UserError(f"{file}: expected tensors and nothing else, received {type(error).__name__}") from error
     if not isinstance(content, dict):

@@ -31,8 +31,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from mmspec.checks import POSITIVE, Checked, choice, option, required, settable, whole
-from mmspec.drafters.checkpoint import load_weights, read_config, read_json, tensor_names, weight_files
+from mmspec.drafters.checkpoint import load_weights, read_config, tensor_names, weight_files
 from mmspec.errors import UserError
+from mmspec.files import read_json
 
 Published = tuple[Any, dict[str, Tensor], Tensor | None, dict[str, Any]]
 """What is read of a published drafter: the network's configuration, its tensors in their original dtype, the target's

@@ -18,6 +18,7 @@ import torch
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
+from mmspec.errors import UserError
 from mmspec.files import cache_folder, write_text
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.placement import is_split
@@ -161,6 +162,8 @@ def _path(target: TransformersTarget) -> Path:
 
 
 def _store(target: TransformersTarget, measured: dict[str, Any]) -> None:
-    """Store a measurement, if the folder is writable."""
-    with suppress(OSError):
+    """Store a measurement; where that is not possible, the next load measures again."""
+    try:
         write_text(_path(target), json.dumps({**describe(target), **measured}))
+    except UserError as error:
+        _log.warning("%s", error)

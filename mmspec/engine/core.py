@@ -60,6 +60,7 @@ class EngineCore:
         self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
         self._sampler = BatchSampler()
+        self._vocab = 0  # of the target, known from a prefill
 
     @property
     def queued(self) -> list[PromptBatch]:
@@ -147,6 +148,8 @@ class EngineCore:
             tree = drafter.propose(self._token, budget)
         if drafter is not None:
             tree = budget.prune(constrain(rows, tree, budget, drafter))
+            # An id beyond the vocabulary would crash the target; any other is verified like every draft.
+            tree.tokens = tree.tokens.clamp(0, self._vocab - 1)
         drafted = mark(device)
         output = self.target.forward_tree(tree)
         verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
@@ -237,6 +240,7 @@ class EngineCore:
         """Emit the first token of each prefilled sequence and add them to the batch."""
         sequences = batch.sequences
         root = TokenTree.root(torch.zeros(len(sequences), dtype=torch.long, device=output.logits.device))
+        self._vocab = output.logits.shape[-1]
         first = BatchSampler().choose(sequences, root, output.logits)[:, 0]
         self._token = torch.cat([self._token, first]) if self.running else first
         self.running = [*self.running, *sequences]

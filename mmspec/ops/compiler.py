@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from mmspec.errors import first_line
-from mmspec.files import cache_folder, flush
+from mmspec.errors import UserError, first_line
+from mmspec.files import cache_folder, settle, temporary
 
 _LINK = ["-shared", "-fPIC"]
 _log = logging.getLogger("mmspec.kernels")
@@ -57,9 +57,11 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     with _explained(f"cannot keep compiled kernels in {folder}", f"; {_ANOTHER}"):
         file = _kept(folder, name)
         if file is None:
-            folder.mkdir(parents=True, exist_ok=True)
             _log.info("compiling kernels with %s, which are kept in %s", compiler, folder)
-            file = _compiled(source, [compiler, *flags, *_LINK], folder, name)
+            try:
+                file = _compiled(source, [compiler, *flags, *_LINK], folder, name)
+            except UserError as error:  # of `temporary`: its reason has a message of this module's
+                raise error.__cause__ or error from None
     expected = f"expected a folder whose files may be executed (not mounted noexec); {_ANOTHER}"
     with _explained(f"cannot load the compiled {file}", f"; {expected}"):
         return ctypes.CDLL(str(file))
@@ -93,10 +95,9 @@ def _file_name(name: str, file: Path) -> str:
 
 
 def _compiled(source: Path, command: Sequence[str], folder: Path, name: str) -> Path:
-    with tempfile.TemporaryDirectory(dir=folder) as part_folder:
-        part = Path(part_folder) / "part.so"
+    with temporary(folder / f"{name}.so") as part:
         run_compiler([*command, "-o", str(part), str(source)], [folder, Path(tempfile.gettempdir())])
-        flush(part)
+        settle(part)
         file = folder / _file_name(name, part)
         os.replace(part, file)
     return file

@@ -60,10 +60,10 @@ def _write(folder: Path, language: Path, tower: dict[str, Tensor], complete: Pat
         shutil.copytree(source, complete, ignore=others, dirs_exist_ok=True)
     for drafter in folder.glob(f"*/{WEIGHTS}"):
         shutil.copyfile(drafter, complete / drafter.relative_to(folder))
-    weights = load_file(_weights(language))
+    weights = load_file(_weights(language), backend="pread")
     weights = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in weights.items()}
     weights |= {f"model.vision_tower.{name}": x for name, x in tower.items()}
-    own = load_file(_weights(folder))
+    own = load_file(_weights(folder), backend="pread")
     if LABELS in own:
         own[LABELS] = weights["model.language_model.embed_tokens.weight"][own[LABELS].long()]
     save_file(weights | own, complete / WEIGHTS, {"format": "pt"})

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from importlib import import_module
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -99,7 +101,7 @@ def attach_stored(model: PreTrainedModel, folder: str | Path) -> None:
     """
     if not (file := Path(folder) / STORED).is_file():
         return
-    with safe_open(file, "pt") as opened:
+    with safe_open(file, "pt", backend="pread") as opened:
         formats = opened.metadata()
         names = {id(model.get_parameter(name)): name for name in formats}
         for layer in model.modules():
@@ -164,6 +166,14 @@ def _stored_rows(reader: Any, model: PreTrainedModel) -> Iterator[tuple[str, Sto
                 yield name, StoredRows(kind.name, torch.from_numpy(np.array(rows)))
 
 
+def _reading(numpy: Any) -> Any:
+    """numpy with files read where the reader maps them to memory: one that is cut meanwhile would end the process."""
+    module = SimpleNamespace(**vars(numpy))
+    module.memmap = lambda path, mode: numpy.fromfile(path, numpy.uint8)
+    module.__wrapped__ = numpy
+    return module
+
+
 @contextmanager
 def _one_reader(file: Path) -> Iterator[Any]:
     """Parse the file once: transformers does so for configuration, tokenizer and weights, seconds each time."""
@@ -173,7 +183,11 @@ def _one_reader(file: Path) -> Iterator[Any]:
         raise missing(f"reading {file.name}", "gguf", "real") from error
     module: Any = gguf
     check_complete(file, module.GGML_QUANT_SIZES)
-    with explained(f"cannot load model {str(file)!r}: expected a GGUF file", IndexError, ValueError, KeyError):
+    wrong = f"cannot load model {str(file)!r}: expected a GGUF file"
+    with (
+        explained(wrong, IndexError, ValueError, KeyError),
+        replaced({(import_module("gguf.gguf_reader"), "np"): _reading}),
+    ):
         reader = gguf.GGUFReader(str(file))
 
     plain = module.GGUFReader

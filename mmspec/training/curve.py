@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mmspec.errors import explained
-from mmspec.files import atomic
+from mmspec.errors import UserError, explained
+from mmspec.files import atomic, read_rows
 
 
 def draw(log: Path, out: Path) -> None:
@@ -42,11 +41,12 @@ def draw(log: Path, out: Path) -> None:
 
 def read(log: Path) -> list[dict[str, Any]]:
     """Reads the rows of a training log."""
-    with explained(f"{log}: expected the log.jsonl of a training run", OSError, ValueError, TypeError):
-        rows = [json.loads(line) for line in log.read_text().splitlines()]
-        if all("event" in row and "step" in row for row in rows):
-            return rows
-        raise ValueError("rows without event and step")
+    rows = []
+    for number, row in read_rows(log):
+        if missing := {"event", "step"} - row.keys():
+            raise UserError(f"{log}, line {number}: expected a training log's row, received one without {min(missing)}")
+        rows.append(row)
+    return rows
 
 
 def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style: Any) -> None:

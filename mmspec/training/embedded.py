@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from mmspec.files import atomic
+from mmspec.files import make_folder, settle, temporary
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first tokens of every vocabulary."""
@@ -86,9 +85,7 @@ def folder_tokenizer(folder: Path, train: Callable[[], PreTrainedTokenizerFast])
     """Loads the tokenizer in `folder/tokenizer`; if there is none, trains it and saves it there first."""
     path = folder / "tokenizer"
     if not path.exists():
-        trained = train()
-        with atomic(path) as part:
-            trained.save_pretrained(part)
+        make_folder(path, train().save_pretrained, hint="")
     return PreTrainedTokenizerFast.from_pretrained(path)
 
 
@@ -120,11 +117,10 @@ def export(model: PreTrainedModel, processor: Any, folder: Path) -> None:
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder, whose files then replace those of the same names in `folder`, each atomically."""
-    part = folder.parent / (folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    yield part
-    folder.mkdir(exist_ok=True)
-    for path in sorted(part.iterdir()):
-        os.replace(path, folder / path.name)
-    part.rmdir()
+    with temporary(folder) as part:
+        part.mkdir()
+        yield part
+        settle(part)
+        folder.mkdir(exist_ok=True)
+        for path in sorted(part.iterdir()):
+            os.replace(path, folder / path.name)

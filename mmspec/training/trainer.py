@@ -12,7 +12,7 @@ import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,6 +95,11 @@ class Trainer:
         """Trains until the plan is complete or `stop()` is true in any process, and writes a checkpoint."""
         if self.done:
             return
+        with files.alone(self.folder / ".lock", self.folder) if self.accelerator.is_main_process else nullcontext():
+            self._train(stop)
+        self.accelerator.wait_for_everyone()
+
+    def _train(self, stop: Callable[[], bool]) -> None:
         if self.step == 0:
             self._prepare_folder()
         saved = reported = self.seconds
@@ -111,7 +116,6 @@ class Trainer:
         if self.done:
             self.report()
         self.save()
-        self.accelerator.wait_for_everyone()
 
     def report(self) -> None:
         """Evaluates on held-out examples, saves the result and draws the curve, in the main process."""
@@ -133,8 +137,8 @@ class Trainer:
             "seconds": time.monotonic() - self._start,
             "settings": self.settings,
         }
-        with files.atomic(self.folder / CHECKPOINT) as part:
-            torch.save(state, part)
+        with files.atomic(self.folder / CHECKPOINT) as part, part.open("wb") as file:
+            torch.save(state, file)  # a path's errors would not tell that the disk is full
 
     def _train_step(self) -> dict[str, Any]:
         """Takes one optimiser step; returns its row of the log, without loss and metrics."""

@@ -1,17 +1,227 @@
-"""Files that are written whole."""
+"""Files and folders that are written whole, by one process or several, on disks that are full."""
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from mmspec.files import atomic
+from mmspec import files
+from mmspec.errors import UserError
+from mmspec.files import alone, append_text, atomic, make_folder, read_rows, truncate_log, write_text
+from tests.process import ROOT
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from mmspec.cli.app import sigterm_exits
+from mmspec.files import alone, atomic, make_folder
+kind, path = sys.argv[1], Path(sys.argv[2])
+
+def write(part):
+    (part / "inside" if part.is_dir() else part).write_bytes(bytes(1 << 16))
+    print("writing", flush=True)
+    time.sleep(100)
+
+with sigterm_exits():
+    if kind == "file":
+        with atomic(path) as part:
+            write(part)
+    elif kind == "folder":
+        make_folder(path, write)
+    else:
+        with alone(path.parent / ".lock", path):
+            print("writing", flush=True)
+            time.sleep(100)
+"""
 
 
-def test_permissions_are_those_of_other_new_files(tmp_path: Path) -> None:
+@contextmanager
+def writer(kind: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that is in the middle of writing."""
+    command = [sys.executable, "-c", WRITER, kind, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        yield process
+        process.kill()
+
+
+def write(kind: str, path: Path) -> None:
+    """Write the path anew, as another run would: what a process has seen of a folder's leftovers does not count."""
+    files._remove_leftovers.cache_clear()
+    if kind == "file":
+        write_text(path, "whole")
+    else:
+        make_folder(path, lambda part: (part / "inside").write_text("whole"))
+
+
+def content(path: Path) -> str:
+    return (path / "inside" if path.is_dir() else path).read_text()
+
+
+def test_permissions_are_those_of_other_new_files_and_folders(tmp_path: Path) -> None:
+    def fill(part: Path) -> None:
+        (part / "more").mkdir()
+        save_file({"weight": torch.zeros(1)}, part / "more" / "model.safetensors")
+
     (tmp_path / "usual").touch()
+    (tmp_path / "usual folder").mkdir()
     with atomic(tmp_path / "model.safetensors") as part:
         save_file({"weight": torch.zeros(1)}, part)
-    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    make_folder(tmp_path / "model", fill)
+    mode = (tmp_path / "usual").stat().st_mode
+    for name in ("model.safetensors", "model/more/model.safetensors"):
+        assert (tmp_path / name).stat().st_mode == mode
+    for name in ("model", "model/more"):
+        assert (tmp_path / name).stat().st_mode == (tmp_path / "usual folder").stat().st_mode
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path, kind: str) -> None:
+    with writer(kind, tmp_path / "out") as killed:
+        killed.kill()
+        killed.wait()
+    assert len(list(tmp_path.iterdir())) == 1
+    write(kind, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_sigterm_removes_what_was_written(tmp_path: Path, kind: str) -> None:
+    with writer(kind, tmp_path / "out") as ended:
+        ended.send_signal(signal.SIGTERM)
+        assert ended.wait(30) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_a_living_process_writes_is_its_own(tmp_path: Path, kind: str) -> None:
+    with writer(kind, tmp_path / "out"):
+        write(kind, tmp_path / "out")
+        (theirs,) = set(tmp_path.iterdir()) - {tmp_path / "out"}
+        assert (theirs / "out" / "inside" if kind == "folder" else theirs / "out").stat().st_size == 1 << 16
+        assert content(tmp_path / "out") == "whole"
+
+
+def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
+    with (
+        writer("folder", tmp_path / "out"),
+        pytest.raises(UserError, match="out: expected a new folder, received one that another process is writing"),
+    ):
+        make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
+
+
+def test_of_two_writers_of_a_new_folder_the_slower_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="out: expected a new folder, received one that exists"):
+        make_folder(tmp_path / "out", lambda part: write_text(tmp_path / "out" / "inside", "faster"), new=True)
+    assert content(tmp_path / "out") == "faster"
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_an_output_has_one_run(tmp_path: Path) -> None:
+    message = "out: expected an output of this run alone, received one that another process is writing"
+    with (
+        writer("run", tmp_path / "out") as other,
+        pytest.raises(UserError, match=message),
+        alone(tmp_path / ".lock", tmp_path / "out"),
+    ):
+        pytest.fail("written twice")
+    assert other.wait() == -signal.SIGKILL
+    with alone(tmp_path / ".lock", tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_text(tmp_path / "a.json", "before")
+    append_text(tmp_path / "log.jsonl", '{"step": 1}\n')
+    monkeypatch.setattr(os, "fsync", full)
+    for act in (
+        lambda: write_text(tmp_path / "a.json", "after"),
+        lambda: append_text(tmp_path / "log.jsonl", '{"step": 2}\n'),
+        lambda: make_folder(tmp_path / "a folder", lambda part: (part / "b").touch()),
+    ):
+        with pytest.raises(UserError, match=rf"cannot write {tmp_path}/.*, received .*No space left on device"):
+            act()
+    assert (tmp_path / "a.json").read_text() == "before"
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1}\n'
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "log.jsonl"}
+
+
+def test_libraries_errors_because_of_a_full_disk_are_told(tmp_path: Path) -> None:
+    torch_saves = RuntimeError("unexpected pos 704 vs 598")
+    torch_saves.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    message = r"cannot write .*/a\.pt: expected .*, received \[Errno 28\] No space left"
+    with pytest.raises(UserError, match=message), atomic(tmp_path / "a.pt"):
+        raise torch_saves
+    with pytest.raises(RuntimeError, match="another"), atomic(tmp_path / "a.pt"):
+        raise RuntimeError("another")
+
+
+def test_an_append_that_was_cut_short_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    append_text(log, "first\n")
+    plain = Path.open
+
+    class Full:
+        """A file on a disk with room for three more bytes."""
+
+        def __init__(self, file: IO[Any]) -> None:
+            self.file, self.room = file, 3
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.room -= (written := self.file.write(data[: self.room]))
+            return written
+
+        def __enter__(self) -> Full:
+            return self
+
+        def __exit__(self, *about: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(Path, "open", lambda *args, **options: Full(plain(*args, **options)))
+    with pytest.raises(UserError, match="No space left"):
+        append_text(log, "second\n")
+    assert log.read_bytes() == b"first\n"
+
+
+@pytest.mark.parametrize("line", [b"\xff{}", b"{", b"[" * 100_000, b"[]", b"3", b'"text"'])
+def test_damaged_lines_are_named(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"a": 1}\n\n' + line + b"\n")
+    with pytest.raises(UserError, match=r"^.*a\.jsonl, line 3: expected (a JSON object|UTF-8), received .*$"):
+        list(read_rows(file))
+
+
+def test_a_log_lacks_what_was_cut(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    assert list(read_rows(log, cut=True)) == []
+    log.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"x": {"step": 1}')
+    assert [row["step"] for _, row in read_rows(log, cut=True)] == [1, 2, 3]
+    truncate_log(log, 2)
+    assert log.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_rows_of_another_log_are_told(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"other": 2}\n')
+    with pytest.raises(UserError, match=r"log\.jsonl, line 2: expected a row with a step"):
+        truncate_log(tmp_path / "log.jsonl", 2)

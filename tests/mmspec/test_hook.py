@@ -25,7 +25,7 @@ from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import TEXT_CONFIGS
 from tests.tiny.drafters import tiny_drafter
-from tests.tiny.models import text_inputs, text_model
+from tests.tiny.models import text_inputs, text_model, vision_inputs
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -583,6 +583,48 @@ def test_refuses_filled_caches():
         model(input_ids=inputs["input_ids"][:, :5], past_key_values=past)
     with pytest.raises(UserError, match="past_key_values must be empty: the cache given holds 5 tokens"):
         mmspec.generate(model, drafter="ngram", nodes=4, past_key_values=past, **inputs, **GREEDY)
+
+
+def states(cache):
+    return [x for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "llava", "qwen2_vl"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_callers_cache_is_filled_as_by_generate(name, batch):
+    """With rows that are padded, and rows that end early."""
+    model = shared_model(name)
+    inputs = text_inputs(batch, 9) if name in TEXT_CONFIGS else vision_inputs(name, batch)
+    answers = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
+    options = {**GREEDY, "return_dict_in_generate": True, "eos_token_id": int(answers[0, 7]), "pad_token_id": 0}
+    ours, theirs, none = (DynamicCache(config=model.config) for _ in range(3))
+    expected = model.generate(**inputs, **options, past_key_values=theirs)
+    found = mmspec.generate(model, drafter="ngram", nodes=6, past_key_values=ours, **inputs, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.past_key_values is ours
+    assert ours.get_seq_length() == theirs.get_seq_length() == expected.sequences.shape[1] - 1
+    for own, other in zip(states(ours), states(theirs), strict=True):
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
+    hooked = model.generate(**inputs, **options, past_key_values=none, custom_generate=mmspec.decode, drafter="ngram")
+    assert hooked.past_key_values is none
+    for own, other in zip(states(none), states(theirs), strict=True):
+        torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_filled_cache_continues_a_conversation():
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    past = DynamicCache(config=model.config)
+    first = mmspec.generate(model, drafter="ngram", past_key_values=past, **inputs, **GREEDY)
+    second = torch.cat([first, torch.tensor([[5, 6, 7]])], dim=1)
+    assert torch.equal(model.generate(second, past_key_values=past, **GREEDY), model.generate(second, **GREEDY))
+
+
+def test_caches_of_recurrent_states_stay_empty_with_a_warning():
+    model, inputs = shared_model("bamba"), text_inputs(1, 9)
+    past = DynamicCache(config=model.config)
+    with pytest.warns(UserWarning, match="past_key_values stays empty: layers with states"):
+        mmspec.generate(model, drafter="ngram", past_key_values=past, **inputs, **GREEDY)
+    assert past.get_seq_length() == 0
 
 
 def test_beyond_the_context_as_generate_does():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import fields, replace
 from functools import cache
 
@@ -488,6 +489,13 @@ def test_cache_of_other_inputs_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             other()
     path = cache.folder / "000000.safetensors"
+    used = FeatureCache(cache.folder, Extractor(pipe), talks[:2])
+    used(talks[:1])
+    whole = path.read_bytes()
+    os.truncate(path, 9)  # while the file is open
+    with pytest.raises(UserError, match="expected a whole shard"):
+        used(talks[1:2])
+    path.write_bytes(whole)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="expected a whole shard"):
         FeatureCache(cache.folder, Extractor(pipe), talks[:2])(talks[:1])

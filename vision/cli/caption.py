@@ -11,6 +11,7 @@ import click
 from mmspec.checks import POSITIVE
 from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options, read_stdin
 from mmspec.errors import UserError
+from mmspec.files import alone
 from mmspec.jobs import ENGINES, import_ray
 from mmspec.vision.cli.folder import PROMPTS
 
@@ -120,7 +121,7 @@ def _caption_folder(settings: dict[str, Any], out: Path, batch_size: int, engine
 
     if Path(settings["folder"]) != samples().resolve():
         show_limits(console, settings["loading"]["model"])
-    with show_progress(console, "captioning") as show:
+    with alone(out.with_name(f".{out.name}.lock"), out), show_progress(console, "captioning") as show:
 
         def show_batch(done: int, files: int, skipped: Any) -> None:
             for line in skipped:

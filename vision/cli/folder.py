@@ -3,7 +3,7 @@
 Images and videos are recognised by content. Names that begin with a dot are skipped, files and folders alike; links to
 folders are not followed. Batches depend only on the file names, so that a resumed run, or one spread over several
 machines, gives the same captions as an uninterrupted one. Lines are appended to ``OUT.part`` as batches finish; at the
-end they are sorted by file name and renamed to ``OUT``.
+end they are sorted by file name and written to ``OUT``.
 
 A line contains the file's size and modification time and all settings that can change its text, which a resumed run
 compares; ``mmspec caption`` says how.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError
-from mmspec.files import check_settings, write_text
+from mmspec.files import append_text, check_settings, read_rows, write_text
 from mmspec.jobs import run_jobs
 
 PROMPTS = {"image": "Describe the image.", "video": "Describe the video."}
@@ -138,14 +138,12 @@ def caption_folder(
     finished = len(files) - sum(len(job["files"]) for job in jobs)
     on_batch(finished, len(files), [])
     write_text(part, "".join(json.dumps(line) + "\n" for line in done.values()))
-    with part.open("a") as file:
-        for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
-            new = [line | files[line["file"]] | {"settings": fingerprint} for line in lines if line["file"] not in done]
-            done |= {line["file"]: line for line in new}
-            file.write("".join(json.dumps(line) + "\n" for line in new))
-            file.flush()
-            finished += len(job["files"])
-            on_batch(finished, len(files), [line for line in new if "error" in line])
+    for job, lines in run_jobs(jobs, Captioner, settings, engine, workers):
+        new = [line | files[line["file"]] | {"settings": fingerprint} for line in lines if line["file"] not in done]
+        done |= {line["file"]: line for line in new}
+        append_text(part, "".join(json.dumps(line) + "\n" for line in new))
+        finished += len(job["files"])
+        on_batch(finished, len(files), [line for line in new if "error" in line])
     failed = [done[name] for name in files if "error" in done[name]]
     if all("error" in line for line in done.values()):
         part.unlink()
@@ -153,8 +151,8 @@ def caption_folder(
         raise UserError(
             f"{folder}: expected at least one image or video, received {len(failed)} other files; the first is {first}"
         )
-    write_text(part, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
-    os.replace(part, out)
+    write_text(out, "".join(json.dumps(done[name]) + "\n" for name in sorted(done)))
+    part.unlink()
     return sum("error" not in line for line in done.values()), len(failed)
 
 
@@ -234,15 +232,11 @@ def _read_lines(path: Path, fingerprint: Mapping[str, Any]) -> list[Line]:
         UserError: they were made with other settings.
     """
     lines = []
-    for number, text in enumerate(path.read_text().splitlines() if path.exists() else (), start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            break  # cut off when the run was killed
-        if not isinstance(line, dict) or "settings" not in line:
+    for number, line in read_rows(path, cut=True):
+        if not (isinstance(line.get("settings"), dict) and isinstance(line.get("file"), str)):
             raise UserError(
-                f"{path}, line {number}: expected a caption with the settings of its run, received none; choose "
-                "another --out"
+                f"{path}, line {number}: expected a caption with the settings of its run, received another; "
+                "choose another --out"
             )
         if line["settings"] != fingerprint:
             check_settings(path, line["settings"], fingerprint)

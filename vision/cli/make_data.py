@@ -6,7 +6,6 @@ Drafters trained on their target's own answers reach higher acceptance than on t
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.checks import POSITIVE, SHARE
+from mmspec.checks import POSITIVE, SHARE, shown
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.distil import data
 from mmspec.distil.options import RunOptions
-from mmspec.errors import UserError, explained
-from mmspec.files import check_settings, write_text
+from mmspec.errors import UserError
+from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ def make_data(
         raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {chosen[0]}")
     if record and self_prompts is None:
         raise UserError(f"--record keeps features of text: expected --self-prompts, received {chosen[0]}")
+    click.get_current_context().with_resource(alone(out / ".lock", out))
     dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
     from mmspec.vision.distil.scenes import KINDS, picture_kinds, training_conversations
     from mmspec.vision.pictures.library import pictures as installed_pictures
@@ -143,35 +143,23 @@ class Dataset:
             self.path.unlink(missing_ok=True)
         if self.path.exists():
             if (out / SETTINGS).exists():
-                with explained(f"{out / SETTINGS}: expected the settings of a run", ValueError):
-                    before = json.loads((out / SETTINGS).read_text())
-                check_settings(out, before, settings)
+                check_settings(out, read_json(out / SETTINGS), settings)
             self._load()
         write_text(out / SETTINGS, json.dumps(settings, indent=2) + "\n")
 
     def _load(self) -> None:
         """Reads the ids of existing records, and removes an incomplete last line."""
-        whole = 0
+        for number, record in read_rows(self.path, cut=True):
+            if not isinstance(record.get("id"), str):
+                raise UserError(f"{self.path}, line {number}: expected a record with an id, received {shown(record)}")
+            self.done.add(record["id"])
         with self.path.open("rb+") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    self.done.add(json.loads(line)["id"])
-                except (ValueError, KeyError, TypeError):
-                    raise UserError(
-                        f"{self.path}:{number}: expected a record with an id, received {line[:60]!r}"
-                    ) from None
-                whole += len(line)
-            file.truncate(whole)
+            file.truncate(file.read().rfind(b"\n") + 1)
 
     def append(self, conversations: Sequence[data.Conversation]) -> None:
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
         self.done.update(conversation.id for conversation in conversations)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
+        append_text(self.path, "".join(lines))
 
 
 def _with_known_answers(job: PendingConversation) -> data.Conversation:

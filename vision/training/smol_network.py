@@ -196,7 +196,11 @@ class SmolLlava(nn.Module):
             UserError: the folder holds no such model.
         """
         file = folder / WEIGHTS
-        state = {f"model.{name}": x.float() for name, x in load_file(file).items()} if file.is_file() else {}
+        state = (
+            {f"model.{name}": x.float() for name, x in load_file(file, backend="pread").items()}
+            if file.is_file()
+            else {}
+        )
         state = {name: x for name, x in state.items() if name in self.trained()}
         if missing := sorted(self.trained() - set(state)):
             raise UserError(f"--start must be a model that this command trained: {file} lacks {missing[0]}")

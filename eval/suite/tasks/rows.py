@@ -8,7 +8,6 @@ extension. Samples are identified by ``id``, else ``question_id``, else the line
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,6 +16,7 @@ from typing import Any
 
 from mmspec.errors import UserError, explained
 from mmspec.extras import install
+from mmspec.files import read_rows
 
 _IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
 _ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi")
@@ -110,19 +110,8 @@ def rows_of(file: Path) -> Iterator[DatasetRow]:
     Raises:
         UserError: it cannot be read, or a line is not a JSON object.
     """
-    with explained(f"{file}: expected a JSONL file in UTF-8", OSError, UnicodeDecodeError):
-        lines = file.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
-        where = f"{file}, line {number + 1}"
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where}: expected a JSON object, received {error}") from error
-        if not isinstance(values, dict):
-            raise UserError(f"{where}: expected a JSON object, received {type(values).__name__}")
-        yield DatasetRow(values, where, number, file.parent)
+    for number, values in read_rows(file):
+        yield DatasetRow(values, f"{file}, line {number}", number - 1, file.parent)
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,10 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
         folder: of the store; must not exist.
 
     Raises:
-        UserError: the folder exists or cannot be written, or the texts are empty.
+        UserError: the folder exists, another process writes it, or it cannot be written; or the texts are empty.
     """
-    if folder.exists():
-        raise UserError(f"{folder}: expected a new folder, received one that exists")
-    configs = []
-    make_folder(folder, lambda part: configs.append(_write(texts, vocab_size, model, part)), hint="")
+    configs: list[StoreConfig] = []
+    make_folder(folder, lambda part: configs.append(_write(texts, vocab_size, model, part)), hint="", new=True)
     return configs[0]
 
 

@@ -66,7 +66,7 @@ class Datastore(LookUpDrafter):
             groups.append({})
             for position in positions:
                 token = self.index.token(position)
-                if token != self.index.config.vocab_size:
+                if token < self.index.config.vocab_size:
                     groups[-1].setdefault(token, []).append(position + 1)
         probs = mixed({token: len(after) for token, after in group.items()} for group in groups)
         for token, p in probs.items():

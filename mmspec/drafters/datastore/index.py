@@ -1,4 +1,5 @@
-"""Index of a datastore: the tokens of its texts, and their suffixes in order, both in files that are mapped to memory.
+"""Index of a datastore: the tokens of its texts, and their suffixes in order, both in files that look-ups read in
+parts. They are not mapped to memory: the process would end if another one cut them.
 
 A folder with
 
@@ -11,24 +12,30 @@ A folder with
 
 from __future__ import annotations
 
-import mmap
+import os
 import sys
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mmspec.checks import TEXT, Checked, Rule, required, whole
-from mmspec.drafters.checkpoint import read_json
 from mmspec.errors import UserError, explained
+from mmspec.files import read_json
 
 DEPTH = 16
 """Tokens of a suffix that are in order: the longest context that is found."""
 
 CONFIG, TOKENS, SUFFIXES = "config.json", "tokens", "suffixes"
 FORMAT = "mmspec datastore 1"
-_KEPT = Rule(repr(FORMAT), lambda value: value == FORMAT)
+_IN_MEMORY = 1 << 14  # suffixes, and blocks of positions: 10 MiB
+_BLOCK = 64
+_FORMAT = Rule(repr(FORMAT), lambda value: value == FORMAT)
+_WIDTH = Rule("2 or 4", lambda value: value in (2, 4))
+_PLACE = Rule("4 or 8", lambda value: value in (4, 8))
 
 
 @dataclass(frozen=True)
@@ -45,31 +52,33 @@ class StoreConfig(Checked):
         suffixes: number of positions.
     """
 
-    format: str = required(_KEPT)
+    format: str = required(_FORMAT)
     model: str = required(TEXT)
     vocab_size: int = required(whole(1, 2**24))
-    width: int = required(whole(2, 4))
+    width: int = required(_WIDTH)
     tokens: int = required(whole(0))
-    place: int = required(whole(4, 8))
+    place: int = required(_PLACE)
     suffixes: int = required(whole(0))
 
 
 class SuffixIndex:
-    """See the module. Look-ups read the pages that they need; nothing else is loaded.
+    """See the module. Look-ups read the bytes that they need; nothing else is loaded.
 
     Raises:
-        UserError: a file is missing, or not as long as ``config.json`` says.
+        UserError: a file is missing, or not as long as ``config.json`` says. Look-ups raise it if that changes later.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = StoreConfig.read(read_json(folder / CONFIG), str(folder / CONFIG))
-        self._bytes = _mapped(folder / TOKENS, self.config.tokens * self.config.width)
-        places = _mapped(folder / SUFFIXES, self.config.suffixes * self.config.place)
+        if self.config.vocab_size >= 1 << 8 * self.config.width:
+            raise UserError(f"{folder / CONFIG}: expected tokens of 4 bytes, received {self.config.width}")
         if sys.byteorder != "little":
             raise UserError(f"{folder}: expected a little-endian machine, received {sys.byteorder}")
-        whole_places = memoryview(places)
-        self._places = whole_places.cast("I") if self.config.place == 4 else whole_places.cast("Q")
+        self._tokens = _Bytes(folder / TOKENS, self.config.tokens * self.config.width)
+        self._places = _Bytes(folder / SUFFIXES, self.config.suffixes * self.config.place)
+        self._suffix = lru_cache(_IN_MEMORY)(self._read_suffix)  # every search begins with the same ones,
+        self._block = lru_cache(_IN_MEMORY)(self._read_block)  # and ends with places beside each other
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SuffixIndex, (self.folder,)
@@ -80,21 +89,38 @@ class SuffixIndex:
     def token(self, position: int) -> int:
         """The token at a position; the separator where a text has ended."""
         width = self.config.width
-        return int.from_bytes(self._bytes[width * position : width * position + width], "big")
+        return int.from_bytes(self._tokens.read(width * position, width), "big")
+
+    def _position(self, place: int) -> int:
+        block, at = divmod(place, _BLOCK)
+        return self._block(block)[at]
+
+    def _read_block(self, block: int) -> memoryview[int]:
+        size, start = self.config.place, _BLOCK * block
+        count = min(_BLOCK, self.config.suffixes - start)
+        read = memoryview(self._places.read(size * start, size * count))
+        return read.cast("I") if size == 4 else read.cast("Q")
 
     def find(self, context: Sequence[int]) -> range:
         """Places of the suffixes that begin with up to ``DEPTH`` tokens."""
-        width = self.config.width
-        key = b"".join(token.to_bytes(width, "big") for token in context)
-        texts, size = self._bytes, len(key)
+        key = b"".join(token.to_bytes(self.config.width, "big") for token in context)
+        every, size, suffix = range(self.config.suffixes), len(key), self._suffix
 
-        def begins(position: int) -> bytes:
-            return texts[width * position : width * position + size]
+        def begins(place: int) -> bytes:
+            return suffix(place)[:size]
 
-        low = bisect_left(self._places, key, key=begins)
-        if low == len(self._places) or begins(self._places[low]) != key:
+        low = bisect_left(every, key, key=begins)
+        if low == len(every) or begins(low) != key:
             return range(low, low)
-        return range(low, bisect_right(self._places, key, low, key=begins))
+        step = 1  # most contexts occur a few times: the end is near
+        while low + step < len(every) and begins(low + step) == key:
+            step *= 2
+        return range(low, bisect_right(every, key, low + step // 2, min(low + step, len(every)), key=begins))
+
+    def _read_suffix(self, place: int) -> bytes:
+        """The first ``DEPTH`` tokens of a suffix."""
+        width = self.config.width
+        return self._tokens.read(width * self._position(place), width * DEPTH)
 
     def longest(self, tokens: Sequence[int]) -> tuple[int, range]:
         """Length of the longest end of ``tokens`` that occurs, up to ``DEPTH``, and its places."""
@@ -110,11 +136,25 @@ class SuffixIndex:
     def following(self, places: range, length: int, most: int) -> list[int]:
         """Positions after a context of ``length`` tokens: of up to ``most`` of its places, evenly spaced."""
         step = max(1, -(-len(places) // most))
-        return [self._places[place] + length for place in places[::step]]
+        return [self._position(place) + length for place in places[::step]]
 
 
-def _mapped(file: Path, size: int) -> bytes | mmap.mmap:
-    with explained(f"{file}: expected a file of {size} bytes", OSError, ValueError), file.open("rb") as opened:
-        if (received := file.stat().st_size) != size:
-            raise UserError(f"{file}: expected {size} bytes, received {received}")
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+class _Bytes:
+    """A file of ``size`` bytes."""
+
+    def __init__(self, file: Path, size: int) -> None:
+        self._file = file
+        with explained(f"{file}: expected a file of {size} bytes", OSError):
+            self._descriptor = os.open(file, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            if (received := os.fstat(self._descriptor).st_size) != size:
+                raise UserError(f"{file}: expected {size} bytes, received {received}")
+
+    def read(self, start: int, size: int) -> bytes:
+        try:
+            found = os.pread(self._descriptor, size, start)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"{self._file}: expected a file that can be read, received {error}") from error
+        if len(found) < size:
+            raise UserError(f"{self._file}: expected {size} bytes at {start}, received {len(found)}")
+        return found

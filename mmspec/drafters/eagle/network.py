@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.checks import whole
-from mmspec.drafters.checkpoint import read_json
 from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, Norm, Rotation
 from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
@@ -40,6 +39,7 @@ from mmspec.drafters.published import (
     rope_parameters,
 )
 from mmspec.errors import UserError
+from mmspec.files import read_json
 
 
 class Cell(nn.Module):

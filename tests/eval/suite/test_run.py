@@ -1,9 +1,11 @@
 """``mmspec eval``: equality, acceptance, output formats, and resuming a killed run."""
 
+import errno
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
+from mmspec.files import alone
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network
@@ -157,6 +160,33 @@ def test_other_settings_in_the_same_folder_are_refused(whole, folder):
         RunRecords(whole[0], {**json.loads((whole[0] / "settings.json").read_text()), "rounds": 5})
 
 
+def test_a_full_disk_is_told_and_the_records_before_it_stay(whole, folder, tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shutil.copytree(whole[0], tmp_path / "run")
+    records = RunRecords(tmp_path / "run", json.loads((tmp_path / "run" / "settings.json").read_text()))
+    before = (tmp_path / "run" / "records.jsonl").read_text()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*records\.jsonl: .*No space left on device"):
+        records.add(next(iter(records.records.values())))
+    assert (tmp_path / "run" / "records.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [(b"\xff", "UTF-8"), (b"[1]", "a JSON object"), (b'{"task": "a"}', "a record with batch, received none")],
+)
+def test_damaged_records_are_named(tmp_path, line, expected):
+    RunRecords(tmp_path, {})
+    (tmp_path / "records.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(UserError, match=rf"records\.jsonl, line 1: expected {expected}"):
+        RunRecords(tmp_path, {})
+    (tmp_path / "settings.json").write_bytes(b"[]")
+    with pytest.raises(UserError, match=r"settings\.json: expected a JSON object"):
+        RunRecords(tmp_path, {})
+
+
 def test_a_finished_run_is_not_measured_again(whole, folder, monkeypatch):
     monkeypatch.setattr("mmspec.eval.suite.run.write_report", lambda summary, folder: None)
     monkeypatch.setattr("mmspec.eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
@@ -287,6 +317,8 @@ def test_the_command(folder, tmp_path, monkeypatch):
         CliRunner().invoke(evaluate, [], catch_exceptions=False)
     common = ["--model", folder, "--tasks", "scenes-counting", "--limit", "1", "--methods", "ngram@chain,ngram@3"]
     common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
+    with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
+        CliRunner().invoke(evaluate, common, catch_exceptions=False)
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output

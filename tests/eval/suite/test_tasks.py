@@ -110,8 +110,8 @@ def test_a_single_file(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"pope.jsonl, line 1: expected a JSON object, received Expecting"),
-        ("[1]", r"line 1: expected a JSON object, received list"),
+        ("{", r"pope.jsonl, line 1: expected a JSON object, received '{'"),
+        ("[1]", r"line 1: expected a JSON object, received '.1.'"),
         ('{"image": "a.png"}', r"line 1: expected a field 'question', received image"),
         (
             '{"image": "b.png", "question": "Is it?", "answer": "no"}',

@@ -91,18 +91,21 @@ def test_a_single_prompt_is_measured_without_a_warm_up(monkeypatch):
 
 def test_prompts_of_a_text_file(tmp_path):
     path = tmp_path / "prompts.txt"
-    path.write_text("one\n\ntwo words\n")
-    assert read_requests(path) == [{"prompt": "one"}, {"prompt": "two words"}]
+    path.write_bytes("\ufeffone\r\n\ntwo\u2028words\n".encode())
+    assert read_requests(path) == [{"prompt": "one"}, {"prompt": "two\u2028words"}]
+    path.write_bytes(b"one\n\ntwo\xff\n")
+    with pytest.raises(UserError, match=r"prompts\.txt, line 3: expected UTF-8"):
+        read_requests(path)
 
 
 def test_prompts_of_json_lines(tmp_path):
     path = tmp_path / "prompts.jsonl"
     (tmp_path / "cat.png").touch()
-    rows = [{"prompt": "one", "images": "cat"}, {"turns": ["two", "three"]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": "one", "images": "cat"}, {"turns": ["two\u2028", "three"]}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     one, two = read_requests(path)
     assert one == {"prompt": "one", "images": [str(tmp_path / "cat.png")], "videos": []}
-    assert two == {"prompt": "two", "images": [], "videos": []}
+    assert two == {"prompt": "two\u2028", "images": [], "videos": []}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_prompts_of_json_lines(tmp_path):
     [
         ("\n", "expected at least one prompt, received none"),
         ('{"question": 1}', "line 1: expected a field 'prompt', received question"),
-        ("[1]", "line 1: expected a JSON object, received list"),
+        ("[1]", "line 1: expected a JSON object, received '.1.'"),
         ('{"prompt": "a", "images": "dog"}', "line 1: expected the file dog in .*, there is none"),
     ],
 )

@@ -1,11 +1,13 @@
 """``mmspec datastore build``: texts and conversations become a store that the drafter reads."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
 
 import mmspec
+from mmspec.cli import datastore as commands
 from mmspec.cli.datastore import datastore
 from mmspec.drafters.datastore.drafter import Datastore
 from tests.model_folders import save_text_model
@@ -44,10 +46,35 @@ def test_builds_a_store_of_texts_and_conversations(model, tmp_path):
     assert "expected a new folder, received one that exists" in str(again.exception)
 
 
-@pytest.mark.parametrize("line", ["nothing", "3", '{"text": 3}', '{"conversations": [3]}'])
+@pytest.mark.parametrize("line", ["nothing", "3", "[" * 100_000, '{"text": 3}', '{"conversations": [3]}'])
 def test_mistakes_name_the_line(model, tmp_path, line):
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n' + line)
     result = build(model, tmp_path / "store", tmp_path / "b.jsonl")
     assert result.exit_code
     assert "b.jsonl, line 2: expected" in str(result.exception)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("ids", [[1, -1], [10**6], ["a"], [True], 3, {"a": 1}])
+def test_recorded_answers_are_tokens_of_the_model(model, tmp_path, ids):
+    row = {"conversations": [{"value": "a"}, {"value": "b", "token_ids": ids}]}
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n\n' + json.dumps(row))
+    result = build(model, tmp_path / "store", tmp_path / "b.jsonl")
+    assert re.search(r"b\.jsonl, line 3: expected token_ids in \[0, \d+\], received ", str(result.exception))
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_text_in_another_encoding_is_told_with_its_line(model, tmp_path):
+    (tmp_path / "a.txt").write_bytes("one\n\ntwo é\n".encode("latin-1"))
+    result = build(model, tmp_path / "store", tmp_path / "a.txt")
+    assert "a.txt, line 3: expected UTF-8, received b'two \\xe9\\n'" in str(result.exception)
+
+
+def test_texts_in_parts_are_those_of_the_whole(model, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes("\ufeffone two\r\nthree\n\nfour".encode())
+    processor = mmspec.load(model, drafter=None).io
+    whole = [token for part in commands._texts(tmp_path / "a.txt", processor, 9) for token in part]
+    assert whole == processor.text_ids("one two\nthree\n\nfour", add_special_tokens=False)
+    monkeypatch.setattr(commands, "_CHARACTERS", 1)
+    lines = [processor.text_ids(line, add_special_tokens=False) for line in ("one two\n", "three\n", "\n", "four", "")]
+    assert list(commands._texts(tmp_path / "a.txt", processor, 9)) == lines

@@ -44,8 +44,8 @@ def test_fills_a_table_from_prompts(model, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\nnonsense', "expected JSON lines"),
-        ('{"question": "a"}', r":1: expected an object with a prompt, received \{"),
+        ('{"prompt": "a"}\nnonsense', r"p\.jsonl, line 2: expected a JSON object, received 'nonsense'"),
+        ('{"question": "a"}', r"line 1: expected an object with a prompt, received \{"),
     ],
 )
 def test_bad_prompts_are_named(model, tmp_path, text, message):

@@ -123,9 +123,10 @@ def test_token_ids_and_custom_ids(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([1], r"data.json:2: expected an object with a list `conversations`, received \[1\]"),
+        ([1], r"data.json, record 2: expected an object with a list `conversations`, received \[1\]"),
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
+        ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r"expected turns from human.*received \['dog'\]"),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
@@ -141,15 +142,20 @@ def test_malformed_records_are_named(tmp_path, record, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[{]", "expected a JSON array or JSON Lines"),
-        ('{"conversations": []}\nnonsense', "data.json:2: expected a JSON"),
+        (b"[{]", "expected a JSON array or JSON Lines"),
+        (b"[" * 100_000, "expected a JSON array or JSON Lines"),
+        (b'[{"conversations":\n"\xff"}]', r"data\.json, line 2: expected UTF-8"),
+        (b'{"conversations": []}\n\nnonsense', r"data\.json, line 3: expected a JSON object, received 'nonsense'"),
+        (b'{"conversations": []}\n3', r"data\.json, line 2: expected a JSON object, received '3'"),
+        (b'{"conversations": []}\n\n{"conversations": 3}', r"data\.json, line 3: expected an object with a list"),
+        (b'{"conversations": []}\n\xff', r"data\.json, line 2: expected UTF-8"),
     ],
 )
 def test_malformed_files_are_named(tmp_path, content, message):
     path = tmp_path / "data.json"
-    with pytest.raises(UserError, match="expected a JSON array"):
+    with pytest.raises(UserError, match=r"data\.json: expected a text file: .*No such file"):
         read(path)
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read(path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -73,6 +75,16 @@ def test_features_belong_to_their_answers(target, conversations, tmp_path):
     (tmp_path / "damaged.safetensors").write_bytes(b"x")
     with pytest.raises(UserError, match="expected recorded features"):
         RecordedFeatures([tmp_path], target)
+
+
+def test_a_file_that_is_cut_while_in_use_is_an_error(target, conversations, tmp_path):
+    found, folder = conversations
+    shutil.copytree(folder, tmp_path / "cut")
+    recorded = RecordedFeatures([tmp_path / "cut"], target)
+    for file in (tmp_path / "cut").iterdir():
+        os.truncate(file, 8)
+    with pytest.raises(UserError, match=f"expected the recorded features of {found[0].id} in a whole file"):
+        recorded(found[:1])
 
 
 def test_features_of_another_model_and_none_are_refused(target, tmp_path):

@@ -1,6 +1,8 @@
 """Datastore: index and look-ups against a plain search, trees against a plain loop, stores that appear whole."""
 
 import copy
+import json
+import os
 import pickle
 import random
 
@@ -47,9 +49,9 @@ def test_suffixes_are_in_order_and_found(tmp_path, monkeypatch, in_memory, files
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["config.json", "suffixes", "tokens"]
     assert config.width == (2 if vocab < 1 << 16 else 4)
     index = SuffixIndex(tmp_path / "store")
-    assert config.suffixes == sum(map(len, texts)) == len(index._places)
-    assert len(set(index._places)) == len(index._places)
-    keys = [[index.token(place + k) for k in range(DEPTH)] for place in index._places]
+    positions = [index._position(place) for place in range(config.suffixes)]
+    assert config.suffixes == sum(map(len, texts)) == len(set(positions))
+    keys = [[index.token(place + k) for k in range(DEPTH)] for place in positions]
     assert keys == sorted(keys)
     rng = random.Random(1)
     for _ in range(200):
@@ -100,6 +102,55 @@ def test_an_interrupted_build_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match="a datastore needs texts: got none"):
         build_store([[]], VOCAB, "tiny", tmp_path / "store")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tokens", "suffixes"])
+def test_a_store_that_is_cut_while_in_use_is_an_error(tmp_path, name):
+    build_store(random_texts(), VOCAB, "tiny", tmp_path / "store")
+    drafter = Datastore(tmp_path / "store")
+    os.truncate(tmp_path / "store" / name, 4)
+    drafter.rows = [[1, 2]]
+    with pytest.raises(UserError, match=rf"{name}: expected \d+ bytes at \d+, received \d"):
+        drafter.propose(torch.tensor([2]), Budget(8, 3))
+
+
+def test_a_store_that_is_replaced_while_in_use_stays_as_it_was(tmp_path):
+    build_store([[1, 2, 3]], VOCAB, "tiny", tmp_path / "store")
+    drafter = Datastore(tmp_path / "store")
+    (tmp_path / "store").rename(tmp_path / "before")
+    build_store([[1, 2, 4]], VOCAB, "tiny", tmp_path / "store")
+    drafter.rows = [[1, 2]]
+    assert drafter.propose(torch.tensor([2]), Budget(1, 1)).tokens.tolist() == [[2, 3]]
+
+
+def test_ids_beyond_the_vocabulary_are_not_drafted(tmp_path):
+    build_store([[1, 2, 3]], VOCAB, "tiny", tmp_path / "store")
+    file = tmp_path / "store" / "tokens"
+    file.write_bytes(file.read_bytes().replace(b"\0\3", b"\xff\3"))
+    drafter = Datastore(tmp_path / "store")
+    drafter.rows = [[1, 2]]
+    assert drafter.propose(torch.tensor([2]), Budget(8, 3)).nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("place", 5, "place must be 4 or 8: got 5"),
+        ("width", 3, "width must be 2 or 4: got 3"),
+        ("vocab_size", 1 << 16, "expected tokens of 4 bytes, received 2"),
+    ],
+)
+def test_configurations_that_no_build_writes(tmp_path, field, value, expected):
+    build_store([[1, 2, 3]], VOCAB, "tiny", tmp_path / "store")
+    file = tmp_path / "store" / "config.json"
+    config = json.loads(file.read_text()) | {field: value}
+    if field == "place":  # with as many bytes as it announces
+        (tmp_path / "store" / "suffixes").write_bytes(bytes(config["suffixes"] * value))
+    if field == "width":
+        (tmp_path / "store" / "tokens").write_bytes(bytes(config["tokens"] * value))
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=rf"config\.json: {expected}"):
+        Datastore(tmp_path / "store")
 
 
 def test_errors(tmp_path):

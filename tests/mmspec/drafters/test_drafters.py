@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
+from mmspec.drafters.checkpoint import _load_tensors, load_weights
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
@@ -370,6 +372,18 @@ def test_damaged_drafter_checkpoints_are_named(tmp_path):
     save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"expected the tensors .*contexts.*, received .*\(1, 2\)"):
         make_drafter(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_do_not_change_with_their_file(tmp_path, name):
+    """Mapped to memory, weights of a file that is cut end the process."""
+    tensors = {"a": torch.arange(100_000)}
+    write = save_file if name.endswith("safetensors") else torch.save
+    write(tensors, tmp_path / name)
+    loaded = [load_weights(tmp_path / name)]
+    loaded += [_load_tensors(tmp_path)] if name == "model.safetensors" else []
+    os.truncate(tmp_path / name, 1000)
+    assert all(int(each["a"].sum()) == int(tensors["a"].sum()) for each in loaded)
 
 
 def test_recycle_forgets_another_vocabulary():

@@ -245,6 +245,19 @@ def test_no_draft_reaches_beyond_the_limit():
         depths.clear()
 
 
+class Foreign(Ngram):
+    """Drafts ids beyond the vocabulary, and below it."""
+
+    def propose(self, token, budget):
+        return build_tree(token, [([VOCAB, -1, 1 << 40, 3], [0, 0, 1, 1])] * len(token))
+
+
+def test_drafts_beyond_the_vocabulary_never_reach_the_target():
+    table, rows = table_model(VOCAB, 0), [[1, 2, 3], [4, 5, 6]]
+    ended, _ = run(table, rows, Foreign(), Stopper(12))
+    assert [row.token_ids for row in ended] == [said_plainly(table, row, 12) for row in rows]
+
+
 @pytest.mark.parametrize("nodes", [0, 1, 2, 30])
 def test_any_budget_says_the_same(nodes):
     table, rows = table_model(VOCAB), [[1, 2], [3, 4]]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -116,6 +120,32 @@ def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_pat
         assert "folder" not in str(caught.value)
 
 
+def test_a_file_that_is_cut_while_it_is_converted_is_read_already(file: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copy(file, tmp_path / "cut.gguf"))
+    with gguf._one_reader(copy) as reader:
+        os.truncate(copy, 64)
+        data = [tensor.data.copy() for tensor in reader.tensors]
+    with gguf._one_reader(file) as whole:
+        assert all(np.array_equal(a, b.data) for a, b in zip(data, whole.tensors, strict=True))
+
+
+def _killed(path: str) -> None:
+    LlamaForCausalLM.save_pretrained = lambda self, folder: os.kill(os.getpid(), signal.SIGKILL)
+    convert(path)
+
+
+def test_a_killed_conversion_leaves_nothing_once_the_file_is_converted(file: Path, cache: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_killed, args=(str(file),))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = cache.glob("gguf/*/*")
+    assert left.name != file.stem
+    assert list(left.parent.iterdir()) == [left]
+    folder = Path(gguf.resolved(str(file)))
+    assert list(left.parent.iterdir()) == [folder]
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
 def test_a_full_disk_is_an_error_with_the_path(
     error: Exception, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,7 +156,7 @@ def test_a_full_disk_is_an_error_with_the_path(
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", refuse)
     with pytest.raises(mmspec.UserError, match=r"No space left on device.*MMSPEC_CACHE") as caught:
         mmspec.load(str(file), drafter=None)
-    assert str(caught.value).startswith(f"cannot make {cache}/gguf/")
+    assert str(caught.value).startswith(f"cannot write {cache}/gguf/")
     assert not list((cache / "gguf").glob("*/*"))
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from mmspec import files
 from mmspec.distil.tasks import drafter_optimisers
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
@@ -204,14 +206,24 @@ def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatc
     run.train()
     before = (tmp_path / CHECKPOINT).read_bytes()
 
-    def torn(state: object, path: Path) -> None:
-        Path(path).write_bytes(b"half")
-        raise OSError("disk full")
+    def torn(state: object, file: BinaryIO) -> None:
+        try:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("unexpected pos 704 vs 598") from error  # torch.save's own
 
     monkeypatch.setattr(torch, "save", torn)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=rf"^cannot write {tmp_path}/{CHECKPOINT}: .*No space left on device$"):
         run.save()
     assert (tmp_path / CHECKPOINT).read_bytes() == before
+
+
+def test_a_folder_has_one_run(tmp_path: Path) -> None:
+    with files.alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
+        trainer(tmp_path).train()
+    trainer(tmp_path, steps=1).train()
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
@@ -406,5 +418,5 @@ def test_curve_of_a_run(tmp_path: Path) -> None:
     draw(log, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"bad.jsonl: expected the log.jsonl"):
+    with pytest.raises(UserError, match=r"bad.jsonl, line 1: expected a training log.s row"):
         draw(tmp_path / "bad.jsonl", tmp_path / "x.svg")

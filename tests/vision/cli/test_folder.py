@@ -1,5 +1,6 @@
 """Tests of ``mmspec caption FOLDER``: resuming, settings, skipped files, and equal output on Ray."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -12,7 +13,9 @@ from PIL import Image
 import mmspec
 from mmspec import plugins
 from mmspec.cli import main
+from mmspec.files import alone
 from mmspec.vision.cli import folder as folders
+from mmspec.vision.cli.caption import EXIT_SKIPPED
 from mmspec.vision.cli.folder import Captioner, caption_folder
 from mmspec.vision.embedded import samples
 from tests.model_folders import save_llava, save_text_model
@@ -226,11 +229,20 @@ def test_different_folder_raises(captioned, tmp_path, capfd):
     assert 'holds a run with folder = "in": expected the same' in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("line", [{"file": "0.png", "model": "other", "prompt": "Describe the image."}, [1]])
-def test_lines_without_settings_raise(pictures, model, tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (b'{"file": "0.png", "model": "other", "prompt": "a"}', "a caption with the settings of its run"),
+        (b'{"file": "0.png", "settings": 3}', "a caption with the settings of its run"),
+        (b'{"file": [], "settings": {}}', "a caption with the settings of its run"),
+        (b"[1]", "a JSON object"),
+        (b"\xff", "UTF-8"),
+    ],
+)
+def test_lines_without_settings_raise(pictures, model, tmp_path, line, expected):
     out = tmp_path / "out.jsonl"
-    out.write_text(json.dumps(line) + "\n")
-    with pytest.raises(mmspec.UserError, match=r"out.jsonl, line 1: expected a caption with the settings of its run"):
+    out.write_bytes(line + b"\n")
+    with pytest.raises(mmspec.UserError, match=rf"out.jsonl, line 1: expected {expected}"):
         caption_folder(settings(pictures, model), out, 2)
 
 
@@ -348,3 +360,32 @@ def test_ray_gives_equal_output_and_retries_after_a_killed_worker(pictures, mode
     assert caption_folder(settings(pictures, model), out, 2, engine="ray", workers=2) == (6, 2)
     assert (tmp_path / "died").exists()
     assert out.read_bytes() == local.read_bytes()
+
+
+def test_an_output_has_one_run(captioned, capfd):
+    folder, out, options = captioned
+    with alone(out.with_name(f".{out.name}.lock"), out):
+        assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 2
+    assert f"{out}: expected an output of this run alone" in capfd.readouterr().err
+    assert main(["caption", str(folder), "--out", str(out), *flags(options)]) == 0
+    assert sorted(path.name for path in out.parent.iterdir()) == [out.name, "in"]
+
+
+def test_a_full_disk_is_told_and_the_captions_before_it_stay(pictures, model, tmp_path, monkeypatch, capfd):
+    out, synced = tmp_path / "out.jsonl", []
+
+    def full(descriptor):
+        synced.append(descriptor)
+        if len(synced) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = flags({"model": model, "drafter": "none", "max-new-tokens": "3", "batch-size": "2"})
+    monkeypatch.setattr(os, "fsync", full)
+    assert main(["caption", str(pictures), "--out", str(out), *options]) == 2
+    *_, line = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: cannot write {out}.part: expected ")
+    assert line.endswith("No space left on device")
+    assert len(lines_of(tmp_path / "out.jsonl.part")) == 2 * 2  # of two batches
+    monkeypatch.undo()
+    assert main(["caption", str(pictures), "--out", str(out), *options]) == EXIT_SKIPPED
+    assert not (tmp_path / "out.jsonl.part").exists()

@@ -14,6 +14,7 @@ import mmspec
 from mmspec.distil import data
 from mmspec.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.errors import UserError
+from mmspec.files import alone
 from mmspec.sampling.params import SamplingParams
 from mmspec.vision.cli.make_data import Dataset, make_data
 from mmspec.vision.distil.scenes import KINDS, training_conversations
@@ -252,7 +253,7 @@ def test_sources(model, prompts, tmp_path):
     with pytest.raises(UserError, match="received --scenes and --prompts"):
         run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
     (tmp_path / "data.jsonl").write_text("nonsense\n")
-    with pytest.raises(UserError, match=r"data\.jsonl:1: expected a record with an id"):
+    with pytest.raises(UserError, match=r"data\.jsonl, line 1: expected a"):
         Dataset(tmp_path, {}, resume=True)
 
 
@@ -312,3 +313,10 @@ def test_pictures(model, tmp_path, small_packages):
     for item in (item for one in found for item in one.media):
         with Image.open(item["path"]) as image:
             assert image.size == (192, 192)
+
+
+def test_a_folder_has_one_run(tmp_path):
+    with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
+        run("--scenes", 1, "--as-told", "--out", tmp_path)
+    assert CliRunner().invoke(make_data, ["--scenes", "1", "--as-told", "--out", str(tmp_path)]).exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "images", "settings.json"]
