@@ -266,6 +266,104 @@ class Together(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
+class ScoreSum(StoppingCriteria):
+    """Ends rows whose chosen scores reach a sum, and records what it is called with."""
+
+    def __init__(self, most):
+        self.most, self.calls = most, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append((input_ids.clone(), None if scores is None else [one.clone() for one in scores]))
+        if scores is None:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+        sums = [
+            sum(float(step[row, token]) for step, token in zip(scores, ids[-len(scores) :].tolist(), strict=True))
+            for row, ids in enumerate(input_ids)
+        ]
+        return torch.tensor([one >= self.most for one in sums])
+
+
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_criteria_get_the_scores_that_generate_passes(batch, returned):
+    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with the last one's scores."""
+    model, inputs = shared_model("llama"), text_inputs(batch, 9)
+    options = {**GREEDY, "eos_token_id": None, "repetition_penalty": 1.3, "max_new_tokens": 16, "output_scores": True}
+    options["return_dict_in_generate"] = returned
+    theirs, ours, plain = ScoreSum(50.0), ScoreSum(50.0), model.generate(**inputs, **GREEDY)
+    oracle = Oracle(plain[:, 9:].tolist(), vocab=90)
+    reference = model.generate(**inputs, **options, stopping_criteria=[theirs])
+    out = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, stopping_criteria=[ours])
+    if returned:
+        assert 9 + 2 < reference.sequences.shape[1] < 9 + 16
+        assert torch.equal(out.sequences, reference.sequences)
+        torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
+    else:
+        assert torch.equal(out, reference)
+    assert len(ours.calls) == len(theirs.calls)
+    for (ids, scores), (other, wanted) in zip(ours.calls, theirs.calls, strict=True):
+        assert torch.equal(ids, other)
+        assert (scores is None) == (wanted is None) == (not returned)
+        if returned:
+            torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_all_criteria_are_called_at_every_token():
+    """The last one included, whichever of them ends the row: they may record."""
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    plain = model.generate(**inputs, **GREEDY | {"eos_token_id": None})[0, 9:].tolist()
+    options = {**GREEDY, "eos_token_id": plain[6]}
+    theirs, ours = ([ScoreSum(0), Tail(), ScoreSum(0)] for _ in range(2))
+    model.generate(**inputs, **options, stopping_criteria=theirs)
+    mmspec.generate(model, drafter=Oracle([plain], vocab=90), nodes=10, **inputs, **options, stopping_criteria=ours)
+    for mine, other in zip(ours[::2], theirs[::2], strict=True):
+        assert [ids.tolist() for ids, _ in mine.calls] == [ids.tolist() for ids, _ in other.calls]
+
+
+class Recording(LogitsProcessor):
+    """Adds a bias that depends on its calls, and records them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        self.calls.append((input_ids.clone(), scores.clone()))
+        return scores.index_fill(1, torch.tensor([len(self.calls) % 7]), 3.0)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_callers_processor_keeps_what_it_records(end, scored):
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    options = {**GREEDY, "max_new_tokens": 17, "eos_token_id": None}
+    plain = model.generate(**inputs, **options, logits_processor=[Recording()])[0, 9:].tolist()
+    options |= {"return_dict_in_generate": True, "output_scores": scored}
+    if end == "stop":
+        options["eos_token_id"] = plain[8]
+    theirs, ours = Recording(), Recording()
+    reference = model.generate(**inputs, **options, logits_processor=[theirs])
+    oracle = Oracle([plain], vocab=90)
+    out = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, logits_processor=[ours])
+    assert torch.equal(out.sequences, reference.sequences)
+    assert out.stats[0].mean_acceptance_length > 1.2
+    assert [ids.tolist() for ids, _ in ours.calls] == [ids.tolist() for ids, _ in theirs.calls]
+    for (_, mine), (_, other) in zip(ours.calls, theirs.calls, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    if scored:
+        torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_a_processor_that_cannot_be_copied_serves_one_sequence():
+    class Locked(Recording):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    reference = model.generate(**inputs, **GREEDY, logits_processor=[Locked()])
+    assert torch.equal(mmspec.generate(model, **inputs, **GREEDY, logits_processor=[Locked()]), reference)
+
+
 def test_a_criterion_that_fails_ends_the_call():
     class Failing(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
