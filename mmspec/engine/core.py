@@ -222,9 +222,13 @@ class EngineCore:
                     )
                 output = next(batch.passes)
             except Exception as error:
+                self._prefilling = None
+                if batch.parts:  # what fails for one of them must not end the others
+                    with self._lock:
+                        self.scheduler.unstack(batch)
+                    continue
                 for sequence in batch.sequences:
                     sequence.error = error
-                self._prefilling = None
                 continue
             tokens += min(batch.size, self.chunk)
             batch.seconds += clock() - started
