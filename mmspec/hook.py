@@ -33,6 +33,7 @@ from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
 from mmspec.sampling.logprobs import logits_by_step, scores_of
 from mmspec.sampling.processors import copy_for_row
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.support import base_model, refuse_learned_prompts
 
 
 @dataclass
@@ -84,6 +85,8 @@ def decode(
     """
     try:
         _refuse_unsupported(generation_config, model_kwargs, assistant_model)
+        # peft's wrapper replaces the method of the model that it calls by its own.
+        refuse_learned_prompts(getattr(model.prepare_inputs_for_generation, "__self__", model))
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
         drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
@@ -219,6 +222,7 @@ def generate(
 
     Args:
         inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
+        model: of transformers, or a wrapper of peft around one.
         generation_config: as for ``model.generate``.
         drafter: as for ``decode``.
         num_draft_tokens, nodes: as for ``decode``.
@@ -229,7 +233,7 @@ def generate(
     Raises:
         UserError: as for ``decode``; stop strings without a tokenizer.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(base_model(model), PreTrainedModel):
         raise UserError(f"model must be a model of transformers: got {shown(model)}")
     criteria = StoppingCriteriaList(stopping_criteria)
     if stop_strings:

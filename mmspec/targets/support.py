@@ -153,7 +153,28 @@ def cache_argument(decoder: nn.Module) -> str:
     return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
 
 
+def base_model(model: Any) -> Any:
+    """The model of transformers in a wrapper of peft, with the adapters in its layers; anything else unchanged.
+
+    Raises:
+        UserError: the wrapper learns prompts, which only its own forward adds.
+    """
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    refuse_learned_prompts(model)
+    return model.get_base_model()
+
+
+def refuse_learned_prompts(model: Any) -> None:
+    """Raise if a wrapper of peft learns prompts; other models pass."""
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise UserError(f"adapters of peft must be in the model's layers, like LoRA: got learned prompts, {kind}")
+
+
 _NEVER_EXACT = {
+    "idefics": "reads images in every pass",
     "kosmos-2.5": "offsets its positions",
 }
 """Model types that pass all other checks, and the reason why their tokens would differ."""

@@ -15,6 +15,7 @@ from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, KeysValues, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
+from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
@@ -125,6 +126,8 @@ class TransformersTarget:
     def prefill_chunks(
         self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
     ) -> Iterator[TargetOutput | None]:
+        if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
+            raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)

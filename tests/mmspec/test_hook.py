@@ -3,12 +3,15 @@
 import contextlib
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
     LogitsProcessor,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -672,6 +675,92 @@ def test_drafters_of_a_prompt_of_embeddings(drafter):
     options = {"max_new_tokens": 8, "do_sample": False, "inputs_embeds": embeds, **mask}
     found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
     assert torch.equal(found, model.generate(**options))
+
+
+class Wrapped(torch.nn.Module):
+    """As peft wraps a model: it generates with the model inside, whose inputs it prepares."""
+
+    def __init__(self, model, learned=False):
+        super().__init__()
+        self.model = model
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=learned, peft_type="PROMPT_TUNING")
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def get_base_model(self):
+        return self.model
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        self.model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.model.generate(*args, **kwargs)
+        finally:
+            del self.model.prepare_inputs_for_generation
+
+
+def _wrapped(kind):
+    """A model that peft has wrapped, and the refusal of its learned prompts."""
+    model, learned = text_model("llama"), kind.endswith("prompts")
+    if kind.startswith("peft"):
+        peft = pytest.importorskip("peft")
+        lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        config = peft.PromptTuningConfig(num_virtual_tokens=4) if learned else peft.LoraConfig(**lora)
+        config.task_type = "CAUSAL_LM"
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config).eval(), learned
+    return Wrapped(model, learned), learned
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported for parameter efficient")
+@pytest.mark.parametrize("kind", ["stand-in", "stand-in with prompts", "peft", "peft with prompts"])
+def test_models_that_peft_has_wrapped(kind):
+    model, refused = _wrapped(kind)
+    inputs, tokens = text_inputs(1, 9), [list(range(3, 12))]
+    calls = [
+        lambda: mmspec.generate(model, drafter="ngram", **inputs, **GREEDY),
+        lambda: model.generate(custom_generate=mmspec.decode, drafter="ngram", **inputs, **GREEDY),
+        lambda: mmspec.load(model, processor=byte_tokenizer()).generate(tokens[0], max_new_tokens=5).token_ids,
+        lambda: mmspec.generate(shared_model("llama"), assistant_model=model, nodes=4, **inputs, **GREEDY),
+    ]
+    if refused:
+        for call in calls:
+            with pytest.raises(UserError, match=r"^adapters of peft must .*got learned prompts, "):
+                call()
+        return
+    reference = model.generate(**inputs, **GREEDY)
+    assert torch.equal(calls[0](), reference)
+    assert torch.equal(calls[1](), reference)
+    expected = model.generate(input_ids=torch.tensor(tokens), max_new_tokens=5, do_sample=False)
+    assert calls[2]() == expected[0, 9:].tolist()
+    assert torch.equal(calls[3](), shared_model("llama").generate(**inputs, **GREEDY))
+
+
+def test_gradient_checkpointing_is_refused_where_it_keeps_no_states():
+    model, inputs = text_model("llama"), text_inputs(1, 9)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+    assert torch.equal(mmspec.generate(model, drafter="ngram", **inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    model.train()
+    with pytest.raises(UserError, match=r"^gradient checkpointing keeps no keys .* call model.eval\(\) first$"):
+        mmspec.generate(model, drafter="ngram", **inputs, **GREEDY)
+
+
+def test_models_that_read_images_in_every_pass_are_refused():
+    sizes = {"vocab_size": 37, "additional_vocab_size": 0, "hidden_size": 32, "intermediate_size": 48}
+    vision = {"embed_dim": 32, "image_size": 30, "patch_size": 10, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = IdeficsConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vision_config=vision)
+    model = IdeficsForVisionText2Text(config).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    images = {"pixel_values": torch.zeros(1, 1, 3, 30, 30), "image_attention_mask": torch.ones(1, 3, 1)}
+    for options in ({"drafter": "ngram"}, {"assistant_model": text_model("llama")}):
+        with pytest.raises(UserError, match="IdeficsForVisionText2Text reads images in every pass"):
+            mmspec.generate(model, input_ids=ids, **images, **options, **GREEDY)
+    with pytest.raises(UserError, match="IdeficsForVisionText2Text reads images in every pass"):
+        mmspec.generate(shared_model("llama"), assistant_model=model, **text_inputs(1, 9), **GREEDY)
 
 
 def test_refuses_filled_caches():
