@@ -27,10 +27,13 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.layers import tree_layers
+from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.compiled import needs_kernels
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
@@ -548,13 +551,21 @@ def test_a_narrow_head_gives_the_same_logits(ids, name):
     torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
-def test_a_narrow_head_has_its_part_of_the_bias(ids):
+PACKED = ("bfloat16", "int8", "int4")
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90], [100, 37, 5, 64]])
+@pytest.mark.parametrize("kind", [None, *(pytest.param(kind, marks=needs_kernels) for kind in PACKED)])
+def test_a_narrow_head_has_its_part_of_the_bias(ids, kind):
+    """Packed, too: of blocks of 16 rows it takes rows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    )
+    ).eval()
     model.get_output_embeddings().bias.data.normal_()
+    hidden = torch.randn(2, 3, 48, dtype=torch.float32 if kind is None else torch.bfloat16)
+    if kind is not None:
+        pack_model(model, kind)
+        assert isinstance(model.get_output_embeddings(), PackedLinear)
     target = TransformersTarget(model)
-    hidden = torch.randn(2, 3, 48)
     torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])
