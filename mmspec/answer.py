@@ -76,6 +76,7 @@ class Answer:
             eos_token_ids=() if params.ignore_eos else pipe.target.eos_token_ids,
             stop=params.stop_strings,
             criteria=extras.stopping_criteria,
+            device=pipe.target.device,
             tokenizer=pipe.io.tokenizer,
             max_time=extras.max_time,
         )

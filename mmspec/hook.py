@@ -30,8 +30,10 @@ from mmspec.engine.stopping import JointCriteria, stopping_of
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import LIBRARYS, refuse_other_modes
-from mmspec.sampling.logprobs import logits_by_step, scores_by_step
+from mmspec.sampling.logprobs import logits_by_step, scores_of
+from mmspec.sampling.processors import copy_for_row
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.support import base_model, refuse_learned_prompts
 
 
 @dataclass
@@ -83,16 +85,21 @@ def decode(
     """
     try:
         _refuse_unsupported(generation_config, model_kwargs, assistant_model)
+        # peft's wrapper replaces the method of the model that it calls by its own.
+        refuse_learned_prompts(getattr(model.prepare_inputs_for_generation, "__self__", model))
         num_draft_tokens = num_draft_tokens_of(num_draft_tokens, nodes)
         home, tokenizers = model.config.name_or_path or "", (tokenizer, assistant_tokenizer)
         drafter = chosen_drafter(drafter, generation_config, assistant_model, tokenizers, home)
         if streamer is not None and len(input_ids) > 1:
             raise UserError(f"a streamer takes one sequence: got a batch of {len(input_ids)}")
         prompt = _prompt(input_ids, model_kwargs, raw_inputs if generation_config.num_return_sequences == 1 else None)
-        stopper, joint = stopping_of(stopping_criteria, input_ids, _padding(generation_config))
-        sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample))
-        wanted = generation_config.output_scores or generation_config.output_logits
-        records = bool(generation_config.return_dict_in_generate and wanted)
+        scored, records = _records(generation_config)
+        alone = len(input_ids) == 1  # decodes with the caller's own processors
+        scoring = [copy_for_row(processor, 0) for processor in logits_processor if scored and alone] or logits_processor
+        stopper, joint = stopping_of(
+            stopping_criteria, input_ids, _padding(generation_config), scoring if scored else None
+        )
+        sampler = Sampler(logits_processor, do_sample=bool(generation_config.do_sample), copies=not alone)
         pipe, options = _pipeline(model, drafter), {"num_draft_tokens": num_draft_tokens, "logits": records}
         rows = _decode(partial(pipe.add, prompt, sampler, stopper, **options), pipe, joint, streamer)
     finally:
@@ -112,9 +119,27 @@ def decode(
         logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
         if generation_config.output_logits:
             output.logits = logits  # type: ignore[assignment]
-        if generation_config.output_scores:
-            output.scores = scores_by_step(logits, sequences, logits_processor)  # type: ignore[assignment]
+        if scored:
+            output.scores = _scores(joint, logits, sequences, scoring)  # type: ignore[assignment]
     return output
+
+
+def _records(config: GenerationConfig) -> tuple[bool, bool]:
+    """Whether scores are wanted, and whether logits have to be recorded."""
+    scored, logits = (bool(config.return_dict_in_generate and x) for x in (config.output_scores, config.output_logits))
+    return scored, scored or logits
+
+
+def _scores(
+    joint: JointCriteria | None, logits: Sequence[Tensor], sequences: Tensor, processors: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """Scores of each step, (batch, vocab); those that criteria got, if they did."""
+    if joint is not None and joint.scores is not None:
+        return joint.scores
+    first = sequences.shape[1] - len(logits)
+    return tuple(
+        scores_of(list(step), sequences[:, : first + number], processors) for number, step in enumerate(logits)
+    )
 
 
 @torch.no_grad()
@@ -172,7 +197,7 @@ def _decode_jointly(pipe: Pipeline, rows: list[RequestState], wakeup: Wakeup, jo
         for row in lacking():
             assert row.error is not None, "rows end at their criteria"
             raise row.error
-        joint.advance([row.token_ids for row in rows])
+        joint.advance([row.token_ids for row in rows], [row.logits for row in rows])
         pipe.engine.remove(rows[number] for number in joint.ended)
     with pipe.engine.paused():  # a step that is running counts tokens of removed rows
         for row, length in zip(rows, joint.lengths, strict=True):
@@ -197,6 +222,7 @@ def generate(
 
     Args:
         inputs: (batch, length) int64, the prompt; also accepted as ``input_ids``.
+        model: of transformers, or a wrapper of peft around one.
         generation_config: as for ``model.generate``.
         drafter: as for ``decode``.
         num_draft_tokens, nodes: as for ``decode``.
@@ -207,7 +233,7 @@ def generate(
     Raises:
         UserError: as for ``decode``; stop strings without a tokenizer.
     """
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(base_model(model), PreTrainedModel):
         raise UserError(f"model must be a model of transformers: got {shown(model)}")
     criteria = StoppingCriteriaList(stopping_criteria)
     if stop_strings:

@@ -30,7 +30,7 @@ from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
 from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import from_pretrained, lay_out_for_few_rows, read_whole
+from mmspec.targets.support import base_model, from_pretrained, lay_out_for_few_rows, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,7 +58,8 @@ def load(
 
     Args:
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
-            (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
+            (``smollm2``), or a model of transformers, or peft's wrapper of one, which stays on its device and in its
+            dtype.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
@@ -98,6 +99,7 @@ def load(
         "adapt": AdaptOptions.of(adapt),
     }
     known = {*signature(load).parameters, "trust_remote_code"} - {"options"}
+    model = base_model(model)
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")

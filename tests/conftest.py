@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmspec.core import guard
 from tests.leftovers import Leftovers
 
 
@@ -28,6 +29,16 @@ def _nothing_is_left(_own_measurements):
     yield
     if left := before.found():
         pytest.fail("\n".join(["the tests of this module leave behind:", *left]), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_drafter_fails(request, monkeypatch):
+    """Errors of drafters, which requests survive, fail a test that is not marked ``drafter_fails``."""
+    failed = set()
+    monkeypatch.setattr(guard, "_REPORTED", failed)
+    yield
+    if failed and not request.node.get_closest_marker("drafter_fails"):
+        pytest.fail(f"drafters failed: {failed}", pytrace=False)
 
 
 @pytest.fixture(scope="module")

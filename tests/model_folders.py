@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -115,11 +116,17 @@ def gguf_matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarr
     return module.quantize(random.standard_normal(shape).astype(np.float32) * 0.2, kind), kind
 
 
-def save_gguf(file: Path, matrix: Callable[..., tuple[np.ndarray, Any]] = gguf_matrix, **sizes: int) -> Path:
+def save_gguf(
+    file: Path,
+    matrix: Callable[..., tuple[np.ndarray, Any]] = gguf_matrix,
+    ends: Mapping[str, int] = MappingProxyType({}),
+    **sizes: int,
+) -> Path:
     """A llama.
 
     Args:
         matrix: name, number of the layer (-1 outside of the layers) and shape of a matrix to data and type.
+        ends: further tokens that end an answer, by name: of a turn (eot), a message (eom).
         sizes: of ``_GGUF``.
     """
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -136,6 +143,8 @@ def save_gguf(file: Path, matrix: Callable[..., tuple[np.ndarray, Any]] = gguf_m
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     writer.add_bos_token_id(258)
     writer.add_eos_token_id(259)
+    for name, token in ends.items():
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     width, inner = sizes["embedding_length"], sizes["feed_forward_length"]
     shapes = {"attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width)}
     shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}

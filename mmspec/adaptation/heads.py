@@ -64,6 +64,7 @@ class _Row:
     shown: Tensor | None = None
     tokens: int = 0  # emitted by steps that drafted
     steps: int = 0
+    length: int = 0  # of the history, after the last step
 
     def answer(self) -> RecordedAnswer | None:
         if not self.passes:
@@ -120,7 +121,7 @@ class RecordedDrafter(Wrapper):
         recorded = len(self.ended) < _WAITING and length <= _LONGEST
         for number, tokens in enumerate(history):
             own = slice(length + 1 - len(tokens), None)  # without padding
-            row = _Row(tokens, len(tokens) - 1, None)
+            row = _Row(tokens, len(tokens) - 1, None, length=len(tokens))
             if recorded:
                 row.passes = [{name: output.features[name][number, own].clone() for name in self.features}]
                 if output.visual is not None and output.embeds is not None:
@@ -140,8 +141,9 @@ class RecordedDrafter(Wrapper):
         self.drafter.observe(tree, verdict, output)
         states = {name: take(output.features[name], verdict.path.clamp(min=0)) for name in self.features}
         for number, (row, (accepted, _)) in enumerate(zip(self._rows, verdict.host, strict=True)):
+            emitted, row.length = len(row.history) - row.length, len(row.history)  # fewer than accepted at a stop
             if tree.nodes > 1:
-                row.tokens += len(accepted)
+                row.tokens += emitted
                 row.steps += 1
             if row.passes is not None:
                 row.passes.append({name: x[number, : len(accepted)] for name, x in states.items()})

@@ -142,6 +142,7 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
             f"{stats.num_spec_steps} steps",
             f"drafter {drafter or 'none'}" + ("" if stats.lossless else ", lossy"),
+            *([f"drafting stopped ({stats.drafter_error})"] if stats.drafter_error else []),
             f"first token after {stats.time_to_first_token:.3f} s",
         )
     )

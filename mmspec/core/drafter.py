@@ -102,6 +102,10 @@ class Drafter(ABC):
         """
         return ()
 
+    def failure(self, row: int) -> str:
+        """Why a sequence is decoded without this drafter, or a part of it, after an error: its name and the error's."""
+        return ""
+
     def draft_chains(self, length: int) -> None:
         """Draft chains from now on, one child per node, of at most ``length`` tokens if the drafter has a tree size.
 
@@ -152,6 +156,9 @@ class Wrapper(Drafter):
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self.drafter.continuations(row, path)
+
+    def failure(self, row: int) -> str:
+        return self.drafter.failure(row)
 
     def draft_chains(self, length: int) -> None:
         self.drafter.draft_chains(length)

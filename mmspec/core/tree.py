@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mmspec.ops.transfer import on_device
 
+_ROUNDING = 1e-3  # of log probabilities
+
 
 class TokenTree:
     """Drafted continuations of the last emitted token, one tree per batch row.
@@ -50,7 +52,9 @@ class TokenTree:
         self.draft_probs = draft_probs
         self.log_probs = log_probs
         if check:
-            _validate(self)
+            self.check_shapes()
+            self.check_values()
+            _check_siblings(self)
 
     @classmethod
     def root(cls, token: Tensor) -> TokenTree:
@@ -72,6 +76,38 @@ class TokenTree:
     def alive(self) -> Tensor:
         """``valid``, also if it is None: (batch, nodes) bool."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
+
+    def check_shapes(self) -> None:
+        """Raises ``ValueError`` where shapes disagree."""
+        tokens, probs = self.tokens, self.draft_probs
+        if tokens.ndim != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
+        shape = tokens.shape
+        for name, other in (("parents", self.parents), ("valid", self.valid), ("log_probs", self.log_probs)):
+            if other is not None and other.shape != shape:
+                raise ValueError(f"{name} must have the shape of tokens {tuple(shape)}: got {tuple(other.shape)}")
+        if probs is not None and (probs.ndim != 3 or probs.shape[:2] != tokens.shape):
+            raise ValueError(f"draft_probs must be (batch, nodes, vocab): got {tuple(probs.shape)}")
+
+    def check_values(self) -> None:
+        """Raises ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
+        parents, alive = self.parents, self.alive
+        if not alive[:, 0].all():
+            raise ValueError("the root must be valid in every row")
+        index = torch.arange(self.nodes, device=parents.device)
+        wrong = (parents >= index) | (parents < torch.where(index == 0, -1, 0))
+        if wrong.any():
+            b, i = wrong.nonzero()[0].tolist()
+            expected, got = "-1" if i == 0 else f">= 0 and < {i}", int(parents[b, i])
+            raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {got}, expected {expected}")
+        orphan = alive & ~alive.gather(1, parents.clamp(min=0))
+        if orphan.any():
+            b, i = orphan.nonzero()[0].tolist()
+            raise ValueError(
+                f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
+            )
+        if self.log_probs is not None and not (self.log_probs.where(alive, 0.0) < _ROUNDING).all():
+            raise ValueError(f"log_probs must be at most 0: got {float(self.log_probs.max())}")
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -205,32 +241,8 @@ def build_tree(
     return tree
 
 
-def _validate(tree: TokenTree) -> None:
-    tokens, parents, valid, probs = tree.tokens, tree.parents, tree.valid, tree.draft_probs
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
-    for name, other in (("parents", parents), ("valid", valid), ("log_probs", tree.log_probs)):
-        if other is not None and other.shape != tokens.shape:
-            raise ValueError(f"{name} must have the shape of tokens {tuple(tokens.shape)}: got {tuple(other.shape)}")
-    if probs is not None and (probs.ndim != 3 or probs.shape[:2] != tokens.shape):
-        raise ValueError(f"draft_probs must be (batch, nodes, vocab): got {tuple(probs.shape)}")
-    if valid is not None and not valid[:, 0].all():
-        raise ValueError("the root must be valid in every row")
-
-    index = torch.arange(tree.nodes, device=parents.device)
-    wrong = (parents >= index) | (parents < torch.where(index == 0, -1, 0))
-    if wrong.any():
-        b, i = wrong.nonzero()[0].tolist()
-        expected = "-1" if i == 0 else f">= 0 and < {i}"
-        raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {int(parents[b, i])}, expected {expected}")
-    alive = tree.alive
-    orphan = alive & ~alive.gather(1, parents.clamp(min=0))
-    if orphan.any():
-        b, i = orphan.nonzero()[0].tolist()
-        raise ValueError(
-            f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
-        )
-
+def _check_siblings(tree: TokenTree) -> None:
+    tokens, parents, alive = tree.tokens, tree.parents, tree.alive
     same = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
     same = (same & alive[:, :, None] & alive[:, None, :]).tril(-1)
     if same.any():

@@ -17,6 +17,7 @@ from mmspec.drafters.published import layout_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError
+from mmspec.targets.support import base_model
 
 
 def chosen_drafter(drafter: Any, config: GenerationConfig, assistant: Any, tokenizers: Any, home: str) -> Any:
@@ -48,6 +49,7 @@ def _assisted(config: GenerationConfig, assistant: Any, tokenizers: Any, home: s
         return make_drafter("mtp", home)
     if assistant is None:
         return None
+    assistant = base_model(assistant)
     if not isinstance(assistant, PreTrainedModel):
         raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
     if assistant.config.model_type in MODEL_TYPES:

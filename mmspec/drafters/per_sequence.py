@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, Wrapper, fork, learns
+from mmspec.core.guard import Guard
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict
@@ -19,7 +20,7 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
 
 
 class PerSequence(Wrapper):
-    """Drafts each sequence with a copy of ``drafter`` that is dropped with the sequence.
+    """Drafts each sequence with a copy of ``drafter`` that is dropped with it; where one fails, others go on.
 
     Args:
         drafter: proposes trees with ``log_probs``. Several of them meet on the host.
@@ -36,7 +37,7 @@ class PerSequence(Wrapper):
         for row, tokens in enumerate(history):
             mask = prompt.attention_mask
             alone = Prompt(prompt.input_ids[row : row + 1], None if mask is None else mask[row : row + 1])
-            self._copies.append(fork(self.drafter, self._target))
+            self._copies.append(Guard(fork(self.drafter, self._target)))
             self._copies[-1].begin(alone, _row(output, row), [tokens])
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> tuple[()]:
@@ -44,6 +45,9 @@ class PerSequence(Wrapper):
 
     def select(self, rows: Sequence[int]) -> None:
         self._copies = [self._copies[row] for row in rows]
+
+    def failure(self, row: int) -> str:
+        return self._copies[row].failure(0)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         trees = [copy.propose(root, budget) for copy, root in zip(self._copies, token.split(1), strict=True)]

@@ -36,7 +36,7 @@ from mmspec.targets import completed, gguf
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
-from mmspec.targets.support import from_pretrained, read_whole
+from mmspec.targets.support import base_model, from_pretrained, read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 
@@ -72,7 +72,7 @@ class Small(CapturedDrafter):
         self._visual = VisualShare(share, visual_top_p)
         self._source = (model, trust_remote_code) if isinstance(model, str) else None
         self._kind: str | None = None  # of packed weights
-        self.model: PreTrainedModel = (_read(model, trust_remote_code) if isinstance(model, str) else model).eval()
+        self.model: PreTrainedModel = base_model(_read(model, trust_remote_code) if self._source else model).eval()
         self._like = torch.empty(0, dtype=self.model.dtype)  # of its weights as they were read
         self.top_k, self._tokenizers = top_k, tokenizers
         self._shared: SharedTokens | None = None
@@ -88,6 +88,7 @@ class Small(CapturedDrafter):
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
         self.lm: TransformersTarget = plugins.target_class(self.model.config)(self.model)
+        self.lm.exact = False
         self._output = RowTensor(static_shapes)  # (rows, hidden), at each row's last token
 
     def attach(self, target: Target) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, as_drafter
+from mmspec.core.guard import Guard
 from mmspec.core.merge import merge
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -26,7 +27,7 @@ class Union(Drafter):
     """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
 
     Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
-    would have drafted, and rests alone while it loses (``Trial``).
+    would have drafted, and rests alone while it loses (``Trial``). One that fails rests alone, too (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -38,11 +39,19 @@ class Union(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
-        self.drafters: list[Drafter] = [as_drafter(drafter) for drafter in drafters]
-        self._trials = [Trial() for _ in self.drafters]
+        self.drafters = drafters
+        self._trials = [Trial() for _ in drafters]
         self._drafts: dict[int, tuple[TokenTree, float]] = {}  # by drafter: its tree of this step, and seconds
         self._began = 0.0  # clock at this step's proposal
         self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
+
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        return [guard.drafter for guard in self._guards]
+
+    @drafters.setter
+    def drafters(self, drafters: Sequence[Drafter]) -> None:
+        self._guards = [Guard(as_drafter(drafter)) for drafter in drafters]
 
     @property
     def members(self) -> list[Drafter]:
@@ -61,24 +70,27 @@ class Union(Drafter):
             drafter.attach(target)
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        for drafter in self.drafters:
-            drafter.begin(prompt, output, history)
+        for guard in self._guards:
+            guard.begin(prompt, output, history)
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> list[Any]:
         return [part for drafter in self.drafters for part in drafter.begin_idle(prompt, output, history)]
 
     def select(self, rows: Sequence[int]) -> None:
-        for drafter in self.drafters:
-            drafter.select(rows)
+        for guard in self._guards:
+            guard.select(rows)
+
+    def failure(self, row: int) -> str:
+        return ", ".join(filter(None, (guard.failure(row) for guard in self._guards)))
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         adapts = budget.adapts
         self._began = start = clock()
         self._drafts, trees = {}, []
-        for place, (drafter, trial) in enumerate(zip(self.drafters, self._trials, strict=True)):
-            if adapts and trial.rests():
+        for place, (guard, trial) in enumerate(zip(self._guards, self._trials, strict=True)):
+            if guard.rests or (adapts and trial.rests()):
                 continue
-            trees.append(drafter.propose(token, budget))
+            trees.append(guard.propose(token, budget))
             if adapts:
                 self._drafts[place] = trees[-1], clock() - start
                 start = clock()
@@ -87,15 +99,15 @@ class Union(Drafter):
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         """See ``Drafter``; the maximum of the drafters' probabilities."""
         probs: dict[int, float] = {}
-        for drafter in self.drafters:
-            for token, p in drafter.continuations(row, path):
+        for guard in self._guards:
+            for token, p in guard.continuations(row, path):
                 probs[token] = max(p, probs.get(token, 0.0))
         total = max(1.0, sum(probs.values()))
         return [(token, p / total) for token, p in probs.items()]
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        for drafter in self.drafters:
-            drafter.observe(tree, verdict, output)
+        for guard in self._guards:
+            guard.observe(tree, verdict, output)
         if self._drafts:
             self._account([tokens for path, tokens in verdict.host if path], [bool(path) for path, _ in verdict.host])
 

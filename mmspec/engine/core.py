@@ -15,7 +15,8 @@ import torch
 
 from mmspec.cache.rows import row_index
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, features
+from mmspec.core.drafter import features
+from mmspec.core.guard import Guard
 from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
@@ -116,8 +117,8 @@ class EngineCore:
         self.target.features = features(new.drafter if new else None)
 
     @property
-    def _drafter(self) -> Drafter | None:
-        return self.mode.speculation.drafter if self.mode else None
+    def _drafter(self) -> Guard | None:
+        return self.mode.speculation.guard if self.mode else None
 
     def step(self) -> None:
         """Prefill waiting prompts while rows are free, then run one decode step."""
@@ -142,14 +143,7 @@ class EngineCore:
         budget = self._prepare()
         prepared = mark(device)
         budget.remaining = max(row.remaining for row in rows) - 1
-        drafting = drafter is not None and budget.drafts()
-        tree = TokenTree.root(self._token)
-        if drafter is not None and drafting:
-            tree = drafter.propose(self._token, budget)
-        if drafter is not None:
-            tree = budget.prune(constrain(rows, tree, budget, drafter))
-            # An id beyond the vocabulary would crash the target; any other is verified like every draft.
-            tree.tokens = tree.tokens.clamp(0, self._vocab - 1)
+        tree, drafting = self._draft(budget)
         drafted = mark(device)
         output = self.target.forward_tree(tree)
         verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
@@ -177,6 +171,20 @@ class EngineCore:
             row.stats.draft_seconds += draft_seconds
             row.stats.verify_seconds += verify_seconds
             row.stats.commit_seconds += wall - draft_seconds - verify_seconds
+
+    def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
+        """The step's trees, and whether the drafter has proposed them."""
+        rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
+        if drafter is None:
+            return root, False
+        drafting = not drafter.rests and budget.drafts()
+        tree = drafter.propose(self._token, budget) if drafting else root
+        tree = budget.prune(constrain(rows, tree, budget, drafter))
+        # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
+        tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
+        for number, row in enumerate(rows):
+            row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
+        return tree, drafting
 
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
@@ -214,9 +222,13 @@ class EngineCore:
                     )
                 output = next(batch.passes)
             except Exception as error:
+                self._prefilling = None
+                if batch.parts:  # what fails for one of them must not end the others
+                    with self._lock:
+                        self.scheduler.unstack(batch)
+                    continue
                 for sequence in batch.sequences:
                     sequence.error = error
-                self._prefilling = None
                 continue
             tokens += min(batch.size, self.chunk)
             batch.seconds += clock() - started

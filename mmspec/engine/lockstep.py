@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
 from mmspec.engine.core import EngineCore
 from mmspec.engine.ranks import RankError, Ranks
 from mmspec.engine.request import Call
@@ -173,6 +175,12 @@ class LockstepCore(EngineCore):
                 sequences = {number: sequence for number, sequence in sequences.items() if not sequence.done}
         finally:
             self._ranks.end()
+
+    def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
+        drafted = super()._draft(budget)
+        if failures := {row.stats.drafter_error for row in self.running} - {""}:  # of this rank, maybe not of others
+            raise RankError(f"all ranks must draft the same: {min(failures)}")
+        return drafted
 
     def abort(self, error: Exception) -> None:
         """End all requests with an error, and answer no others."""

@@ -68,6 +68,11 @@ class RequestState(Sampled):
         """Tokens left to generate."""
         return self.stopper.limit(self.prompt_length) - (len(self.history) - self.prompt_length)
 
+    def ends(self, token: int, length: int) -> bool:
+        return token in self.stopper.eos_token_ids or length >= self.prompt_length + self.stopper.limit(
+            self.prompt_length
+        )
+
     @property
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None or self.cancelled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.engine.request_state import RequestState
@@ -32,6 +32,8 @@ class PromptBatch:
     Attributes:
         seconds: prefill time so far.
         passes: prefill chunks, once begun.
+        parts: of stacked prompts, each of them.
+        alone: whether they may not be stacked, as that has failed.
     """
 
     prompt: Prompt
@@ -39,6 +41,8 @@ class PromptBatch:
     mode: Mode
     seconds: float = 0.0
     passes: abc.Iterator[TargetOutput | None] | None = None
+    parts: list[PromptBatch] = field(default_factory=list)
+    alone: bool = False
 
     @property
     def size(self) -> int:
@@ -78,6 +82,12 @@ class Scheduler:
             assert sequence.prompt is not None
             self.add(PromptBatch(sequence.prompt, [sequence], mode))
 
+    def unstack(self, batch: PromptBatch) -> None:
+        """Queue stacked prompts again, before all others, to be prefilled one by one."""
+        for part in reversed(batch.parts):
+            part.alone = True
+            self._waiting.appendleft(part)
+
     def clear(self) -> None:
         self._waiting.clear()
 
@@ -98,7 +108,7 @@ class Scheduler:
             rows += len(batch.sequences)
             longest = max(longest, batch.prompt.input_ids.shape[1])
             if running or chosen:
-                fits = not chosen or longest * (rows - running) <= tokens
+                fits = not chosen or (longest * (rows - running) <= tokens and not (batch.alone or chosen[0].alone))
                 joins = batch.mode == mode and fits and rows <= self.max_num_seqs
                 if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
                     break
@@ -110,5 +120,5 @@ class Scheduler:
                 self._waiting.extendleft(reversed(chosen[1:]))
             else:
                 sequences = [sequence for batch in chosen for sequence in batch.sequences]
-                return PromptBatch(prompt, sequences, chosen[0].mode)
+                return PromptBatch(prompt, sequences, chosen[0].mode, parts=chosen)
         return chosen[0] if chosen else None

@@ -11,6 +11,7 @@ import torch
 
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, as_drafter, members
+from mmspec.core.guard import Guard
 from mmspec.core.target import Target
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.calibrate import cost_table, forget_cost, stored_cost
@@ -35,6 +36,7 @@ class Speculation:
         drafter: proposes trees; None decodes plainly.
 
     Attributes:
+        guard: the drafter, for decode steps.
         budget: the adaptive budget; None before the first step that needs it.
 
     Raises:
@@ -44,6 +46,7 @@ class Speculation:
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target = target
         self.drafter: Drafter | None = as_drafter(drafter)
+        self.guard = None if self.drafter is None else Guard(self.drafter)
         self.budget: MeasuredBudget | None = None
         self._fixed: dict[int, Budget] = {}
         self._parts = [member.key for member in members(self.drafter)]

@@ -21,6 +21,8 @@ class Stats:
     ``num_rejected_outputs`` were begun before, with ``grammar_aligned``. Apart from ``wall_seconds`` and
     ``time_to_first_token``, statistics are those of the output itself.
 
+    ``drafter_error`` is the name of a drafter that has failed and its error, if later steps were decoded without it.
+
     ``lossless`` is False if drafts that the target would not have chosen may have been accepted.
     """
 
@@ -41,6 +43,7 @@ class Stats:
     time_to_first_token: float = 0.0
     lossless: bool = True
     num_rejected_outputs: int = 0
+    drafter_error: str = ""
 
     def record_step(self, drafted: int, depth: int, accepted: int, emitted: int) -> None:
         """Record one step.
@@ -90,9 +93,10 @@ class Stats:
             whole.accept_lengths += part.accept_lengths
             whole.num_rejected_outputs += part.num_rejected_outputs
             whole.lossless = whole.lossless and part.lossless
+            whole.drafter_error = whole.drafter_error or part.drafter_error
         return whole
 
-    def to_dict(self) -> dict[str, float | int | list[int]]:
+    def to_dict(self) -> dict[str, float | int | str | list[int]]:
         """All statistics, derived ones included, as JSON values."""
         derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second")
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from mmspec.errors import UserError
+from mmspec.sampling.logprobs import scores_of
 
 FinishReason = Literal["stop", "length"]
 
@@ -24,7 +25,9 @@ class Stopper:
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
         stop: strings that end a row as soon as its text contains one; requires ``tokenizer``.
-        criteria: transformers' stopping criteria, called with one row's tokens (prompt included), shape (1, length).
+        criteria: transformers' stopping criteria, called once per token with one row's tokens (prompt included), shape
+            (1, length), and None.
+        device: of the tokens for ``criteria``.
         tokenizer: decodes new tokens for ``stop``.
         max_time: seconds after the first token, at which rows end; None for no limit.
 
@@ -40,6 +43,7 @@ class Stopper:
         eos_token_ids: Iterable[int] = (),
         stop: Sequence[str] = (),
         criteria: Sequence[StoppingCriteria] = (),
+        device: torch.device | None = None,
         tokenizer: Any = None,
         max_time: float | None = None,
     ) -> None:
@@ -49,7 +53,7 @@ class Stopper:
         self.context_limit = context_limit
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop = tuple(stop)
-        self.criteria = list(criteria)
+        self.criteria, self._device = list(criteria), device
         self.tokenizer = tokenizer
         self.max_time = max_time
         self._began: float | None = None  # time of the first token
@@ -73,7 +77,8 @@ class Stopper:
         end = prompt_length + self.limit(prompt_length)
         for count, token in enumerate(tokens, start=1):
             history.append(token)
-            if token in self.eos_token_ids or self.at_stop_string(history, prompt_length) or self._criterion(history):
+            met = self._criterion(history)  # which may count its calls
+            if met or token in self.eos_token_ids or self.at_stop_string(history, prompt_length):
                 return tokens[:count], "stop"
             if len(history) >= end or self._is_late():
                 return tokens[:count], "length"
@@ -97,31 +102,41 @@ class Stopper:
     def _criterion(self, history: list[int]) -> bool:
         if not self.criteria:
             return False
-        ids = torch.tensor([history])
-        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria)
+        ids = torch.tensor([history], device=self._device)
+        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]  # all are called
+        return any(met)
 
 
 class JointCriteria:
-    """Stopping criteria of several rows, called as by ``generate``: once per token, with the tokens of all rows.
+    """Stopping criteria of all rows, called as by ``generate``: once per token, with the tokens and scores of all rows.
 
     Criteria may look at all rows, or count their calls. A row that has ended goes on until all rows have, unless an
     end of sequence is among the criteria: it is then padded.
 
     Args:
-        criteria: transformers' list of all criteria, called with (batch, length) int64 and None.
+        criteria: transformers' list of all criteria, called with (batch, length) int64 and ``scores``.
         input_ids: (batch, length) int64, the prompts.
         padding: token of ended rows; None lets them go on.
+        processors: make scores of logits; None where criteria get no scores.
 
     Attributes:
         ids: (batch, length) int64, prompts and new tokens so far.
+        scores: (batch, vocab) float32 for each new token, zeros at rows that have ended; None without ``processors``.
         padding: as above.
         over: whether all rows have ended.
         ended: rows that take padding from now on.
         lengths: new tokens of each row, without padding.
     """
 
-    def __init__(self, criteria: Callable[[Tensor, None], Tensor], input_ids: Tensor, padding: int | None) -> None:
-        self._criteria, self.padding = criteria, padding
+    def __init__(
+        self,
+        criteria: Callable[[Tensor, Any], Tensor],
+        input_ids: Tensor,
+        padding: int | None,
+        processors: Sequence[Any] | None = None,
+    ) -> None:
+        self._criteria, self.padding, self._processors = criteria, padding, processors
+        self.scores: tuple[Tensor, ...] | None = None if processors is None else ()
         self.ids = input_ids
         self.over = False
         self.ended: set[int] = set()
@@ -134,22 +149,26 @@ class JointCriteria:
         short = (row for row, output in enumerate(outputs) if len(output) <= self._length)
         return [] if self.over else [row for row in short if row not in self.ended]
 
-    def advance(self, outputs: Sequence[Sequence[int]]) -> None:
+    def advance(self, outputs: Sequence[Sequence[int]], logits: Sequence[Sequence[Tensor] | None] = ()) -> None:
         """Call the criteria after each token that all rows have, up to the end of all rows.
 
         Args:
             outputs: new tokens of each row.
+            logits: (vocab,) each, of each row and token; needed for scores.
 
         Raises:
             UserError: rows are padded, and a criterion has returned other than one truth value per row.
         """
         while not self.over and not self.lacking(outputs):
             tokens = [self.padding if row in self.ended else output[self._length] for row, output in enumerate(outputs)]
+            if self.scores is not None:
+                own = [None if row in self.ended else one[self._length] for row, one in enumerate(logits) if one]
+                self.scores += (scores_of(own, self.ids, self._processors or ()),)
             self._length += 1
             self.lengths = [end if row in self.ended else self._length for row, end in enumerate(self.lengths)]
             self.ids = torch.cat([self.ids, self.ids.new_tensor(tokens)[:, None]], dim=1)
             # Not of one dimension if a criterion returns a column, as transformers' documentation says.
-            self._met = self._met | self._criteria(self.ids, None)
+            self._met = self._met | self._criteria(self.ids, self.scores)
             self.over = bool(self._met.all())
             if self.padding is None:
                 continue
@@ -161,20 +180,23 @@ class JointCriteria:
             self.ended = {row for row, met in enumerate(self._met.tolist()) if met}
 
 
-def stopping_of(criteria: Sequence[Any], input_ids: Tensor, padding: int) -> tuple[Stopper, JointCriteria | None]:
-    """The stopper of each row for transformers' criteria, and the criteria of several rows together, if there are any
-    but length and end of sequence, which need no call per token.
+def stopping_of(
+    criteria: Sequence[Any], input_ids: Tensor, padding: int, processors: Sequence[Any] | None = None
+) -> tuple[Stopper, JointCriteria | None]:
+    """The stopper of each row for transformers' criteria, and the criteria of all rows together, if there are several
+    rows or scores, and any criteria but length and end of sequence, which need no call per token.
 
     Args:
         criteria: of a call of ``generate``, at least one of them ``MaxLengthCriteria``.
         input_ids: (batch, length) int64, the prompts.
         padding: token of ended rows.
+        processors: of the scores that criteria get; None if they get none.
     """
     limits = [c.max_length - input_ids.shape[1] for c in criteria if type(c) is MaxLengthCriteria]
     eos = [int(t) for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.flatten()]
     others = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-    if not others or len(input_ids) == 1:
-        return Stopper(min(limits), eos_token_ids=eos, criteria=others), None
+    if not others or (len(input_ids) == 1 and processors is None):
+        return Stopper(min(limits), eos_token_ids=eos, criteria=others, device=input_ids.device), None
     pads = any(hasattr(c, "eos_token_id") for c in criteria)  # transformers' own rule
-    joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None)
+    joint = JointCriteria(StoppingCriteriaList(criteria), input_ids, padding if pads else None, processors)
     return Stopper(min(limits), eos_token_ids=eos), joint

@@ -251,7 +251,7 @@ class _Group:
                 if row.alignment is not None and not row.alignment.take(token):
                     row.failures[node] = RejectedError()
                     break
-                if token not in children[node]:
+                if token not in children[node] or row.ends(token, len(history) + 1):
                     break
                 history.append(token)
                 node = children[node][token]

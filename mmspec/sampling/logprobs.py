@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmspec.checks import optional, whole
@@ -63,17 +64,15 @@ def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor
     return tuple(found)
 
 
-def scores_by_step(logits: Sequence[Tensor], sequences: Tensor, processors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Logits after all processors, which are called as by ``generate``: with the tokens before each step.
+def scores_of(rows: Sequence[Tensor | None], ids: Tensor, processors: Sequence[Any]) -> Tensor:
+    """A step's logits, (vocab,) per row, after all processors, which are called as by ``generate``: (batch, vocab).
 
     Args:
-        logits: (batch, vocab) each.
-        sequences: (batch, length) int64, which ends with the tokens of the steps.
+        rows: None at rows that have ended, whose logits are zeros.
+        ids: (batch, length) int64, the tokens before the step.
     """
-    first, found = sequences.shape[1] - len(logits), []
-    for step, scores in enumerate(logits):
-        scores = scores.clone()
-        for processor in processors:
-            scores = processor(sequences[:, : first + step], scores)
-        found.append(scores)
-    return tuple(found)
+    empty = torch.zeros_like(next(row for row in rows if row is not None))
+    scores = torch.stack([empty if row is None else row for row in rows])
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores

@@ -43,8 +43,9 @@ class Sampler:
     Args:
         processors: applied in order to float32 logits, each row with its own history. Processors that are neither
             transformers' own nor tree processors run path by path (with a warning): one call and host sync per emitted
-            token instead of one call for all nodes. They may be stateful; each sequence has its own copies.
-            transformers' eta and top-h sync with the host, too.
+            token instead of one call for all nodes, up to an end of sequence. They may be stateful; each sequence has
+            its own copies. transformers' eta and top-h sync with the host, too.
+        copies: False if there is one sequence, which uses the processors themselves: they keep what they record.
         do_sample: sample from the processed distribution; False takes its argmax.
         generator: random generator; None is torch's global one.
         key: samplers with equal keys have equal processors and are batched; None disables this.
@@ -73,12 +74,13 @@ class Sampler:
         constraint: Constraint | None = None,
         lossy: float = 0.0,
         aligned: bool = False,
+        copies: bool = True,
     ) -> None:
         if lossy and do_sample:
             raise UserError(f"lossy goes with greedy decoding, temperature 0: got lossy {lossy:g} and sampling")
         if aligned and not do_sample:
             raise UserError("grammar_aligned goes with sampling, a temperature above 0: got greedy decoding")
-        self.lossy, self.aligned = lossy, aligned
+        self.lossy, self.aligned, self.copies = lossy, aligned, copies
         self.processors = list(processors)
         self.constraint = constraint
         self.forms = [tree_form(processor) for processor in processors]
@@ -113,8 +115,8 @@ class Sampler:
 @cache
 def _warn_once(name: str) -> None:
     warnings.warn(
-        f"{name} runs path by path, which is slow: make it a mmspec.TreeProcessor, or register a function that "
-        "returns one as an entry point of mmspec.processors",
+        f"{name} runs path by path, which is slow, in a copy per sequence (the only one of generate: itself): make it "
+        "a mmspec.TreeProcessor, or register a function that returns one as an entry point of mmspec.processors",
         stacklevel=3,
     )
 
@@ -161,6 +163,10 @@ class Sampled:
         self.history = self.history[: self.prompt_length]
         self._begin()
 
+    def ends(self, token: int, length: int) -> bool:
+        """Whether the output ends with a token at this length, so that no processor is to be called after it."""
+        return False
+
     def drawn(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
         where = torch.device("cpu") if self.generator is None else self.generator.device
@@ -182,5 +188,5 @@ class Sampled:
             if isinstance(form, TreeProcessor):
                 self._own[place] = Matcher(form, self.history[: self.prompt_length])
             else:
-                self._own[place] = copy_for_row(processor, self.index)
+                self._own[place] = copy_for_row(processor, self.index) if self.sampler.copies else processor
         return self._own[place]

@@ -34,7 +34,7 @@ from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
-_FORMAT = 3  # of the converted folder
+_FORMAT = 4  # of the converted folder
 _FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that comes closest to the file's weights
 
 STORED = "stored.safetensors"
@@ -119,6 +119,13 @@ def _form(reader: Any) -> str | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
+def _ends(reader: Any, vocab: int) -> list[int]:
+    """Tokens that end an answer: of a text, a turn and a message. transformers reads the first of them."""
+    fields = (reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = dict.fromkeys(int(field.contents()) for field in fields if field is not None)
+    return [token for token in ids if 0 <= token < vocab]
+
+
 def _write(file: Path, folder: Path) -> None:
     """Save model and tokenizer as transformers reads them, the rows of the file, and the form of the weights."""
     with _one_reader(file) as reader, replaced({(modeling_gguf_pytorch_utils, "tqdm"): _bar_of_transformers}):
@@ -126,6 +133,8 @@ def _write(file: Path, folder: Path) -> None:
         model: Any = from_pretrained(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = from_pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
         stored = dict(_stored_rows(reader, model))
+        if ends := _ends(reader, model.config.vocab_size):
+            model.generation_config.eos_token_id = ends
     vars(model.config).pop("quantization_config", None)  # save_pretrained refuses models that were quantised
     model.hf_quantizer = None
     with bars_on_terminals():

@@ -70,7 +70,8 @@ def drafter_kind(target: Any, like: Tensor) -> str | None:
     """
     if like.device.type != "cpu":
         return None
-    if weights_kind(target.model) in ("Int4Blocks", "Int8Blocks"):
+    exact = BLOCKS["bfloat16"], BLOCKS["float32"]
+    if any(isinstance(layer, BlockLinear) and type(layer) not in exact for layer in target.model.modules()):
         return "int8"
     return "bfloat16" if like.dtype == torch.bfloat16 and packs_bfloat16() else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -153,7 +153,28 @@ def cache_argument(decoder: nn.Module) -> str:
     return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
 
 
+def base_model(model: Any) -> Any:
+    """The model of transformers in a wrapper of peft, with the adapters in its layers; anything else unchanged.
+
+    Raises:
+        UserError: the wrapper learns prompts, which only its own forward adds.
+    """
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    refuse_learned_prompts(model)
+    return model.get_base_model()
+
+
+def refuse_learned_prompts(model: Any) -> None:
+    """Raise if a wrapper of peft learns prompts; other models pass."""
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise UserError(f"adapters of peft must be in the model's layers, like LoRA: got learned prompts, {kind}")
+
+
 _NEVER_EXACT = {
+    "idefics": "reads images in every pass",
     "kosmos-2.5": "offsets its positions",
 }
 """Model types that pass all other checks, and the reason why their tokens would differ."""
@@ -198,26 +219,34 @@ _SWITCHES = {
     "selection": "attention masks",
 }
 _BELOW = ("dynamic", "temperature", "selection")
+_BY_POSITION = ("dynamic", "longrope")  # the others count padding
 _MOST_NODES = 512  # in a pass
 
 
-def refuse_rope_switch(config: Any, length: int, max_new_tokens: int) -> None:
+def refuse_switch(config: Any, lengths: Sequence[int], padded: int, max_new_tokens: Sequence[int]) -> None:
     """Raise if a sequence may cross the length at which its rotary frequencies change.
 
     A pass has one set of frequencies, but the paths of a tree differ in length. The same holds for other properties of
     attention that change with the length.
 
+    Args:
+        lengths: of the prompts of a batch, without padding.
+        padded: theirs with padding.
+        max_new_tokens: of each.
+
     Raises:
-        UserError: prompt and answer are not on one side of that length (longrope), or below it (others).
+        UserError: a prompt and its answer are not on one side of that length (longrope), or below it (others), or the
+            prompts not on the same one.
     """
     for kind, switch in _rope_switches(config):
-        if (kind in _BELOW and length + max_new_tokens > switch) or (
-            kind == "longrope" and length <= switch < length + max_new_tokens
-        ):
-            raise UserError(
-                f"{_SWITCHES[kind]} change at {switch} tokens: prompt and answer must "
-                f"{'fit below' if kind in _BELOW else 'stay on one side'}, got {length} and up to {max_new_tokens} more"
-            )
+        for length, new in zip(lengths, max_new_tokens, strict=True):
+            slots = length if kind in _BY_POSITION else padded
+            if slots + new > switch and (kind in _BELOW or min(lengths) <= switch):
+                raise UserError(
+                    f"{_SWITCHES[kind]} change at {switch} tokens: prompt and answer must "
+                    f"{'fit below' if kind in _BELOW else 'stay on one side'}, got {min(lengths)} and up to "
+                    f"{slots + new - min(lengths)} more"
+                )
 
 
 def rope_side(config: Any, length: int) -> tuple[bool, ...]:
@@ -229,18 +258,20 @@ _SLOT_BIASES = ("inkling_text", "inkling2_text")
 """Model types with biases that depend on distances in slots, padding included."""
 
 
-def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: int) -> None:
+def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: Sequence[int]) -> None:
     """Raise if padding after tokens of a prompt separates tokens that layers compare by distance.
 
     Args:
-        mask: (batch, length), the prompt's.
+        mask: (batch, length), the prompts'.
+        max_new_tokens: of each.
 
     Raises:
         UserError: windows, chunks or biases of transformers would count such padding.
     """
     limit = 0 if config.model_type in _SLOT_BIASES else slot_limit(config)
-    last = mask.shape[1] + max_new_tokens - 1  # the last token is never read
-    if limit is not None and last > limit and bool((mask[:, 1:] < mask[:, :-1]).any()):
+    inner = (mask[:, 1:] < mask[:, :-1]).any(1).tolist()
+    last = mask.shape[1] + max((new for new, own in zip(max_new_tokens, inner, strict=True) if own), default=0) - 1
+    if limit is not None and last > limit and any(inner):  # the last token is never read
         raise UserError(
             "attention_mask must have padding before tokens only where attention compares distances: "
             f"expected at most {limit} slots with padding after tokens, got up to {last}"

@@ -15,6 +15,7 @@ from mmspec.core.budget import CostTable
 from mmspec.core.target import Feature, KeysValues, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
+from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
@@ -24,7 +25,7 @@ from mmspec.targets.prefill import Prefill, next_position
 from mmspec.targets.prefix_reuse import PrefixReuse
 from mmspec.targets.processor import Processor
 from mmspec.targets.runner import new_runner
-from mmspec.targets.support import refuse_inner_padding, refuse_rope_switch, rope_side, without_output_capture
+from mmspec.targets.support import refuse_inner_padding, refuse_switch, rope_side, without_output_capture
 
 RESERVED_NODES = 64
 """KV slots reserved for a tree, after prompt and answer."""
@@ -46,6 +47,7 @@ class TransformersTarget:
         runner: runs the verify passes; of another class where the model moves to a device with other shapes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
+        exact: whether prompts are refused for which trees cannot be verified exactly; a draft model need not.
 
     Raises:
         UserError: a part of the architecture cannot verify trees exactly.
@@ -53,6 +55,7 @@ class TransformersTarget:
 
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     processor_class: ClassVar[type[Processor]] = Processor
+    exact = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -123,13 +126,16 @@ class TransformersTarget:
     def prefill_chunks(
         self, prompt: Prompt, max_new_tokens: int | Sequence[int], chunk: int | None
     ) -> Iterator[TargetOutput | None]:
+        if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
+            raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
-        shortest = length if mask is None else int(mask.sum(1).min())
-        refuse_rope_switch(self.config, shortest, length - shortest + longest)
-        if mask is not None:
-            refuse_inner_padding(self.config, mask, longest)
+        new = [longest] * len(ids) if isinstance(max_new_tokens, int) else max_new_tokens
+        if self.exact:
+            refuse_switch(self.config, [length] * len(ids) if mask is None else mask.sum(1).tolist(), length, new)
+            if mask is not None:
+                refuse_inner_padding(self.config, mask, new)
         reserve = length + min(longest, 4096) + RESERVED_NODES
         # Rows that are copied to another cache need no slots for the answer.
         if self.runner.static_shapes != self.decoder.static_shapes:  # the model moved to another device

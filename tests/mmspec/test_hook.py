@@ -3,12 +3,15 @@
 import contextlib
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
     LogitsProcessor,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -264,6 +267,104 @@ class Together(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class ScoreSum(StoppingCriteria):
+    """Ends rows whose chosen scores reach a sum, and records what it is called with."""
+
+    def __init__(self, most):
+        self.most, self.calls = most, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append((input_ids.clone(), None if scores is None else [one.clone() for one in scores]))
+        if scores is None:
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+        sums = [
+            sum(float(step[row, token]) for step, token in zip(scores, ids[-len(scores) :].tolist(), strict=True))
+            for row, ids in enumerate(input_ids)
+        ]
+        return torch.tensor([one >= self.most for one in sums])
+
+
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_criteria_get_the_scores_that_generate_passes(batch, returned):
+    """With ``output_scores`` and ``return_dict_in_generate``, else None; all tokens, with the last one's scores."""
+    model, inputs = shared_model("llama"), text_inputs(batch, 9)
+    options = {**GREEDY, "eos_token_id": None, "repetition_penalty": 1.3, "max_new_tokens": 16, "output_scores": True}
+    options["return_dict_in_generate"] = returned
+    theirs, ours, plain = ScoreSum(50.0), ScoreSum(50.0), model.generate(**inputs, **GREEDY)
+    oracle = Oracle(plain[:, 9:].tolist(), vocab=90)
+    reference = model.generate(**inputs, **options, stopping_criteria=[theirs])
+    out = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, stopping_criteria=[ours])
+    if returned:
+        assert 9 + 2 < reference.sequences.shape[1] < 9 + 16
+        assert torch.equal(out.sequences, reference.sequences)
+        torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
+    else:
+        assert torch.equal(out, reference)
+    assert len(ours.calls) == len(theirs.calls)
+    for (ids, scores), (other, wanted) in zip(ours.calls, theirs.calls, strict=True):
+        assert torch.equal(ids, other)
+        assert (scores is None) == (wanted is None) == (not returned)
+        if returned:
+            torch.testing.assert_close(scores, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_all_criteria_are_called_at_every_token():
+    """The last one included, whichever of them ends the row: they may record."""
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    plain = model.generate(**inputs, **GREEDY | {"eos_token_id": None})[0, 9:].tolist()
+    options = {**GREEDY, "eos_token_id": plain[6]}
+    theirs, ours = ([ScoreSum(0), Tail(), ScoreSum(0)] for _ in range(2))
+    model.generate(**inputs, **options, stopping_criteria=theirs)
+    mmspec.generate(model, drafter=Oracle([plain], vocab=90), nodes=10, **inputs, **options, stopping_criteria=ours)
+    for mine, other in zip(ours[::2], theirs[::2], strict=True):
+        assert [ids.tolist() for ids, _ in mine.calls] == [ids.tolist() for ids, _ in other.calls]
+
+
+class Recording(LogitsProcessor):
+    """Adds a bias that depends on its calls, and records them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, input_ids, scores):
+        self.calls.append((input_ids.clone(), scores.clone()))
+        return scores.index_fill(1, torch.tensor([len(self.calls) % 7]), 3.0)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+@pytest.mark.parametrize("end", ["stop", "length"])
+def test_a_callers_processor_keeps_what_it_records(end, scored):
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    options = {**GREEDY, "max_new_tokens": 17, "eos_token_id": None}
+    plain = model.generate(**inputs, **options, logits_processor=[Recording()])[0, 9:].tolist()
+    options |= {"return_dict_in_generate": True, "output_scores": scored}
+    if end == "stop":
+        options["eos_token_id"] = plain[8]
+    theirs, ours = Recording(), Recording()
+    reference = model.generate(**inputs, **options, logits_processor=[theirs])
+    oracle = Oracle([plain], vocab=90)
+    out = mmspec.generate(model, drafter=oracle, nodes=10, **inputs, **options, logits_processor=[ours])
+    assert torch.equal(out.sequences, reference.sequences)
+    assert out.stats[0].mean_acceptance_length > 1.2
+    assert [ids.tolist() for ids, _ in ours.calls] == [ids.tolist() for ids, _ in theirs.calls]
+    for (_, mine), (_, other) in zip(ours.calls, theirs.calls, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+    if scored:
+        torch.testing.assert_close(out.scores, reference.scores, atol=1e-4, rtol=1e-4)
+
+
+def test_a_processor_that_cannot_be_copied_serves_one_sequence():
+    class Locked(Recording):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    model, inputs = shared_model("llama"), text_inputs(1, 9)
+    reference = model.generate(**inputs, **GREEDY, logits_processor=[Locked()])
+    assert torch.equal(mmspec.generate(model, **inputs, **GREEDY, logits_processor=[Locked()]), reference)
 
 
 def test_a_criterion_that_fails_ends_the_call():
@@ -574,6 +675,92 @@ def test_drafters_of_a_prompt_of_embeddings(drafter):
     options = {"max_new_tokens": 8, "do_sample": False, "inputs_embeds": embeds, **mask}
     found = mmspec.generate(model, drafter=tiny_drafter(drafter, model), nodes=6, **options)
     assert torch.equal(found, model.generate(**options))
+
+
+class Wrapped(torch.nn.Module):
+    """As peft wraps a model: it generates with the model inside, whose inputs it prepares."""
+
+    def __init__(self, model, learned=False):
+        super().__init__()
+        self.model = model
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=learned, peft_type="PROMPT_TUNING")
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def get_base_model(self):
+        return self.model
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        self.model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
+        try:
+            return self.model.generate(*args, **kwargs)
+        finally:
+            del self.model.prepare_inputs_for_generation
+
+
+def _wrapped(kind):
+    """A model that peft has wrapped, and the refusal of its learned prompts."""
+    model, learned = text_model("llama"), kind.endswith("prompts")
+    if kind.startswith("peft"):
+        peft = pytest.importorskip("peft")
+        lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        config = peft.PromptTuningConfig(num_virtual_tokens=4) if learned else peft.LoraConfig(**lora)
+        config.task_type = "CAUSAL_LM"
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config).eval(), learned
+    return Wrapped(model, learned), learned
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Position ids are not supported for parameter efficient")
+@pytest.mark.parametrize("kind", ["stand-in", "stand-in with prompts", "peft", "peft with prompts"])
+def test_models_that_peft_has_wrapped(kind):
+    model, refused = _wrapped(kind)
+    inputs, tokens = text_inputs(1, 9), [list(range(3, 12))]
+    calls = [
+        lambda: mmspec.generate(model, drafter="ngram", **inputs, **GREEDY),
+        lambda: model.generate(custom_generate=mmspec.decode, drafter="ngram", **inputs, **GREEDY),
+        lambda: mmspec.load(model, processor=byte_tokenizer()).generate(tokens[0], max_new_tokens=5).token_ids,
+        lambda: mmspec.generate(shared_model("llama"), assistant_model=model, nodes=4, **inputs, **GREEDY),
+    ]
+    if refused:
+        for call in calls:
+            with pytest.raises(UserError, match=r"^adapters of peft must .*got learned prompts, "):
+                call()
+        return
+    reference = model.generate(**inputs, **GREEDY)
+    assert torch.equal(calls[0](), reference)
+    assert torch.equal(calls[1](), reference)
+    expected = model.generate(input_ids=torch.tensor(tokens), max_new_tokens=5, do_sample=False)
+    assert calls[2]() == expected[0, 9:].tolist()
+    assert torch.equal(calls[3](), shared_model("llama").generate(**inputs, **GREEDY))
+
+
+def test_gradient_checkpointing_is_refused_where_it_keeps_no_states():
+    model, inputs = text_model("llama"), text_inputs(1, 9)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
+    assert torch.equal(mmspec.generate(model, drafter="ngram", **inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    model.train()
+    with pytest.raises(UserError, match=r"^gradient checkpointing keeps no keys .* call model.eval\(\) first$"):
+        mmspec.generate(model, drafter="ngram", **inputs, **GREEDY)
+
+
+def test_models_that_read_images_in_every_pass_are_refused():
+    sizes = {"vocab_size": 37, "additional_vocab_size": 0, "hidden_size": 32, "intermediate_size": 48}
+    vision = {"embed_dim": 32, "image_size": 30, "patch_size": 10, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = IdeficsConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, vision_config=vision)
+    model = IdeficsForVisionText2Text(config).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    images = {"pixel_values": torch.zeros(1, 1, 3, 30, 30), "image_attention_mask": torch.ones(1, 3, 1)}
+    for options in ({"drafter": "ngram"}, {"assistant_model": text_model("llama")}):
+        with pytest.raises(UserError, match="IdeficsForVisionText2Text reads images in every pass"):
+            mmspec.generate(model, input_ids=ids, **images, **options, **GREEDY)
+    with pytest.raises(UserError, match="IdeficsForVisionText2Text reads images in every pass"):
+        mmspec.generate(shared_model("llama"), assistant_model=model, **text_inputs(1, 9), **GREEDY)
 
 
 def test_refuses_filled_caches():

@@ -12,6 +12,7 @@ from mmspec.adaptation import heads
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
+from mmspec.core.tree import build_tree
 from mmspec.distil import online
 from mmspec.distil.features import ConversationFeatures, collate
 from mmspec.distil.tasks import drafter_optimisers
@@ -211,6 +212,79 @@ def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_
     again = adapting(folder=tmp_path)
     assert same(weights(again), third)
     assert kept.name == "00000000"
+
+
+def learned(pipe):
+    return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
+
+
+def test_learning_goes_on_from_the_weights_that_have_returned():
+    """Not from those that were worse, and what was learned since is compared with the weights in force."""
+    pipe = adapting()
+    head, first = pipe.adaptation.heads[0], weights(pipe)
+    train(pipe)
+    ended(pipe, 2.0)
+    train(pipe)
+    ended(pipe, 1.5)
+    assert head.rollbacks == 1
+    assert same(learned(pipe), first)
+    assert same(list(head.drafter.fresh.network.parameters()), first)
+    train(pipe)
+    ended(pipe, 2.0)
+    assert head.replacements == 2
+    for found, old in zip(weights(pipe), first, strict=True):
+        torch.testing.assert_close(found, old + 0.01)
+    train(pipe)
+    ended(pipe, 1.5)  # the second fall: back to the weights in force before, which are the first ones again
+    assert head.rollbacks == 2
+    assert same(weights(pipe), first)
+    assert same(learned(pipe), first)
+    for length in (2.0, 2.1):
+        before = weights(pipe)
+        train(pipe)
+        ended(pipe, length)
+    train(pipe)
+    ended(pipe, 1.5)  # back by one replacement
+    assert head.rollbacks == 3
+    assert same(weights(pipe), before)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 5])
+def test_an_answer_that_stops_inside_a_path_is_recorded_up_to_the_stop(place):
+    """Tokens, states and acceptance: what was accepted after the stop was never said."""
+    model, inputs = shared_model("llama"), text_inputs(length=9)
+    plain = pipeline("llama", None)
+    said = tokens(plain, inputs, length=12)[0]
+    end = next(token for token in said[place:] if token not in said[:place])
+    length = said.index(end) + 1
+
+    class Right(type(tiny_drafter("medusa", model))):
+        """Drafts the answer."""
+
+        def propose(self, token, budget):
+            at = 1 + max(n for n in range(len(said)) if said[n] == int(token[0]) and n <= self.said)
+            chain = said[at : at + 4]
+            self.said = at + len(chain)
+            return build_tree(token, [(chain, list(range(len(chain))))])
+
+    drafter = tiny_drafter("medusa", model)
+    drafter.__class__, drafter.said = Right, 0
+    pipe = pipeline("llama", drafter, AdaptOptions(None))
+    found = pipe.adaptation.heads[0].drafter
+    wakeup = Wakeup()
+    with pipe.engine.paused():
+        (row,) = pipe.add(
+            prompt_of(inputs), SamplingParams().sampler(), Stopper(12, eos_token_ids=[end]), 8, on_change=wakeup
+        )
+        pipe.engine.idle.clear()
+    wakeup.wait(lambda: row.done)
+    pipe.engine.drain()
+    (one,) = found.ended
+    assert row.token_ids == said[:length]
+    text = inputs["input_ids"][0].tolist() + said[:length]
+    assert one.answer.tokens.tolist() == text[: len(one.answer.tokens)]
+    assert len(one.answer.tokens) == len(one.answer.features["last"]) >= len(text) - 1
+    assert (one.tokens, one.steps) == (sum(row.stats.accept_lengths), row.stats.num_spec_steps)
 
 
 def test_a_table_is_kept_on_disk_and_learns_on(tmp_path):

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 import mmspec
@@ -227,15 +227,35 @@ def test_a_folder_and_a_share(tmp_path):
         make_drafter(f"small:{tmp_path}@1.5")
 
 
-def test_images_of_another_size_are_refused():
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_draft_model_may_cross_the_length_at_which_its_rotary_embeddings_change(kind):
+    """It need not be exact: in the prompt's room for an answer, in the answer, and before both."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    rope |= {"short_factor": [1.0] * 6, "long_factor": [2.0] * 6, "original_max_position_embeddings": 16}
+    torch.manual_seed(0)
+    shape = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 32, "num_attention_heads": 4}
+    limit = 16 if kind == "dynamic" else 64
+    draft = LlamaForCausalLM(
+        LlamaConfig(**shape, num_hidden_layers=1, max_position_embeddings=limit, rope_parameters=rope)
+    ).eval()
+    for length in (5, 14, 20):
+        model, inputs = shared_model("llama"), text_inputs(1, length)
+        out = mmspec.generate(model, drafter=Small(draft), nodes=4, return_dict_in_generate=True, **inputs, **OPTIONS)
+        assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+        assert out.stats[0].num_draft_tokens > 0
+
+
+@pytest.mark.drafter_fails
+def test_images_of_another_size_are_not_drafted_for():
     other = copy.deepcopy(VISION_CONFIGS["llava"]())
     other.vision_config.image_size = 24
     torch.manual_seed(0)
     small = AutoModelForImageTextToText.from_config(other).eval()
-    with pytest.raises(
-        UserError, match=r"^the draft model must take the target's images and videos; with small:MODEL@0 "
-    ):
-        mmspec.generate(shared_model("llava"), drafter=Small(small), **vision_inputs("llava", 1), **OPTIONS)
+    model, inputs = shared_model("llava"), vision_inputs("llava", 1)
+    out = mmspec.generate(model, drafter=Small(small), return_dict_in_generate=True, **inputs, **OPTIONS)
+    assert torch.equal(out.sequences, model.generate(**inputs, **OPTIONS))
+    why = "Small: UserError: the draft model must take the target's images and videos; with small:MODEL@0 "
+    assert out.stats[0].drafter_error.startswith(why)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])

@@ -466,6 +466,22 @@ def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch
     assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
 
 
+def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
+    class Refuses(TableTarget):
+        def prefill_chunks(self, prompt, max_new_tokens, chunk):
+            if bool((prompt.input_ids == 6).any()):
+                raise ValueError("six")
+            yield from super().prefill_chunks(prompt, max_new_tokens, chunk)
+
+    engine = SteppedEngine(Refuses(table_model(VOCAB)), None, lambda batch, nodes: Budget(0))
+    prompts = [[1, 2], [6, 2], [3, 4]]
+    rows = [row for prompt in prompts for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(5))]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [str(row.error) for row in rows] == ["None", "six", "None"]
+    for row, prompt in zip(rows[::2], prompts[::2], strict=True):
+        assert row.token_ids == said_plainly(engine.target.table, prompt, 5)
+
+
 def test_each_answer_has_its_own_room():
     """In the target's cache, and in what the deepest draft may reach."""
     target, engine = stacking()

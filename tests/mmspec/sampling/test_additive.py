@@ -118,6 +118,33 @@ def test_an_end_that_is_ignored(source: str) -> None:
     assert EOS not in late.token_ids[:3]
 
 
+@pytest.mark.parametrize("end", [EOS, 40, 41])
+@pytest.mark.parametrize("source", ["auto", "mmspec", "the model"])
+def test_no_end_of_several_comes_early(source: str, end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is forbidden at first, and ends the answer then."""
+    config = byte_model().generation_config
+    monkeypatch.setattr(config, "eos_token_id", [EOS, 40, 41])
+    own = source == "the model"
+    monkeypatch.setattr(config, "min_new_tokens", 3 if own else None)
+    pipe = pipeline(Ngram(), generation_config="auto" if own else source)
+    assert pipe.model.generation_config is config
+    fields = {} if own else {"min_new_tokens": 3}
+    answer = pipe.generate(PROMPTS[0], nodes=4, logit_bias={end: 100.0}, max_new_tokens=8, **fields)
+    assert (answer.token_ids[3:], answer.finish_reason) == ([end], "stop")
+    assert not {EOS, 40, 41} & set(answer.token_ids[:3])
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5])
+def test_biased_tokens_are_those_of_the_vocabulary(penalty: float) -> None:
+    """The last one is, the next one is the first that is not."""
+    pipe = pipeline(Ngram())
+    vocab = pipe.model.config.vocab_size
+    options = {"nodes": 4, "max_new_tokens": 3, "frequency_penalty": penalty}
+    assert pipe.generate(PROMPTS[0], logit_bias={vocab - 1: 100.0}, **options).token_ids[:1] == [vocab - 1]
+    with pytest.raises(UserError, match=rf"^biased tokens must be below the vocabulary's size {vocab}: got {vocab}$"):
+        pipe.generate(PROMPTS[0], logit_bias={vocab: 1.0}, **options)
+
+
 def test_mistakes() -> None:
     with pytest.raises(UserError, match=r"biased tokens must be below the vocabulary's size \d+: got 5000"):
         pipeline(Ngram()).generate(PROMPTS[0], logit_bias={5000: 1.0})

@@ -394,7 +394,7 @@ def test_a_warning_names_the_processor_once():
     sampler_module._warn_once.cache_clear()
     try:
         with pytest.warns(
-            UserWarning, match="Unknown runs path by path, which is slow: make it a mmspec.TreeProc"
+            UserWarning, match=r"Unknown runs path by path, which is slow, in a copy per .*: make it a mmspec.TreeProc"
         ) as all_:
             Sampler([Unknown(), hf.TopKLogitsWarper(3), Unknown()])
         assert len(all_) == 1

@@ -64,6 +64,19 @@ def test_the_converted_weights_are_those_that_transformers_reads(file: Path, cac
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [({"eot": 7}, [259, 7]), ({"eot": 8, "eom": 7}, [259, 8, 7]), ({"eot": 259, "eom": 260}, [259])],
+)
+def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache: Path, tmp_path: Path) -> None:
+    """Those that the file names, within the vocabulary, beside the end of a text."""
+    pipe = mmspec.load(str(save_gguf(tmp_path / "chat.gguf", ends=ends)), drafter=None, dtype="float32")
+    assert pipe.target.eos_token_ids == expected
+    for end in expected:
+        answer = pipe.generate([258, 5], max_new_tokens=4, logit_bias={end: 100.0})
+        assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
+
+
 def test_a_changed_file_is_converted_again_and_nothing_else_stays(file: Path, cache: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied.gguf"
     copied.write_bytes(file.read_bytes())

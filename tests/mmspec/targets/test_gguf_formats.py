@@ -17,15 +17,16 @@ from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.small import Small
 from mmspec.errors import UserError
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.targets import gguf
 from mmspec.targets.merging import merge_layers
-from mmspec.targets.packing import weights_kind
+from mmspec.targets.packing import drafter_kind, pack_drafter, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
-from tests.model_folders import gguf_matrix, save_gguf
+from tests.model_folders import gguf_matrix, save_gguf, save_text_model
 
 FORMS: dict[str, str | None] = {
     **dict.fromkeys(["Q1_0", "Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K"], "int4"),
@@ -132,6 +133,30 @@ def test_the_default_dtype_is_that_of_the_file(kind: str, tmp_path: Path, cache:
     expected = {"Q8_0": "Int8Blocks", "Q5_1": "Q5Blocks", "IQ4_NL": "Int4Blocks", "F16": None}[kind]
     assert weights_kind(model) == expected
     assert model.dtype == (torch.float32 if expected is None else torch.bfloat16)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
+def test_drafters_are_packed_beside_weights_of_every_format(kind: str, tmp_path: Path, cache: Path) -> None:
+    """As int8, as beside int4: a draft model that is read by its name, and a trained drafter's network."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        one = module.GGMLQuantizationType.F32 if block < 0 else module.GGMLQuantizationType[kind]
+        if block < 0:
+            return np.zeros(shape, np.float32), one
+        count, size = module.GGML_QUANT_SIZES[one]
+        return np.zeros((shape[0], shape[1] // count * size), np.uint8), one
+
+    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
+    target = mmspec.load(str(save_gguf(tmp_path / "one.gguf", matrix, **sizes)), drafter=None).target
+    drafter = Small(str(save_text_model(tmp_path / "draft", vocab=260)))
+    drafter.attach(target)
+    assert weights_kind(drafter.model) == "Int8Blocks"
+    network = torch.nn.Sequential(torch.nn.Linear(32, 32))
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    pack_drafter(network, like, drafter_kind(target, like))
+    assert weights_kind(network) == "Int8Blocks"
 
 
 MIXED = [

@@ -27,10 +27,13 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
+from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.layers import tree_layers
+from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.compiled import needs_kernels
 from tests.decoding import assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
@@ -442,6 +445,40 @@ def test_rotary_embeddings_on_one_side_of_the_change(kind, limit, length, new):
         assert torch.equal(mmspec.generate(model, drafter=oracle, nodes=12, **inputs, **options), reference)
 
 
+@pytest.mark.parametrize(
+    ("kind", "limit", "lengths", "new"),
+    [("dynamic", 64, [5, 40], [50, 20]), ("longrope", 64, [3, 9], [12, 5]), ("longrope", 64, [20, 30], [4, 30])],
+)
+def test_stacked_prompts_have_limits_of_their_own(kind, limit, lengths, new):
+    """No prompt is refused because another one is longer, or its answer: stacked, their tokens are those alone."""
+    target, pads = TransformersTarget(_rope(kind, limit)), [max(lengths) - length for length in lengths]
+    target.select([])
+    ids = [torch.arange(3, 3 + length)[None] for length in lengths]
+    alone = [TransformersTarget(target.model).prefill(Prompt(one), count) for one, count in zip(ids, new, strict=True)]
+    stacked = target.prefill(Prompt.stack([Prompt(one) for one in ids]), new)
+    assert min(pads) == 0 < max(pads)
+    torch.testing.assert_close(stacked.logits, torch.cat([one.logits for one in alone]), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("dynamic", 16), ("longrope", 64)])
+def test_rows_beyond_the_change_are_refused_beside_others(kind, limit):
+    target = TransformersTarget(_rope(kind, limit))
+    for lengths, new in (([4, 12], [4, 9]), ([4, 20], [4, 4])):
+        mask = torch.arange(20)[None] >= 20 - torch.tensor(lengths)[:, None]
+        with pytest.raises(UserError, match=f"^{kind} rotary embeddings change at 16 tokens"):
+            target.prefill(Prompt(torch.ones(2, 20, dtype=torch.long), mask.long()), new)
+
+
+def test_padding_within_a_prompt_is_no_limit_of_the_prompt_beside_it():
+    target = TransformersTarget(shared_model("mistral-window"))
+    mask = torch.ones(2, 4, dtype=torch.long)
+    mask[0, 1] = 0
+    target.prefill(Prompt(torch.arange(8).view(2, 4), mask), [1, 30])
+    target.select([])
+    with pytest.raises(UserError, match="padding before tokens only"):
+        target.prefill(Prompt(torch.arange(8).view(2, 4), mask), [30, 1])
+
+
 def test_rows_ahead_of_others_stay_within_learned_positions():
     """Up to the last position that the model has, in a batch whose rows advance at different speed."""
     torch.manual_seed(0)
@@ -514,13 +551,21 @@ def test_a_narrow_head_gives_the_same_logits(ids, name):
     torch.testing.assert_close(narrow(hidden), target.head(hidden)[..., ids])
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90]])
-def test_a_narrow_head_has_its_part_of_the_bias(ids):
+PACKED = ("bfloat16", "int8", "int4")
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3], [5, 2, 90], [100, 37, 5, 64]])
+@pytest.mark.parametrize("kind", [None, *(pytest.param(kind, marks=needs_kernels) for kind in PACKED)])
+def test_a_narrow_head_has_its_part_of_the_bias(ids, kind):
+    """Packed, too: of blocks of 16 rows it takes rows."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         PhiConfig(vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
-    )
+    ).eval()
     model.get_output_embeddings().bias.data.normal_()
+    hidden = torch.randn(2, 3, 48, dtype=torch.float32 if kind is None else torch.bfloat16)
+    if kind is not None:
+        pack_model(model, kind)
+        assert isinstance(model.get_output_embeddings(), PackedLinear)
     target = TransformersTarget(model)
-    hidden = torch.randn(2, 3, 48)
     torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])

@@ -1,0 +1,281 @@
+"""A drafter that fails in a call of its protocol rests; running requests get the target's tokens without it."""
+
+import logging
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import mmspec
+from mmspec import TokenTree, plugins
+from mmspec.answer import Generation
+from mmspec.cli import session
+from mmspec.core.budget import Budget
+from mmspec.core.drafter import Wrapper
+from mmspec.core.tree import build_tree
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.per_sequence import PerSequence
+from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.small import Small
+from mmspec.drafters.union import Union
+from mmspec.engine.stopping import Stopper
+from mmspec.sampling.sampler import Sampler
+from tests.decoding import SteppedEngine
+from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of, said_plainly
+from tests.targets import prompt_of as model_prompt
+from tests.tiny import byte_model, byte_tokenizer, shared_model, table_model
+from tests.tiny.drafters import tiny_drafter, tiny_drafters
+from tests.tiny.models import text_inputs, vision_inputs
+
+pytestmark = pytest.mark.drafter_fails
+METHODS = ("begin", "propose", "observe", "select")
+ROWS = [[1, 2, 1, 2, 1], [4, 5, 4, 5, 4], [6, 6, 6, 6, 6]]
+
+
+class Failing(Wrapper):
+    """Raises in the n-th call of a method, counted from 1, after the drafter has done its part."""
+
+    def __init__(self, drafter, method, call=1, error=RuntimeError):
+        self.drafter, self.method, self.left, self.error = drafter, method, call, error
+
+    def _called(self, method, result=None):
+        if method == self.method:
+            self.left -= 1
+            if self.left == 0:
+                raise self.error("the drafter's own\nmore lines")
+        return result
+
+    def begin(self, prompt, output, history):
+        return self._called("begin", super().begin(prompt, output, history))
+
+    def propose(self, token, budget):
+        return self._called("propose", super().propose(token, budget))
+
+    def observe(self, tree, verdict, output):
+        return self._called("observe", super().observe(tree, verdict, output))
+
+    def select(self, rows):
+        return self._called("select", super().select(rows)) if rows or self.method != "select" else super().select(rows)
+
+    def continuations(self, row, path):
+        return self._called("continuations", super().continuations(row, path))
+
+
+def decoded(engine, prompts, lengths):
+    """Sequences of prompts of which the last joins two steps after the others."""
+    rows = []
+    for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if number and number == len(prompts) - 1:
+            for _ in range(2):
+                engine._has_work()
+                engine._turn()
+        rows += engine.add(prompt, Sampler(), Stopper(length))
+    engine.wait(lambda: all(row.done for row in rows))
+    engine._has_work()  # the drafter is free
+    return rows
+
+
+def on_table(drafter, rows, lengths, seed=0):
+    engine = SteppedEngine(TableTarget(table_model(VOCAB, seed)), drafter, lambda batch, nodes: Budget(6, 4))
+    return engine, decoded(engine, [prompt_of([row]) for row in rows], lengths)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_output_goes_on_without_a_failed_drafter(method, call, batch, caplog):
+    """Rows that end in turn, so that ``select`` is called, and one that joins."""
+    rows, lengths = ROWS[:batch], (20, 6, 25)[:batch]
+    drafter = Failing(Recycle(top_k=3), method, call)
+    with caplog.at_level(logging.WARNING, "mmspec.drafting"):
+        engine, ended = on_table(drafter, rows, lengths)
+    for row, prompt, length in zip(ended, rows, lengths, strict=True):
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.token_ids == said_plainly(engine.target.table, prompt, length)
+    failed = drafter.left <= 0
+    assert failed or batch == 1  # of one row, others are not selected, and no second row begins
+    (record,) = caplog.records if failed else [None]
+    assert record is None or record.getMessage().endswith("Recycle: RuntimeError: the drafter's own")
+    longest = max(ended, key=lambda row: len(row.token_ids))
+    assert longest.stats.drafter_error == ("Recycle: RuntimeError: the drafter's own" if failed else "")
+
+
+@pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_drafter_may_fail_at_every_point(kind, batch):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    prompts = [model_prompt(vision_inputs("llava", seed=seed)) for seed in range(batch)]
+    lengths = (12, 5, 15)[:batch]
+    plain = [row.token_ids for row in decoded(_engine(target, None), prompts, lengths)]
+    drafter = tiny_drafter(kind, model)
+    for method in METHODS[: 4 if batch > 1 else 3]:
+        failing = Failing(drafter, method, min(2, batch) if method == "begin" else 2)
+        engine = _engine(target, failing)
+        assert [row.token_ids for row in decoded(engine, prompts, lengths)] == plain, method
+        assert failing.left <= 0, method
+        # The next request is drafted for again.
+        (row,) = decoded(engine, prompts[:1], [12])
+        assert (row.token_ids[:12], row.stats.drafter_error) == (plain[0], "")
+        assert row.stats.num_draft_tokens > 0 or kind in ("ngram", "suffix", "datastore"), method
+
+
+def _engine(target, drafter):
+    return SteppedEngine(target, drafter, lambda batch, nodes: Budget(6, 3))
+
+
+def _tree(tokens, parents, **more):
+    return TokenTree(torch.tensor(tokens), torch.tensor(parents), check=False, **more)
+
+
+TREES = {
+    "nothing": lambda token: None,
+    "another type": lambda token: [1, 2],
+    "a row too many": lambda token: build_tree(token.repeat(2), [([1], [0])] * (2 * len(token))),
+    "floats": lambda token: _tree([[1.0, 2.0]] * len(token), [[-1, 0]] * len(token)),
+    "parents of another shape": lambda token: _tree([[1, 2]] * len(token), [[-1, 0, 1]] * len(token)),
+    "a parent after its child": lambda token: _tree([[1, 2, 3]] * len(token), [[-1, 2, 0]] * len(token)),
+    "a parent far away": lambda token: _tree([[1, 2, 3]] * len(token), [[-1, 0, 99]] * len(token)),
+    "probabilities of another shape": lambda token: _tree(
+        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.zeros(len(token), 5)
+    ),
+    "probabilities above one": lambda token: _tree(
+        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.tensor([[0.0, torch.inf]] * len(token))
+    ),
+    "probabilities that are no numbers": lambda token: _tree(
+        [[1, 2]] * len(token), [[-1, 0]] * len(token), log_probs=torch.tensor([[0.0, torch.nan]] * len(token))
+    ),
+    "a distribution of another shape": lambda token: _tree(
+        [[1, 2]] * len(token), [[-1, 0]] * len(token), draft_probs=torch.ones(len(token), VOCAB)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TREES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_trees_that_are_none_are_not_verified(what, batch):
+    class Wrong(Ngram):
+        def propose(self, token, budget):
+            return TREES[what](token)
+
+    engine, ended = on_table(Wrong(), ROWS[:batch], (9, 9, 9)[:batch])
+    for row, prompt in zip(ended, ROWS, strict=False):
+        assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
+        assert row.stats.drafter_error.startswith("Wrong: ")
+
+
+def test_another_root_does_not_change_the_output():
+    class Rooted(Ngram):
+        def propose(self, token, budget):
+            return build_tree((token + 1) % VOCAB, [([1, 2], [0, 0])] * len(token))
+
+    engine, ended = on_table(Rooted(), ROWS, (9, 9, 9))
+    assert [row.token_ids for row in ended] == [said_plainly(engine.target.table, row, 9) for row in ROWS]
+
+
+def test_of_a_union_only_the_member_that_fails_rests():
+    steady = Recycle(top_k=3)
+    engine, (row,) = on_table(Union([Failing(Ngram(), "propose", 2), steady]), ROWS[:1], [40])
+    assert row.token_ids == said_plainly(engine.target.table, ROWS[0], 40)
+    assert row.stats.drafter_error == "Ngram: RuntimeError: the drafter's own"
+    assert row.stats.num_accepted_draft_tokens > 5
+
+
+def test_of_copies_per_sequence_only_the_one_that_fails_rests():
+    table = table_model(VOCAB, 0)
+    said = [said_plainly(table, row, 16) for row in ROWS]
+    # A token that is early in some rows, and not in another.
+    token = next(t for t in range(VOCAB) if any(t in row[1:3] for row in said) and any(t not in row for row in said))
+
+    class Fails(Recycle):
+        def observe(self, tree, verdict, output):
+            super().observe(tree, verdict, output)
+            if any(token in tokens for _, tokens in verdict.host):
+                raise ValueError(token)
+
+    _, ended = on_table(PerSequence(Fails(top_k=3)), ROWS, (16, 16, 16))
+    assert [row.token_ids for row in ended] == said
+    for row, tokens in zip(ended, said, strict=True):
+        assert bool(row.stats.drafter_error) == (token in tokens) or token not in tokens[1:3]
+
+
+def test_the_same_error_is_logged_once(caplog):
+    class Broken(Ngram):
+        def begin(self, prompt, output, history):
+            raise RuntimeError("always")
+
+    engine, _ = on_table(Broken(), ROWS, (9, 9, 9))
+    for _ in range(3):
+        (row,) = decoded(engine, [prompt_of([[1, 2]])], [5])
+        assert row.stats.drafter_error == "Broken: RuntimeError: always"
+    assert len(caplog.records) == 1
+
+
+def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
+    class Stuck(Ngram):
+        begun = 0
+
+        def begin(self, prompt, output, history):
+            self.begun += 1
+            raise RuntimeError("in begin")
+
+        def select(self, rows):
+            if self.begun:
+                raise RuntimeError("in select")
+
+    drafter = Stuck()
+    engine, _ = on_table(drafter, ROWS[:1], [5])
+    (row,) = decoded(engine, [prompt_of([[1, 2]])], [5])
+    assert row.token_ids == said_plainly(engine.target.table, [1, 2], 5)
+    assert drafter.begun == 1
+    assert row.stats.drafter_error == "Stuck: RuntimeError: in begin"
+
+
+def test_errors_of_the_device_end_requests():
+    """Nothing can be computed after them, by the target either."""
+    for error in (torch.AcceleratorError, RuntimeError):
+        kind = type("Own", (error,), {"__str__": lambda self: "CUDA error: an illegal memory access"})
+        _, (row,) = on_table(Failing(Ngram(), "propose", 1, kind), ROWS[:1], [9])
+        assert isinstance(row.error, error)
+
+
+def test_continuations_may_fail():
+    pipe = mmspec.load(byte_model(), drafter=None, processor=byte_tokenizer())
+    expected = pipe.generate("abcabc", regex="(abcabc){2}[0-9x]{6}", max_new_tokens=30).token_ids
+    for error in (Failing(Ngram(), "continuations"), Shapeless()):
+        own = mmspec.load(byte_model(), drafter=error, processor=byte_tokenizer())
+        found = own.generate("abcabc", regex="(abcabc){2}[0-9x]{6}", max_new_tokens=30, num_draft_tokens=8)
+        assert found.token_ids == expected
+        assert found.stats.drafter_error
+
+
+class Shapeless(Ngram):
+    def continuations(self, row, path):
+        return [7, 8]
+
+
+def test_a_draft_model_with_a_shorter_context():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 101, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    target, draft = (GPT2LMHeadModel(GPT2Config(n_positions=n, **sizes)).eval() for n in (128, 20))
+    inputs = text_inputs(length=9)
+    expected = target.generate(**inputs, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = mmspec.generate(
+        target,
+        drafter=Small(draft),
+        nodes=4,
+        max_new_tokens=30,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        **inputs,
+    )
+    assert torch.equal(found.sequences, expected)
+    assert found.stats[0].drafter_error.startswith("Small: IndexError")
+
+
+def test_the_line_of_figures_says_that_drafting_stopped():
+    _, (row,) = on_table(Failing(Ngram(), "propose"), ROWS[:1], [9])
+    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram")
+    assert "| drafter ngram | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
+    assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
