@@ -56,9 +56,14 @@ class ThreadCount:
 
 
 class TorchThreads:
-    """Chooses the number of torch's threads for a thread that runs steps; other threads keep theirs."""
+    """Chooses the number of torch's threads for a thread that runs steps; other threads keep theirs.
 
-    def __init__(self) -> None:
+    Args:
+        adapts: whether the number follows delays: not where steps compute elsewhere or wait for other ranks.
+    """
+
+    def __init__(self, adapts: bool = True) -> None:
+        self._adapts = adapts
         self._chosen = ThreadCount(torch.get_num_threads())
         self._wall = self._delayed = 0.0
         self._delays: dict[str, int] | None = None  # nanoseconds by thread, at the start of the window
@@ -82,7 +87,7 @@ class TorchThreads:
         wall, computed = clock() - self._started[0], thread_time() - self._started[1]
         self._wall += wall
         self._delayed += max(0.0, wall - computed)
-        if self._chosen.most == 1 or self._wall < _WINDOW:
+        if not self._adapts or self._chosen.most == 1 or self._wall < _WINDOW:
             return
         before, self._delays = self._delays, _delays()
         if before is not None and self._delays is not None:

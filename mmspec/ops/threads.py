@@ -28,6 +28,7 @@ def limit_torch(count: int, kernels: int) -> bool:
     library = _openmp()
     if library is None:
         return False
+    torch.get_num_threads()  # in a new thread, the first call would undo the limit
     library.omp_set_num_threads(count)
     if hasattr(library, "MKL_Set_Num_Threads_Local"):
         library.MKL_Set_Num_Threads_Local(count)
