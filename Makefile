@@ -45,7 +45,9 @@ caption: $(VENV)/.installed
 
 real: $(VENV)/.real
 	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
-	  "List the planets of the solar system. Then list them again, each with its distance from the sun."
+	  "Repeat the following text word for word: The harbour wakes before the town. At four the first boats return, their holds full of \
+	herring, and the gulls follow them past the lighthouse. Women in oilskins sort the fish on long tables, the auctioneer walks from crate to \
+	crate, and by seven the lorries have left for the city. Then the quay is hosed down, and the nets are hung up to dry."
 	$(BIN)/mmspec caption $(PHOTOGRAPHS)/goldfish.jpg
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import nearest
+from mmspec.cli.app import limit_spinning
 from mmspec.extras import missing_import
 
 
@@ -41,4 +42,5 @@ class Studies(click.Group):
 main = Studies("python -m mmspec.eval", help="Run a benchmark or study; NAME --help shows its options.")
 
 if __name__ == "__main__":
+    limit_spinning()
     main()

@@ -161,7 +161,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def device(d: dict[str, Any]) -> str:
         details = [d["kind"]]
         if "threads" in d:
-            details.append(f"threads: {d['threads']}")
+            details.append(f"threads: {d['threads']}" + (", fewer beside other programs" if d["threads"] > 1 else ""))
         if "memory_bytes" in d:
             details += [f"sm_{d['capability'].replace('.', '')}", f"{d['memory_bytes'] / 2**30:.0f} GiB"]
         return f"{d['name']}: {', '.join(details)}"

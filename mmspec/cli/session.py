@@ -134,6 +134,10 @@ def _as_object(
 def _stats_line(generation: Generation, drafter: str | None) -> str:
     """Returns the line of statistics after an answer."""
     stats = generation.stats
+    drafting = "none"
+    if drafter:
+        idle = stats.num_spec_steps > 0 and stats.num_draft_tokens == 0
+        drafting = drafter + (" (nothing drafted)" if idle else "") + ("" if stats.lossless else ", lossy")
     speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
     return " | ".join(
         (
@@ -141,7 +145,7 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
             speed,
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
             f"{stats.num_spec_steps} steps",
-            f"drafter {drafter or 'none'}" + ("" if stats.lossless else ", lossy"),
+            f"drafter {drafting}",
             *([f"drafting stopped ({stats.drafter_error})"] if stats.drafter_error else []),
             f"first token after {stats.time_to_first_token:.3f} s",
         )

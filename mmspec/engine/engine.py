@@ -25,6 +25,7 @@ from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import Mode, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
+from mmspec.engine.threads import TorchThreads
 from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
@@ -53,6 +54,7 @@ class Engine:
     Attributes:
         core: runs the steps, in the worker thread.
         idle: work for the worker thread while no sequence runs or waits; its owners keep it alive.
+        threads: chooses the number of torch's threads.
     """
 
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
@@ -61,6 +63,7 @@ class Engine:
         self.core = (LockstepCore if sharded(target) else EngineCore)(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self.idle: WeakSet[IdleTask] = WeakSet()
+        self.threads = TorchThreads(adapts=target.device.type == "cpu" and not sharded(target))
         self._stepping = self._closed = False
         self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
         self._task: IdleTask | None = None  # of this turn
@@ -215,6 +218,7 @@ class Engine:
     def _run(self) -> None:
         """Run steps until no sequence is left and no idle work."""
         _LOCAL.engine = self
+        self.threads.begin()
         with self._on_device():
             while self._has_work():
                 self._turn()
@@ -266,12 +270,14 @@ class Engine:
             return
         core = self.core
         core.touched = dict.fromkeys(core.running)
+        self.threads.start_step()
         try:
             core.step()
         except Exception as error:
             core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
+        self.threads.end_step()
         self._idle_from = clock() + QUIET
         for sequence in core.touched:
             if sequence.has_output:

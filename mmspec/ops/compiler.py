@@ -23,7 +23,7 @@ import torch
 from mmspec.errors import UserError, first_line
 from mmspec.files import cache_folder, settle, temporary
 
-_LINK = ["-shared", "-fPIC"]
+_LINK = ["-shared", "-fPIC", "-pthread"]
 _log = logging.getLogger("mmspec.kernels")
 _SECONDS = 120  # that a compiler may take
 _PROBE = 4 << 20  # bytes; more than a compiler writes
@@ -104,7 +104,7 @@ def _compiled(source: Path, command: Sequence[str], folder: Path, name: str) -> 
 
 
 def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
-    """Compile with OpenMP, else without: Apple's clang has none.
+    """Compile a program or library.
 
     Args:
         folders: that the compiler writes to.
@@ -113,13 +113,10 @@ def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
         CompilerError: the first error, or that a folder cannot be written.
     """
     english = {**os.environ, "LC_ALL": "C"}
-    for options in (["-fopenmp"], []):
-        with _explained(f"{command[0]} does not run"):
-            done = subprocess.run(
-                [*command, *options], capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=english
-            )
-        if done.returncode == 0:
-            return
+    with _explained(f"{command[0]} does not run"):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=english)
+    if done.returncode == 0:
+        return
     for folder in folders:  # compilers report that as an error of the linker
         with _explained(f"cannot compile kernels: {folder} cannot be written", f"; {_ANOTHER}, TMPDIR one for /tmp"):
             _probe(folder)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmspec.ops import cpu_library
 from mmspec.ops.cpu_library import KINDS, NORMS, Attention, Layer, Linear, Pass
+from mmspec.ops.threads import kernel_threads
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
@@ -87,7 +88,7 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], weights.outputs)
     rows = x.numel() // weights.inputs
-    cpu_library.functions().linear(weights, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads())
+    cpu_library.functions().linear(weights, x.data_ptr(), rows, out.data_ptr(), kernel_threads())
     return out
 
 
@@ -104,7 +105,7 @@ def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
     batch, nodes, _ = x.shape
     out = x.new_empty(batch, nodes, weights.heads + 2 * weights.kv_heads, weights.head_dim)
     cpu_library.functions().attention_inputs(
-        weights, x.data_ptr(), rotation.data_ptr(), batch * nodes, out.data_ptr(), torch.get_num_threads()
+        weights, x.data_ptr(), rotation.data_ptr(), batch * nodes, out.data_ptr(), kernel_threads()
     )
     return out
 
@@ -131,7 +132,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         *(batch, nodes, slots, heads, kv_heads, head_dim),
         *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(2), *masked[1:]),
     )
-    cpu_library.functions().attention(task, torch.get_num_threads())
+    cpu_library.functions().attention(task, kernel_threads())
     return out
 
 
@@ -145,7 +146,7 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     rows = x.shape[0] * x.shape[1]
     cpu_library.functions().layer_outputs(
-        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), None, torch.get_num_threads()
+        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), None, kernel_threads()
     )
     return out
 
@@ -188,7 +189,7 @@ def decode(
     if mask is not None:
         attention = work.attention
         attention.mask, attention.mask_row, attention.mask_node = mask.data_ptr(), mask.stride(0), mask.stride(2)
-    cpu_library.functions().decode(work, torch.get_num_threads())
+    cpu_library.functions().decode(work, kernel_threads())
     return states
 
 
@@ -199,7 +200,7 @@ def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, 
         weights, rotation, cache, start: as for ``decode``.
         x: (batch, nodes, hidden) float32, contiguous, which the norms before attention do not change.
     """
-    cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), torch.get_num_threads())
+    cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
 
 
 def _pass(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> Pass:
@@ -232,7 +233,7 @@ def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tens
     places = best.new_empty(best.shape, dtype=torch.int64)
     pointers = best.data_ptr(), places.data_ptr()
     cpu_library.functions().greatest_of_rows(
-        x.data_ptr(), rows, x.shape[-1], k, log_softmax, *pointers, torch.get_num_threads()
+        x.data_ptr(), rows, x.shape[-1], k, log_softmax, *pointers, kernel_threads()
     )
     return best, places
 
@@ -251,6 +252,6 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
     tokens = torch.empty(uniform.shape, dtype=torch.int64)
     pointers = uniform.data_ptr(), tokens.data_ptr()
     cpu_library.functions().quantiles_of_rows(
-        scores.data_ptr(), uniform.numel(), scores.shape[-1], *pointers, torch.get_num_threads()
+        scores.data_ptr(), uniform.numel(), scores.shape[-1], *pointers, kernel_threads()
     )
     return tokens

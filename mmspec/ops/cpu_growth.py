@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmspec.ops import cpu_library
 from mmspec.ops.cpu_library import Cell, Linear, Markov
+from mmspec.ops.threads import kernel_threads
 
 
 def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> Cell:
@@ -100,7 +101,7 @@ def draft_cells(
     ids = None if draft_ids is None else draft_ids.data_ptr()
     grown: int = cpu_library.functions().draft_cells(
         *(weights, *(x.data_ptr() for x in inputs), ids, batch, k, width, levels, least_gain, most),
-        *(*_pointers(tree), torch.get_num_threads()),
+        *(*_pointers(tree), kernel_threads()),
     )
     if grown < levels:
         most = 1 + min(nodes, _candidates(k, later, width, grown))

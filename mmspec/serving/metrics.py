@@ -34,13 +34,20 @@ class Metrics:
 
     Args:
         model: label of all metrics.
+        threads: those that steps on a CPU compute with now.
 
     Attributes:
         first_token: seconds from a request's arrival to a choice's first token.
         next_tokens: seconds between two pieces of a choice, each the tokens of one or several steps.
     """
 
-    def __init__(self, model: str, running: Callable[[], float], waiting: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        model: str,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        threads: Callable[[], float],
+    ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
 
@@ -74,6 +81,7 @@ class Metrics:
         self.next_tokens = histogram("inter_token_latency_seconds", steps, _BETWEEN)
         gauge("num_requests_running", "Choices that decode.", running)
         gauge("num_requests_waiting", "Choices that wait for a slot.", waiting)
+        gauge("num_torch_threads", "Threads of torch: fewer beside other programs.", threads)
 
     def ended(self, stats: Stats, reason: str) -> None:
         """Record a choice that has ended."""

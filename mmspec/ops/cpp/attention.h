@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "pairs.h"
+#include "pool.h"
 #include "tile_attention.h"
 
 extern "C" {
@@ -261,19 +262,18 @@ void attend(const Attention& a, int64_t row, int64_t kv, int64_t first, int64_t 
   }
 }
 
-void attend_all(const Attention& a, int threads) {
+void attend_all(const Attention& a) {
   int64_t together = std::max<int64_t>(1, QUERIES * a.kv_heads / a.heads);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
+  int64_t runs = (a.nodes + together - 1) / together;
+  parts_of(a.batch * runs * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
     thread_local Reading reading;
     AttentionTiles tiles;
     reading.tiles = &tiles;
-#pragma omp for schedule(dynamic) collapse(3)
-    for (int64_t row = 0; row < a.batch; row++)
-      for (int64_t first = 0; first < a.nodes; first += together)
-        for (int64_t kv = 0; kv < a.kv_heads; kv++)
-          attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
-  }
+    for (int64_t at = begin; at < end; at++) {
+      int64_t kv = at % a.kv_heads, first = at / a.kv_heads % runs * together, row = at / a.kv_heads / runs;
+      attend(a, row, kv, first, std::min(together, a.nodes - first), reading);
+    }
+  });
 }
 
 }  // namespace

@@ -154,40 +154,36 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
   s.carried.resize(rows * width), s.scores.resize(rows * k), s.children.resize(rows * k);
   s.between.resize(std::min(CHUNK, rows) * widest), s.guesses.resize(std::min(CHUNK, rows) * guess.out);
   s.operand.shape(std::max(width, head.in)), s.gated.shape(into.out);
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  Team team(threads);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     float *state = s.carried.data() + first * width, *read = s.between.data();
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
+    each(count, width + into.out, [&](int64_t row) {
       int64_t from = (first + row) / beam * wide + s.origin[first + row];
       std::memcpy(state + row * width, before.data() + from * width, width * sizeof(float));
       std::memcpy(read + row * into.out, cell.table + s.tokens[first + row] * into.out, into.out * sizeof(float));
-    }
-#pragma omp single
+    });
     s.operand.shape(width);
     take(into, s.operand, state, count);
     product(into, s.operand, count, read, read);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++)
+    each(count, 4 * into.out, [&](int64_t row) {
       for (int64_t i = row * into.out; i < (row + 1) * into.out; i += LANES)
         store(read + i, silu(load<floats>(read + i)));
+    });
     take(out, s.gated, read, count);
     product(out, s.gated, count, state, state);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++)
+    each(count, width, [&](int64_t row) {
       centre(state + row * width, width, cell.norm, cell.norm_bias, cell.epsilon);
+    });
     take(guess, s.operand, state, count);
     product(guess, s.operand, count, s.guesses.data());
-#pragma omp single
     s.operand.shape(head.in);
     take(head, s.operand, s.guesses.data(), count);
     product(head, s.operand, count, read);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
+    each(count, head.out, [&](int64_t row) {
       int64_t at = (first + row) * k;
       children_of(read + row * head.out, head.out, k, s.scores.data() + at, s.children.data() + at);
-    }
+    });
   }
 }
 

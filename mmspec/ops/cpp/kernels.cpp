@@ -20,14 +20,13 @@ void turn_heads(float* head, int64_t count, int64_t head_dim, const float* norm,
   }
 }
 
-// out = residual + RMSNorm(rows), which it overwrites; called by all threads of a team.
+// out = residual + RMSNorm(rows), which it overwrites.
 void add_normed(float* from, const float* residual, int64_t rows, int64_t features, const float* gain, float epsilon,
                 float* out) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; row++) {
+  each(rows, features, [&](int64_t row) {
     norm_row(from + row * features, features, gain, epsilon, from + row * features);
     for (int64_t i = row * features; i < (row + 1) * features; i++) out[i] = residual[i] + from[i];
-  }
+  });
 }
 
 thread_local Rows inputs, hidden;
@@ -67,8 +66,8 @@ struct Pass {
 // out (rows, out) = x (rows, in) W^T + bias
 void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
   Rows& operand = inputs;
+  Team team(threads);
   operand.shape(layer->in);
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     take(*layer, operand, x + first * layer->in, count);
@@ -84,8 +83,8 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   const Linear& linear = layer->qkv;
   int64_t head_dim = layer->head_dim;
   Rows& operand = inputs;
+  Team team(threads);
   operand.shape(linear.in);
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     float* out = qkv + first * linear.out;
@@ -95,16 +94,18 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
     else
       take(linear, operand, x + first * linear.in, count);
     product(linear, operand, count, out);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
+    each(count, linear.out, [&](int64_t row) {
       turn_heads(out + row * linear.out, layer->heads + layer->kv_heads, head_dim, layer->head_norm,
                  layer->head_epsilon, rotation + (first + row) * head_dim);
-    }
+    });
   }
 }
 
 // Softmax attention of nodes to the slots that the mask allows them; head_dim is a multiple of 16, at most 256.
-void attention(const Attention* a, int threads) { attend_all(*a, threads); }
+void attention(const Attention* a, int threads) {
+  Team team(threads);
+  attend_all(*a);
+}
 
 // The rest of a layer: out (rows, hidden) of what attention read (rows, heads * head_dim) and the residual x. middle:
 // the residual before the MLP, (rows, hidden); may be null.
@@ -115,7 +116,7 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   std::vector<float>& between = gates;
   int64_t gate_stride = gate_up.out + LANES;  // powers of two would map rows to the same cache lines
   int64_t widest = std::max(gate_stride, down.out);
-  operand.shape(std::max(first_linear.in, gate_up.in));
+  Team team(threads);
   gated.shape(down.in);
   if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
   // out = x + product, or x + RMSNorm(product)
@@ -125,16 +126,12 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
     product(linear, rows_of, count, between.data());
     add_normed(between.data(), residual, count, linear.out, norm, layer->after_epsilon, to);
   };
-#pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
-#pragma omp single
     operand.shape(first_linear.in);
     take(first_linear, operand, read + first * first_linear.in, count);
     add(first_linear, operand, count, x + at, layer->attention_after, out + at);
-#pragma omp single
     if (middle) std::memcpy(middle + at, out + at, count * first_linear.out * sizeof(float));
-#pragma omp single
     operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
     product(gate_up, operand, count, between.data(), nullptr, gate_stride);
@@ -146,20 +143,20 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
 // The k <= count greatest of each row: values (rows, k), of log_softmax if asked, and their places.
 void greatest_of_rows(const float* x, int64_t rows, int64_t count, int64_t k, int log_softmax, float* best,
                       int64_t* places, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
-  for (int64_t row = 0; row < rows; row++) {
+  Team team(threads);
+  each(rows, count, [&](int64_t row) {
     greatest_of(x + row * count, count, k, best + row * k, places + row * k);
-    if (!log_softmax) continue;
+    if (!log_softmax) return;
     float most = best[row * k], total = most + std::log(total_of(x + row * count, count, most));
     for (int64_t i = 0; i < k; i++) best[row * k + i] -= total;
-  }
+  });
 }
 
 // The token of each row at which the cumulative distribution softmax(row) exceeds uniform[row].
 void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float* uniform, int64_t* tokens,
                        int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
-  for (int64_t row = 0; row < rows; row++) tokens[row] = quantile_of(x + row * count, count, uniform[row]);
+  Team team(threads);
+  each(rows, count, [&](int64_t row) { tokens[row] = quantile_of(x + row * count, count, uniform[row]); });
 }
 
 // Keys and values to the slots of a cache from ``start`` on; ``from``: (rows, stride), those of a node are neighbours.
@@ -188,6 +185,7 @@ static void residual_of(const Layer* layer, const float* x, int64_t rows, int64_
 }
 
 void decode(const Pass* pass, int threads) {
+  Team team(threads);
   Attention a = pass->attention;
   int64_t rows = a.batch * a.nodes, width = (a.heads + 2 * a.kv_heads) * a.head_dim;
   std::vector<float> qkv(rows * width), read(rows * a.heads * a.head_dim);
@@ -208,6 +206,7 @@ void decode(const Pass* pass, int threads) {
 
 // Writes the keys and values of each layer that the rows of ``x`` have, without their norm before attention.
 void write_keys_values(const Pass* pass, int threads) {
+  Team team(threads);
   const Attention& a = pass->attention;
   int64_t rows = a.batch * a.nodes, kv_width = a.kv_heads * a.head_dim;
   std::vector<float> kv(rows * 2 * kv_width);

@@ -114,36 +114,38 @@ inline void add_columns(floats sum, const float* residual, int64_t columns, floa
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
-// out = x W^T + bias (+ residual), rows ``stride`` apart; called by all threads of a team.
+// out = x W^T + bias (+ residual), rows ``stride`` apart.
 template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
-  Tiles tiles;
-#pragma omp for schedule(static)
-  for (int64_t block = 0; block < (layer.features + BLOCK - 1) / BLOCK; block++)
-    for (int64_t column = block * BLOCK; column < std::min(block * BLOCK + BLOCK, layer.features); column += LANES) {
-      int64_t columns = std::min(LANES, layer.features - column);
-      floats bias{};
-      if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
-      const uint8_t* weights = layer.blocks + block * block_size;
-      for (int64_t first = 0; first < rows; first += MOST_ROWS) {
-        int count = int(std::min(MOST_ROWS, rows - first));
-        floats sums[MOST_ROWS];
-        for (int i = 0; i < count; i++) {
-          sums[i] = bias;
-          __builtin_prefetch(out + (first + i) * stride + column, 1);
-        }
-        if (kind == BFLOAT16 && has_tiles)
-          tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, count, sums);
-        else
-          for (int i = 0; i < count; i += TILE)
-            tile_product<kind>(std::min(int(TILE), count - i), weights, column % BLOCK, x, first + i, sums + i);
-        for (int i = 0; i < count; i++) {
-          int64_t at = (first + i) * stride + column;
-          add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
-        }
+  auto columns_from = [&](int64_t column, Tiles& tiles) {
+    int64_t columns = std::min(LANES, layer.features - column);
+    floats bias{};
+    if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
+    const uint8_t* weights = layer.blocks + column / BLOCK * block_size;
+    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
+      int count = int(std::min(MOST_ROWS, rows - first));
+      floats sums[MOST_ROWS];
+      for (int i = 0; i < count; i++) {
+        sums[i] = bias;
+        __builtin_prefetch(out + (first + i) * stride + column, 1);
+      }
+      if (kind == BFLOAT16 && has_tiles)
+        tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, count, sums);
+      else
+        for (int i = 0; i < count; i += TILE)
+          tile_product<kind>(std::min(int(TILE), count - i), weights, column % BLOCK, x, first + i, sums + i);
+      for (int i = 0; i < count; i++) {
+        int64_t at = (first + i) * stride + column;
+        add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
       }
     }
+  };
+  parts_of((layer.features + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
+    Tiles tiles;
+    for (int64_t column = begin * BLOCK; column < std::min(end * BLOCK, layer.features); column += LANES)
+      columns_from(column, tiles);
+  });
 }
 
 void product_of_kind(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride,

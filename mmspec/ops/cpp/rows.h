@@ -3,6 +3,7 @@
 #pragma once
 
 #include "dots.h"
+#include "pool.h"
 
 namespace {
 
@@ -74,17 +75,15 @@ struct Rows {
   }
 };
 
-// Rows as the inputs of a layer; called by all threads of a team.
+// Rows as the inputs of a layer.
 void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t group = 0; group < x.groups; group++) {
-      const float* part = from + row * layer.in + group * GROUP;
-      float padded[GROUP] = {};
-      int64_t left = layer.in - group * GROUP;
-      if (left < GROUP) std::memcpy(padded, part, left * sizeof(float));
-      x.set(Kind(layer.kind), row, group, left < GROUP ? padded : part);
-    }
+  each(rows * x.groups, GROUP, [&](int64_t i) {
+    int64_t row = i / x.groups, group = i % x.groups, left = layer.in - group * GROUP;
+    const float* part = from + row * layer.in + group * GROUP;
+    float padded[GROUP] = {};
+    if (left < GROUP) std::memcpy(padded, part, left * sizeof(float));
+    x.set(Kind(layer.kind), row, group, left < GROUP ? padded : part);
+  });
 }
 
 // The factor of RMSNorm; ``features`` is a multiple of LANES.
@@ -110,8 +109,7 @@ inline void norm_row(const float* row, int64_t features, const float* weight, fl
 void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
                  int64_t parts = 1) {
   int64_t features = layer.in / parts;
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < rows; row++)
+  each(rows, layer.in, [&](int64_t row) {
     for (int64_t part = 0; part < layer.in; part += features) {
       const float* input = from + row * layer.in + part;
       floats factor = norm_factor(input, features, epsilon);
@@ -122,23 +120,22 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
         x.set(Kind(layer.kind), row, (part + at) / GROUP, normed);
       }
     }
+  });
 }
 
 // act(gate) * up as the inputs of a layer, act being silu or gelu, rows ``stride`` apart; ``in`` is a
 // multiple of 32.
 void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
-#pragma omp for schedule(static) collapse(2)
-  for (int64_t row = 0; row < rows; row++)
-    for (int64_t group = 0; group < x.groups; group++) {
-      const float* gate = gate_up + row * stride + group * GROUP;
-      float gated[GROUP];
-      for (int64_t i = 0; i < GROUP; i += LANES) {
-        floats z = load<floats>(gate + i);
-        store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
-      }
-      x.set(Kind(layer.kind), row, group, gated);
+  each(rows * x.groups, 4 * GROUP, [&](int64_t at) {
+    int64_t row = at / x.groups, group = at % x.groups;
+    const float* gate = gate_up + row * stride + group * GROUP;
+    float gated[GROUP];
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+      floats z = load<floats>(gate + i);
+      store(gated + i, (with_gelu ? gelu(z) : silu(z)) * load<floats>(gate + layer.in + i));
     }
+    x.set(Kind(layer.kind), row, group, gated);
+  });
 }
-
 
 }  // namespace

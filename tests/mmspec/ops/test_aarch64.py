@@ -29,7 +29,7 @@ pytestmark = [
 @pytest.fixture(scope="module", params=["armv8-a", "armv8.2-a+dotprod"])
 def binary(request, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("aarch64") / "driver"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-static", f"-march={request.param}"]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-pthread", "-static", f"-march={request.param}"]
     source = Path(__file__).with_name("driver.cpp")
     subprocess.run([COMPILER, *flags, "-o", str(file), str(source)], check=True, capture_output=True)
     return file

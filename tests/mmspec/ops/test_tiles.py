@@ -27,7 +27,8 @@ pytestmark = [
 
 def built(folder: Path, *flags: str) -> ctypes.CDLL:
     file, source = folder / "tiles.so", Path(__file__).with_name("tiles.cpp")
-    usual = ["-std=c++17", "-O1", "-march=native", "-mamx-tile", "-mamx-bf16", "-ffp-contract=off", "-shared", "-fPIC"]
+    usual = ["-std=c++17", "-O1", "-march=native", "-mamx-tile", "-mamx-bf16", "-ffp-contract=off"]
+    usual += ["-shared", "-fPIC", "-pthread"]
     compiler.run_compiler([compiler.find_compiler(), *usual, *flags, "-o", str(file), str(source)], [folder])
     library = ctypes.CDLL(str(file))
     library.attention.argtypes = [ctypes.POINTER(cpu_library.Attention), ctypes.c_int]

@@ -1,0 +1,119 @@
+"""Decoding speed beside other programs, by number of threads: ``python -m mmspec.eval busy``.
+
+The same prompt is decoded with one thread and with more, on the machine as it is and beside programs that only compute,
+interleaved. A decoder whose threads wait for each other stops where the system does not run one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from time import perf_counter as clock
+from typing import Any
+
+import click
+import torch
+
+import mmspec
+from mmspec.engine.calibrate import describe
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.peers import LlamaServer
+
+_PROMPT = "Tell me about the sea."
+_LLAMA_TOKENS = 16
+_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))"  # until this process ends
+
+_COLUMNS: list[Column] = [
+    ("decoder", "{decoder}"),
+    ("threads", "{threads}"),
+    ("busy programs", "{busy}"),
+    ("tokens/s", "{tokens_per_second:.1f}"),
+    ("over one thread", "{over_one_thread:.2f}"),
+]
+
+
+@contextmanager
+def busy_programs(count: int) -> Iterator[None]:
+    """Runs programs that only compute, which end with the block."""
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in range(count):
+            running.append(subprocess.Popen([sys.executable, "-S", "-c", _LOOP]))
+        yield
+    finally:
+        for program in running:
+            program.kill()
+        for program in running:
+            program.wait()
+
+
+def decode_rate(pipe: mmspec.Pipeline, seconds: float) -> float:
+    """Tokens per second after the first token, of an answer that is ended after some seconds."""
+    first, tokens, now = None, 0, clock()
+    for piece in pipe.stream(_PROMPT, max_new_tokens=10_000, temperature=0.0, ignore_eos=True):
+        now = clock()
+        if first is None:
+            first = now
+        else:
+            tokens += len(piece.token_ids)
+        if now - first >= seconds:
+            break
+    assert first is not None
+    return tokens / (now - first)
+
+
+@benchmark
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--dtype", "dtypes", multiple=True, default=("int4", "float32"), show_default=True)
+@click.option("--busy", type=click.IntRange(1), help="Programs that compute; by default one per processor.")
+@click.option("--threads", type=click.IntRange(2), help="Compared with one; torch's default if not given.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Of each answer.")
+@click.option("--llama-server", help="Path of llama.cpp's server, which decodes the same GGUF file.")
+def main(
+    model: str,
+    dtypes: tuple[str, ...],
+    busy: int | None,
+    threads: int | None,
+    rounds: int,
+    seconds: float,
+    llama_server: str | None,
+) -> dict[str, Any]:
+    """Measure decoding speed beside other programs: a table of medians, then one JSON line."""
+    busy = busy or len(os.sched_getaffinity(0))
+    counts = (1, threads or max(2, torch.get_num_threads()))
+    pipes = {dtype: mmspec.load(model, drafter=None, device="cpu", dtype=dtype) for dtype in dtypes}
+    rates: dict[tuple[str, int, int], list[float]] = {}
+    before = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        servers = {n: LlamaServer(llama_server, model, n) for n in counts} if llama_server else {}
+        prompt = pipes[dtypes[0]].encode([{"prompt": _PROMPT}]).input_ids[0].tolist()
+        for _ in range(rounds):
+            for programs in (0, busy):
+                with busy_programs(programs):
+                    for count in counts:
+                        torch.set_num_threads(count)
+                        for dtype, pipe in pipes.items():
+                            rates.setdefault((dtype, programs, count), []).append(decode_rate(pipe, seconds))
+                        if count in servers:
+                            answer = servers[count].complete(prompt, _LLAMA_TOKENS, ignore_eos=True)
+                            rates.setdefault(("llama.cpp", programs, count), []).append(1 / answer.token_seconds)
+    medians = {key: statistics.median(found) for key, found in rates.items()}
+    table = [
+        {
+            "decoder": decoder,
+            "threads": count,
+            "busy": programs,
+            "tokens_per_second": rate,
+            "over_one_thread": rate / medians[decoder, programs, 1],
+        }
+        for (decoder, programs, count), rate in sorted(medians.items())
+    ]
+    wide_console().print(make_table(_COLUMNS, table, sections=["decoder", "busy"]))
+    load = os.getloadavg()[0]
+    return {"model": model, **describe(pipes[dtypes[0]].target), "rounds": rounds, "load": load, "rates": table}

@@ -1,0 +1,112 @@
+"""Fewer threads of torch beside other programs: a parallel region waits for each thread, also for those that the system
+does not run."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter as clock
+from time import thread_time
+
+import torch
+
+from mmspec.ops.threads import limit_torch
+
+_WINDOW = 0.25  # seconds of steps between decisions
+_MUCH, _LITTLE = 0.25, 0.05  # delays as parts of the steps' time
+_FIRST, _LAST = 1.0, 60.0  # seconds without delays before more threads are tried
+_TASKS = Path("/proc/self/task")
+
+
+class ThreadCount:
+    """Number of threads, from the delays of threads in recent steps.
+
+    It is halved while delays are long, and doubled after some time without. Where this brings the delays back, the next
+    attempt comes after twice that time.
+
+    Attributes:
+        most: the number on a quiet machine.
+        count: the number to use.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = self.count = most
+        self._quiet = 0.0  # seconds without delays
+        self._wait = _FIRST
+        self._raised = False  # the last change was to more threads, which have not proved good yet
+
+    def record(self, wall: float, delayed: float) -> None:
+        """Choose the number after some steps.
+
+        Args:
+            wall: their seconds.
+            delayed: seconds in which threads were ready and did not run, of all threads together.
+        """
+        self._quiet = self._quiet + wall if delayed <= _LITTLE * wall else 0.0
+        if delayed > _MUCH * wall and self.count > 1:
+            self._wait = min(2 * self._wait, _LAST) if self._raised else self._wait
+            self.count //= 2
+            self._raised = False
+        elif self._quiet >= self._wait:
+            if self.count == self.most:
+                self._wait = _FIRST
+            self._raised = self.count < self.most
+            self.count = min(2 * self.count, self.most)
+            self._quiet = 0.0
+
+
+class TorchThreads:
+    """Chooses the number of torch's threads for a thread that runs steps; other threads keep theirs.
+
+    Args:
+        adapts: whether the number follows delays: not where steps compute elsewhere or wait for other ranks.
+    """
+
+    def __init__(self, adapts: bool = True) -> None:
+        self._adapts = adapts
+        self._chosen = ThreadCount(torch.get_num_threads())
+        self._wall = self._delayed = 0.0
+        self._delays: dict[str, int] | None = None  # nanoseconds by thread, at the start of the window
+
+    @property
+    def count(self) -> int:
+        """Threads that torch computes steps with."""
+        return self._chosen.count
+
+    def begin(self) -> None:
+        """Called in a new thread before its first step."""
+        if (most := torch.get_num_threads()) != self._chosen.most:
+            self._chosen = ThreadCount(most)
+        self._delays, self._wall, self._delayed = _delays(), 0.0, 0.0
+        self._apply(most)
+
+    def start_step(self) -> None:
+        self._started = clock(), thread_time()
+
+    def end_step(self) -> None:
+        wall, computed = clock() - self._started[0], thread_time() - self._started[1]
+        self._wall += wall
+        self._delayed += max(0.0, wall - computed)
+        if not self._adapts or self._chosen.most == 1 or self._wall < _WINDOW:
+            return
+        before, self._delays = self._delays, _delays()
+        if before is not None and self._delays is not None:
+            self._delayed = sum(delay - before.get(thread, 0) for thread, delay in self._delays.items()) / 1e9
+        count = self.count
+        self._chosen.record(self._wall, self._delayed)
+        self._wall = self._delayed = 0.0
+        self._apply(count)
+
+    def _apply(self, before: int) -> None:
+        if self.count != before and not limit_torch(self.count, self._chosen.most):
+            self._chosen = ThreadCount(1)
+
+
+def _delays() -> dict[str, int] | None:
+    """Nanoseconds that each thread of this process has waited for a processor; None where the system does not count
+    them."""
+    delays = {}
+    for task in _TASKS.glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended
+            delays[task.parent.name] = int(task.read_text().split()[1])
+    return delays or None

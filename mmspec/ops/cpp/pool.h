@@ -1,0 +1,195 @@
+// Loops shared by threads of a pool.
+//
+// Threads claim chunks of a loop from an atomic counter: nobody waits for a thread that has claimed none, and slow cores
+// take fewer. Threads without a chunk spin for microseconds, then sleep. Where the system does not run a thread that has
+// claimed a chunk, as beside other programs, its caller computes alone for a while.
+
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t CHUNKS = 8;                   // of a loop, per thread
+constexpr std::chrono::microseconds SPIN{50};   // longer than between two loops of a pass
+constexpr int LATE = 8;                         // times a chunk's duration; a slow core takes a few
+constexpr std::chrono::milliseconds REST{5}, MOST_REST{1000};
+
+// Spins until ``ready``, for at most SPIN; returns whether it was.
+template <class Ready>
+bool spin(const Ready& ready) {
+  for (auto end = Clock::now() + SPIN; Clock::now() < end;)
+    for (int i = 0; i < 32; i++) {
+      if (ready()) return true;
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+  return false;
+}
+
+// Sleep until another thread makes a condition true.
+class Sleep {
+ public:
+  template <class Ready>
+  void until(const Ready& ready) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleeping_++;
+    changed_.wait(lock, ready);
+    sleeping_--;
+  }
+
+  // Called after the condition may have changed.
+  void wake() {
+    if (sleeping_ == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<int> sleeping_{0};
+};
+
+// Serves one caller at a time.
+class Pool {
+ public:
+  bool acquire() { return !used_.test_and_set(std::memory_order_acquire); }
+  void release() { used_.clear(std::memory_order_release); }
+
+  // Calls body(begin, end) for all chunks of a loop, of ``size`` items, in up to ``threads`` threads.
+  template <class Body>
+  void run(int64_t count, int64_t size, int threads, const Body& body) {
+    auto start = Clock::now();
+    if (start < resting_until_) return body(0, count);
+    start_helpers(threads - 1);
+    next_ = next_ | UINT32_MAX;  // no chunk may be claimed while the fields change
+    call_ = [](const void* of, int64_t begin, int64_t end) { (*static_cast<const Body*>(of))(begin, end); };
+    body_ = &body, count_ = count, size_ = size, helpers_ = threads - 1, done_ = 0;
+    chunks_ = uint32_t((count + size - 1) / size);
+    next_ = next_ + 1;  // the first chunk of the next loop
+    idle_.wake();
+    uint32_t own = compute();
+    auto done = [this] { return done_ == chunks_; };
+    if (done()) return;
+    auto end = Clock::now();
+    if (!spin(done)) finished_.until(done);
+    rest_if_late(end, (end - start) / std::max(own, 1u));
+  }
+
+ private:
+  // Computes chunks until none is left, and returns how many.
+  uint32_t compute() {
+    uint32_t computed = 0;
+    for (uint64_t next = next_;;) {
+      auto call = call_.load();
+      const void* body = body_;
+      int64_t count = count_, size = size_, begin = int64_t(uint32_t(next)) * size;
+      if (uint32_t(next) >= chunks_) return computed;
+      if (!next_.compare_exchange_strong(next, next + 1)) continue;  // else what was read is of this loop
+      call(body, begin, std::min(begin + size, count));
+      computed++, done_++;
+      finished_.wake();
+      next = next_;
+    }
+  }
+
+  void start_helpers(int count) {
+    sigset_t all, before;
+    if (started_ >= count) return;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+    try {
+      for (; started_ < count; started_++) std::thread(&Pool::help, this, started_).detach();
+    } catch (const std::system_error&) {  // the system allows no more; the caller needs none
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  [[noreturn]] void help(int index) {
+    auto called = [&] { return uint32_t(next_) < chunks_ && index < helpers_; };
+    for (;; compute())
+      if (!spin(called)) idle_.until(called);
+  }
+
+  void rest_if_late(Clock::time_point end, Clock::duration chunk) {
+    auto now = Clock::now();
+    if (now - end > LATE * chunk + SPIN) {
+      rest_ = std::clamp<Clock::duration>(2 * rest_, REST, MOST_REST);
+      resting_until_ = now + rest_;
+    } else if (now - resting_until_ > LATE * rest_) {
+      rest_ = {};
+    }
+  }
+
+  std::atomic_flag used_ = ATOMIC_FLAG_INIT;
+  int started_ = 0;
+  Clock::duration rest_{};
+  Clock::time_point resting_until_{};
+  Sleep idle_, finished_;
+
+  // The loop. Its fields change only while no chunk is left: whoever claims one has read those of its loop.
+  std::atomic<void (*)(const void*, int64_t, int64_t)> call_{};
+  std::atomic<const void*> body_{};
+  std::atomic<int64_t> count_{0}, size_{0};
+  std::atomic<int> helpers_{0};
+  std::atomic<uint32_t> chunks_{0};
+  alignas(64) std::atomic<uint64_t> next_{0};  // the loop's number, and in the lower half the next chunk
+  alignas(64) std::atomic<uint32_t> done_{0};  // chunks
+};
+
+// Never deleted: its threads end with the process. A forked process has none of them and starts its own.
+std::atomic<Pool*> pool{new Pool};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+
+thread_local int team_size = 1;
+
+// While it exists, loops of this thread are shared by up to ``threads`` threads, unless another thread uses the pool.
+class Team {
+ public:
+  explicit Team(int threads) : leads_(threads > 1 && team_size == 1 && pool_->acquire()) {
+    if (leads_) team_size = threads;
+  }
+  ~Team() {
+    if (leads_) team_size = 1, pool_->release();
+  }
+  Team(const Team&) = delete;
+
+ private:
+  Pool* pool_ = pool;
+  bool leads_;
+};
+
+// Calls body(begin, end) for parts of a loop's items that cover them, each of at least ``least`` items or the last.
+template <class Body>
+void parts_of(int64_t count, int64_t least, const Body& body) {
+  int64_t share = CHUNKS * team_size, size = std::max(least, (count + share - 1) / share);
+  if (team_size == 1 || count <= size) return body(int64_t(0), count);
+  pool.load()->run(count, size, team_size, body);
+}
+
+// Calls body(item) for all items of a loop; ``cost``: of one, in features of a row.
+template <class Body>
+void each(int64_t count, int64_t cost, const Body& body) {
+  constexpr int64_t worth = 4096;  // sharing
+  parts_of(count, (worth + cost - 1) / cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) body(i);
+  });
+}
+
+}  // namespace
