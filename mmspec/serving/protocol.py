@@ -19,7 +19,11 @@ from mmspec.serving.messages import ChatMessage
 from mmspec.serving.tool_use import CHOICE, Tool
 from mmspec.targets.processor import is_token_ids
 
-IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+NO_MODERATION = "the server does not moderate"
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
 _TEMPERATURE = 1.0  # OpenAI's default
 
@@ -154,13 +158,16 @@ class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     limit_name = "max_completion_tokens"
-    ignored = IGNORED
-    neutral: ClassVar = {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
+    # A prediction is for speed alone; responses are stored by /v1/responses only.
+    ignored = (*IGNORED, "prediction", "reasoning_effort", "store", "verbosity")
+    neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+    refused: ClassVar = {
+        "audio": "answers are text",
+        "function_call": "tool_choice replaces it",
+        "functions": "tools replaces it",
+        "modalities": "answers are text",
+        "moderation": NO_MODERATION,
+        "web_search_options": "the server does not search",
     }
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
     max_completion_tokens: Annotated[Any, checked("max_completion_tokens", MAX_TOKENS)] = None
@@ -198,6 +205,10 @@ class CompletionRequest(GenerationRequest):
 
     ignored = IGNORED
     neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
+    refused: ClassVar = {
+        "best_of": "choices are not ranked, n returns all of them",
+        "suffix": "texts are continued at their end only",
+    }
     prompt: Annotated[Any, checked("prompt", _PROMPTS)]
     logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None
     echo: bool = False

@@ -51,14 +51,14 @@ class Requests:
     def chat(self, asked: ChatRequest) -> tuple[Work, Format]:
         """What a chat request asks for, and how it is answered."""
         work, use = self._chat(asked, asked)
-        return work, ChatFormat(self._catalog.name, self._token_text, asked, [""] * work.n, reader=use.reader)
+        return work, ChatFormat(self._catalog.name, self._pipe.io, asked, [""] * work.n, reader=use.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[Work, Format]:
         """What a request of a response asks for, as a chat request, and how it is answered."""
         earlier = self._stored.items(asked.previous_response_id)
         chat = asked.as_chat(earlier)
         work, use = self._chat(chat, asked)
-        common = (self._catalog.name, self._token_text, chat, [""])
+        common = (self._catalog.name, self._pipe.io, chat, [""])
         form = ResponseFormat(*common, reader=use.reader, about=asked.about(work.params))
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
@@ -95,7 +95,7 @@ class Requests:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in work.prompts for _ in range(work.n)]
-        return work, TextFormat(self._catalog.name, self._token_text, asked, before)
+        return work, TextFormat(self._catalog.name, self._pipe.io, asked, before)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -125,9 +125,6 @@ class Requests:
         self._catalog.check(asked.model)
         self._check_characters([asked.tokens], "tokens")
         return {"prompt": self._prompt_text(asked.tokens)}
-
-    def _token_text(self, token: int) -> str:
-        return self._pipe.io.tokenizer.decode([token])
 
     def _check_characters(self, texts: Sequence[Sequence[Any]], param: str) -> None:
         most, found = self._limits.max_characters, sum(map(len, texts))

@@ -320,8 +320,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ({"messages": USER * 1025}, 400, "messages", "must be a list of at most 1024: got 1025"),
         ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
         ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
-        ({"messages": [{**USER[0], "name": "ann"}]}, 400, "messages[0]", "name goes with the role tool"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, AUDIO, "must be 'text', 'image_url', "),
+        ({"messages": [{**USER[0], "tool_call_id": "a"}]}, 400, "messages[0]", "tool_call_id goes with the role tool"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, AUDIO, "must be 'text', 'refusal', "),
         (
             {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             400,
