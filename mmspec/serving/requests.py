@@ -72,10 +72,10 @@ class Requests:
         self._media.check(media)
         schema = None if constraint is None else constraint[1]
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
-        source = None if use.grammar is None else "tools"
         constraint = constraint if use.grammar is None else ("grammar", use.grammar)
         keywords = {**asked.keywords, **use.keywords}
-        return Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source), use
+        prompts = [use.messages(messages)]
+        return Work(prompts, params, constraint, asked.n, media, keywords, use.trigger, use.schemas), use
 
     def _conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]

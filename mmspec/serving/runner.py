@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ class Work:
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
         trigger: the text after which the grammar begins; None for the beginning of the output.
-        source: the field that the grammar was made of, if it was none of the request's.
+        schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
     """
 
     prompts: Sequence[Any]
@@ -44,7 +44,7 @@ class Work:
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
     trigger: str | None = None
-    source: str | None = None
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> int:
@@ -113,11 +113,18 @@ class Runner:
             try:
                 checked: Any = {kind: await self.grammars.check(work.constraint)}
             except UserError as error:
-                if work.source is None:
-                    raise
-                raise APIError(400, f"{work.source}: {error}", work.source) from None
+                raise await self._located(error, work.schemas) from None
             work = replace(work, params=replace(work.params, **checked, grammar_trigger=work.trigger))
         return work, await self.media.read(work.media)
+
+    async def _located(self, error: UserError, schemas: Mapping[str, str]) -> Exception:
+        """The error of a grammar, with the name of the schema that is wrong, if one of several is."""
+        for name, schema in schemas.items():
+            try:
+                await self.grammars.check(("json_schema", schema))
+            except UserError as own:
+                return APIError(400, f"{name}: {own}", name if name == "response_format" else "tools")
+        return APIError(400, f"tools: {error}", "tools") if schemas else error
 
     async def _choice(
         self,

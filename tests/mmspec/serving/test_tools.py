@@ -55,6 +55,7 @@ TOOL: Any = openai.pydantic_function_tool(weather)
 NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
 CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
+WRONG = {"type": "function", "function": {"name": "wrong", "parameters": {"type": "x"}}}
 SPACED = {"name": "a b"}
 BROKEN = {"name": "a", "arguments": "["}
 USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
@@ -257,10 +258,13 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
             "arguments must be text of a JSON object: got '['",
         ),
         ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0]", "tool_call_id goes with"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
-            "tools",
-            "tools: grammar must be a Lark grammar that llguidance can follow",
+        *(
+            (
+                {"tools": [TOOL, WRONG], "tool_choice": choice},
+                "tools",
+                "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x",
+            )
+            for choice in ("auto", "required")
         ),
     ],
 )
