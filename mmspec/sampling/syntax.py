@@ -30,7 +30,7 @@ LIMITS = {
     "max_lexer_states": 50_000,  # of 1 to 2 KiB
     "max_grammar_size": 500_000,
 }
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 """Formats of strings that llguidance follows."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
@@ -137,8 +137,8 @@ def _adapted(schema: Any) -> Any:
 
     Formats that it does not know are left out: they are annotations, such as ``password`` and ``byte``, and would be
     errors. Positive exclusive minima of numbers become inclusive ones of the next number with 15 decimals: a model that
-    writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0. Other bounds stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least
-    one is -4.99.
+    writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0. Other bounds
+    stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least one is -4.99.
     """
     if isinstance(schema, list):
         return [_adapted(one) for one in schema]

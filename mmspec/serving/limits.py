@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mmspec.checks import Checked, option, whole
 
+SPARE_REQUESTS = 64
+"""Requests beside those that run or wait: they are read, refused, or ask for metrics."""
+
 
 @dataclass(frozen=True)
 class Limits(Checked):
@@ -30,3 +33,8 @@ class Limits(Checked):
     def body_bytes(self) -> int:
         """Bytes of a body or a downloaded file."""
         return self.max_body << 20
+
+    @property
+    def requests(self) -> int:
+        """Requests at a time, probes excepted."""
+        return self.max_running + self.max_waiting + SPARE_REQUESTS
