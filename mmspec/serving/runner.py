@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mmspec.answer import Piece
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
@@ -49,6 +50,13 @@ class Work:
     @property
     def choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def grammar(self) -> str:
+        """The fields of the request that the grammar was made of."""
+        if not self.schemas:
+            return "response_format"
+        return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
 class Runner:
@@ -110,6 +118,8 @@ class Runner:
         """Work with its grammar among its parameters, and its media."""
         if work.constraint is not None:
             kind, _ = work.constraint
+            if work.params.ignore_eos:
+                raise APIError(400, f"ignore_eos does not go with {work.grammar}, which ends the output", "ignore_eos")
             try:
                 checked: Any = {kind: await self.grammars.check(work.constraint)}
             except UserError as error:
@@ -151,6 +161,8 @@ class Runner:
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason))
                     pieces.put_nowait((index, piece))
+        except BeyondEndError as error:
+            pieces.put_nowait((index, APIError(400, error.message("min_tokens", work.grammar), "min_tokens")))
         except Exception as error:
             pieces.put_nowait((index, error))
 

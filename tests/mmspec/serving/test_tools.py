@@ -258,6 +258,21 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
             "arguments must be text of a JSON object: got '['",
         ),
         ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0]", "tool_call_id goes with"),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "min_tokens": 90},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools: expected at most ",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True},
+            "ignore_eos",
+            "ignore_eos does not go with tools, which ends the output",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a"}}}, "min_tokens": 9},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools or response_format: expected at most 3 here, got 9",
+        ),
         *(
             (
                 {"tools": [TOOL, WRONG], "tool_choice": choice},
