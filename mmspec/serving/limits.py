@@ -18,7 +18,7 @@ class Limits(Checked):
     max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
     max_body: int = option(32, whole(1), "MiB of a request's body and of a downloaded file.")
     max_characters: int = option(500_000, whole(1), "Characters of a request's prompts.")
-    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, and the default of requests.")
+    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, at most and by default.")
     max_model_len: int = option(0, whole(0), "Tokens of prompt and output together; 0 is the model's limit.")
     max_images: int = option(8, whole(0), "Images of a request.")
     max_videos: int = option(2, whole(0), "Videos of a request.")

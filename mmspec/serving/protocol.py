@@ -25,7 +25,6 @@ IGNORED = (
 )
 NO_MODERATION = "the server does not moderate"
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
-_TEMPERATURE = 1.0  # OpenAI's default
 
 
 class StreamOptions(Fields):
@@ -130,24 +129,22 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     def params(self, limits: Limits, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters of the first choice, without ``constraint``, which takes long to check.
 
+        More tokens than the server's limit are cut to it.
+
         Args:
-            defaults: the model's, for fields that are left out.
+            defaults: for fields that are left out.
 
         Raises:
             APIError: a value is beyond the server's limits.
         """
-        if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
-            name = self.limit_name if self.limit_name in self.model_fields_set else "max_tokens"
-            raise APIError(400, f"{name} must be at most {limits.max_tokens}: got {self.max_tokens}", name)
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        given |= {"max_new_tokens": self.max_tokens, "min_new_tokens": self.min_tokens}
-        unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
-        unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
-        return SamplingParams(**given).over(unset)
+        most = self.max_tokens or defaults.get("max_new_tokens", limits.max_tokens)
+        given |= {"max_new_tokens": min(most, limits.max_tokens), "min_new_tokens": self.min_tokens}
+        return SamplingParams(**given).over(defaults)
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""

@@ -68,7 +68,7 @@ class Requests:
         """Work of a chat request, whose parameters are those of the original one: so are the names in errors."""
         self._catalog.check(asked.model)
         messages, media = self._conversation(asked.messages, asked.tools)
-        params, constraint = original.params(self._limits, self._pipe.defaults.params), asked.constraint()
+        params, constraint = original.params(self._limits, self._pipe.defaults.served), asked.constraint()
         self._media.check(media)
         schema = None if constraint is None else constraint[1]
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
@@ -89,7 +89,7 @@ class Requests:
         self._catalog.check(asked.model)
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False}
-        params = asked.params(self._limits, self._pipe.defaults.params)
+        params = asked.params(self._limits, self._pipe.defaults.served)
         work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
         if work.choices > self._limits.max_running:
             most = self._limits.max_running
