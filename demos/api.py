@@ -13,12 +13,11 @@ from mmspec.demos.models import ModelCache
 from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
 from mmspec.errors import UserError
 from mmspec.serving.addresses import names
-from mmspec.serving.drain import LIVE, READY
+from mmspec.serving.drain import PROBES
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
-from mmspec.serving.server import SPARE_CONNECTIONS
 
-_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", LIVE, *READY)
+_PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
 _POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads
 
 
@@ -103,20 +102,10 @@ class Dispatcher:
 
     def __init__(self, app: ASGIApp, api: ASGIApp) -> None:
         self.app, self.api = app, api
-        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_api(scope["path"]):
-            await self.app(scope, receive, send)
-        elif self._open >= RUNNING + WAITING + SPARE_CONNECTIONS:
-            busy = APIError(503, "the server has too many open requests: try again")
-            await busy.response()(scope, receive, send)
-        else:
-            self._open += 1
-            try:
-                await self.api(scope, receive, send)
-            finally:
-                self._open -= 1
+        is_api = scope["type"] == "http" and _is_api(scope["path"])
+        await (self.api if is_api else self.app)(scope, receive, send)
 
 
 def _is_api(path: str) -> bool:

@@ -57,6 +57,8 @@ class Stopper:
         self.tokenizer = tokenizer
         self.max_time = max_time
         self._began: float | None = None  # time of the first token
+        added = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
+        self._hidden = frozenset(token for token, text in added.items() if text.special)
         # A token has at least one byte, so this many tokens cover any stop string.
         self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
@@ -92,12 +94,18 @@ class Stopper:
         return clock() - self._began > self.max_time
 
     def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
-        """Whether the generated text contains a stop string near its end."""
+        """Whether the generated text contains a stop string near its end, with special tokens or without them."""
         if not self.stop:
             return False
-        tail = history[max(prompt_length, len(history) - self._window) :]
-        text = self.tokenizer.decode(tail)
-        return any(stop in text for stop in self.stop)
+        first = max(prompt_length, len(history) - self._window)
+        tail, shown = history[first:], [token for token in history[first:] if token not in self._hidden]
+        texts = [self.tokenizer.decode(tail)]
+        if len(shown) < len(tail):
+            while first > prompt_length and len(shown) < self._window:
+                first -= 1
+                shown = shown if history[first] in self._hidden else [history[first], *shown]
+            texts.append(self.tokenizer.decode(shown))
+        return any(stop in text for stop in self.stop for text in texts)
 
     def _criterion(self, history: list[int]) -> bool:
         if not self.criteria:

@@ -43,6 +43,7 @@ def sampler(
         constraint=constraint,
         lossy=params.lossy,
         aligned=params.grammar_aligned and constraint is not None,
+        least=params.min_new_tokens or 0,
     )
 
 

@@ -39,6 +39,12 @@ class Defaults:
         """Values of ``SamplingParams`` that requests leave unset."""
         return {}
 
+    @property
+    def served(self) -> Mapping[str, Any]:
+        """Values that requests to a server leave unset, as vLLM's: those that a generation config names, whether or not
+        it samples, and otherwise temperature 1 and no filters."""
+        return {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+
     def complete(self, params: SamplingParams) -> SamplingParams:
         """Parameters with a value of each: a request's own, the model's, or the library's."""
         return params.over(self.params).over(LIBRARY)
@@ -66,7 +72,12 @@ class Defaults:
 
     def describe(self) -> str:
         """Defaults that differ from the library's, in one line; empty without any."""
-        return ""
+        shown = [f"{name} {value}" for name, value in self.params.items() if value != LIBRARY[name]]
+        return ", ".join([*shown, *self.others()])
+
+    def others(self) -> list[str]:
+        """Names of the logits processors beside those of the sampling parameters."""
+        return []
 
 
 class ModelDefaults(Defaults):
@@ -93,15 +104,23 @@ class ModelDefaults(Defaults):
 
     @property
     def params(self) -> Mapping[str, Any]:
+        found, general = self._named, GenerationConfig._get_default_generation_params()
+        if self._model.generation_config.do_sample:
+            return {name: general[name] for name in _SAMPLING} | found
+        found.pop("temperature", None)  # generate() is greedy, whatever the temperature
+        return found
+
+    @property
+    def served(self) -> Mapping[str, Any]:
+        return {**super().served, **self._named}
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """Values that the generation config names."""
         config = self._model.generation_config
-        found = {name: getattr(config, name) for name in _OWN}
-        if config.do_sample:
-            general = GenerationConfig._get_default_generation_params()
-            found |= {name: general[name] for name in _SAMPLING if found[name] is None}
-            found["temperature"] = found["temperature"] if found["temperature"] >= MIN_TEMPERATURE else 0.0
-        else:
-            found["temperature"] = None  # generate() is greedy, whatever the temperature
-        found["stop"] = config.stop_strings
+        found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
+        if found["temperature"] is not None and found["temperature"] < MIN_TEMPERATURE:
+            found["temperature"] = 0.0
         return {name: value for name, value in found.items() if value is not None}
 
     def processors(
@@ -125,12 +144,9 @@ class ModelDefaults(Defaults):
             device=device,
         )
 
-    def describe(self) -> str:
-        values = {name: value for name, value in self.params.items() if value != LIBRARY[name]}
+    def others(self) -> list[str]:
         neutral = self.complete(SamplingParams(temperature=0.0, repetition_penalty=1.0, min_new_tokens=0))
-        others = self.processors(neutral, torch.zeros(1, 1, dtype=torch.long))
-        shown = [f"{name} {value}" for name, value in values.items()]
-        return ", ".join(shown + [type(one).__name__ for one in others])
+        return [type(one).__name__ for one in self.processors(neutral, torch.zeros(1, 1, dtype=torch.long))]
 
 
 def refuse_other_modes(config: GenerationConfig, assistant_model: Any = None) -> None:

@@ -21,6 +21,21 @@ _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
 Result = TypeVar("Result")
 
 
+class BeyondEndError(UserError):
+    """``min_new_tokens`` goes beyond the end of an output: only EOS tokens may follow."""
+
+    def __init__(self, kind: str, end: int, least: int) -> None:
+        self.kind, self.end, self.least = kind, end, least
+        super().__init__(self.message("min_new_tokens", kind))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kind, self.end, self.least)
+
+    def message(self, name: str, grammar: str) -> str:
+        """The message, with other names of ``min_new_tokens`` and of what constrains the output."""
+        return f"{name} must not go beyond the end of {grammar}: expected at most {self.end} here, got {self.least}"
+
+
 class Grammars:
     """Compiles grammars for a tokenizer.
 
@@ -117,12 +132,12 @@ class Grammar:
         width: size of the tokenizer's vocabulary.
 
     Attributes:
-        eos: as above.
+        kind, eos: as above.
         spent: the lexer has reached a limit: later requests need a new one.
     """
 
     def __init__(self, kind: str, build: Callable[[], Any], eos: Sequence[int], width: int) -> None:
-        self._kind, self._build, self.eos, self._width = kind, build, list(eos), width
+        self.kind, self._build, self.eos, self._width = kind, build, list(eos), width
         start = clock()
         self._first = build()
         self._quick = clock() - start <= _QUICK
@@ -149,9 +164,13 @@ class Grammar:
         allowed[self.eos] = state.matcher.is_accepting()
         if not bool(allowed.any()):
             raise UserError(
-                f"the {self._kind} needs an EOS token, which ends an answer, after {len(state.tokens)} tokens of output"
+                f"the {self.kind} needs an EOS token, which ends an answer, after {len(state.tokens)} tokens of output"
             )
         return allowed
+
+    def only_ends(self, allowed: Tensor) -> bool:
+        """Whether a mask allows EOS tokens only."""
+        return int(allowed.sum()) == int(allowed[self.eos].sum())
 
     def forced(self, state: _State) -> list[int]:
         """Tokens that must come next, without EOS tokens."""
@@ -183,8 +202,8 @@ class Grammar:
         if not reason and otherwise is not None:
             raise otherwise
         if reason.startswith("NoExtension"):
-            raise UserError(f"the {self._kind} allows no token of the model's vocabulary {after}")
-        raise UserError(f"the {self._kind} is too complex {after}: {shortened(reason)}")
+            raise UserError(f"the {self.kind} allows no token of the model's vocabulary {after}")
+        raise UserError(f"the {self.kind} is too complex {after}: {shortened(reason)}")
 
     def _renew(self) -> bool:
         """Compile the grammar again, if that is quick; returns whether it was."""
@@ -198,7 +217,7 @@ class Grammar:
         state.matcher.try_consume_tokens(state.tokens)
 
     def _forbidden(self, state: _State, token: int) -> UserError:
-        return UserError(f"the {self._kind} forbids token {token} after {len(state.tokens)} tokens of output")
+        return UserError(f"the {self.kind} forbids token {token} after {len(state.tokens)} tokens of output")
 
 
 def _lexer_error(matcher: Any) -> str:

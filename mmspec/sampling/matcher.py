@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
-from mmspec.sampling.processors import TreeProcessor
+from mmspec.sampling.grammar import BeyondEndError
 
 
 class Matcher:
@@ -19,12 +19,14 @@ class Matcher:
     Args:
         processor: shared with other sequences.
         prompt: prompt tokens of the sequence.
+        least: number of new tokens before which a grammar must not have come to its end.
     """
 
-    def __init__(self, processor: TreeProcessor, prompt: Sequence[int]) -> None:
+    def __init__(self, processor: Any, prompt: Sequence[int], least: int = 0) -> None:
         self._processor = processor
         self._name = type(processor).__name__
         self._state = processor.start(list(prompt))
+        self._first, self._least = len(prompt), least
         self._length = len(prompt)  # tokens in the state, without drafts
         self._drafts: list[int] = []  # in the state, after these tokens
         self._before: list[tuple[Any, ...]] = []  # of each draft: (previous state,), or () if changed in place
@@ -144,6 +146,9 @@ class Matcher:
             raise UserError(f"{self._name}.mask must return a bool tensor of at most ({vocab},): got {shape}")
         if not allowed.any():
             raise UserError(f"{self._name}.mask must allow at least one token: got none")
+        new = self._length + len(self._drafts) - self._first
+        if new < self._least and self._processor.only_ends(allowed):
+            raise BeyondEndError(self._processor.kind, new, self._least)
         mask = torch.zeros(vocab, dtype=torch.bool)  # a copy: a processor may reuse its tensor
         mask[: len(allowed)] = allowed
         return mask

@@ -52,6 +52,8 @@ class Sampler:
         constraint: masks the raw logits, before all processors.
         lossy: negative log probability up to which drafts are accepted, see ``SamplingParams``; 0 is lossless.
         aligned: the constraint rejects outputs instead, see ``mmspec.sampling.aligned``.
+        least: number of new tokens that the processors require before an EOS token: it is an error if the constraint
+            allows only that earlier.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
@@ -75,12 +77,13 @@ class Sampler:
         lossy: float = 0.0,
         aligned: bool = False,
         copies: bool = True,
+        least: int = 0,
     ) -> None:
         if lossy and do_sample:
             raise UserError(f"lossy goes with greedy decoding, temperature 0: got lossy {lossy:g} and sampling")
         if aligned and not do_sample:
             raise UserError("grammar_aligned goes with sampling, a temperature above 0: got greedy decoding")
-        self.lossy, self.aligned, self.copies = lossy, aligned, copies
+        self.lossy, self.aligned, self.copies, self.least = lossy, aligned, copies, least
         self.processors = list(processors)
         self.constraint = constraint
         self.forms = [tree_form(processor) for processor in processors]
@@ -154,7 +157,8 @@ class Sampled:
 
     def _begin(self) -> None:
         constraint = self.sampler.constraint
-        self.constraint = None if constraint is None else Matcher(constraint, self.history)
+        least = 0 if self.sampler.aligned else self.sampler.least  # other outputs may be longer
+        self.constraint = None if constraint is None else Matcher(constraint, self.history, least)
         self._own: dict[int, Any] = {}  # by processor index: state of this sequence
 
     def restart(self) -> None:

@@ -30,6 +30,8 @@ LIMITS = {
     "max_lexer_states": 50_000,  # of 1 to 2 KiB
     "max_grammar_size": 500_000,
 }
+FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+"""Formats of strings that llguidance follows."""
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # of json.dumps
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # schemas by name
 _VALUES = {"const", "enum", "default", "examples"}  # no schemas
@@ -118,9 +120,8 @@ def source(kind: str, text: str) -> str:
     make = library().LLMatcher
     try:
         if kind == "json_schema":
-            if "exclusiveMinimum" in text:
-                text = json.dumps(_with_closed_bounds(json.loads(text)))
-            return str(make.grammar_from_json_schema(text, defaults=_LAYOUT))
+            adapted = json.dumps(_adapted(json.loads(text)))
+            return str(make.grammar_from_json_schema(adapted, defaults=_LAYOUT))
         return str(make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text))
     except (ValueError, RecursionError) as error:  # of JSON that nests too deeply
         raise invalid(kind, str(error)) from error
@@ -128,26 +129,29 @@ def source(kind: str, text: str) -> str:
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The right-hand side of a Lark rule for JSON of a schema, spelt as with ``json_schema``."""
-    return f"%json {json.dumps({**_with_closed_bounds(schema), 'x-guidance': _LAYOUT})}"
+    return f"%json {json.dumps({**_adapted(schema), 'x-guidance': _LAYOUT})}"
 
 
-def _with_closed_bounds(schema: Any) -> Any:
-    """A schema whose positive exclusive minima of numbers are inclusive ones of the next number with 15 decimals.
+def _adapted(schema: Any) -> Any:
+    """A schema in which llguidance's matches are those of JSON Schema.
 
-    A model that writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0.
-    Other bounds stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least
-    one is -4.99.
+    Formats that it does not know are left out: they are annotations, such as ``password`` and ``byte``, and would be
+    errors. Positive exclusive minima of numbers become inclusive ones of the next number with 15 decimals: a model that
+    writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0. Other bounds
+    stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least one is -4.99.
     """
     if isinstance(schema, list):
-        return [_with_closed_bounds(one) for one in schema]
+        return [_adapted(one) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
-            found[key] = {name: _with_closed_bounds(one) for name, one in value.items()}
+            found[key] = {name: _adapted(one) for name, one in value.items()}
         else:
-            found[key] = value if key in _VALUES else _with_closed_bounds(value)
+            found[key] = value if key in _VALUES else _adapted(value)
+    if isinstance(name := found.get("format"), str) and name not in FORMATS:
+        del found["format"]
     bound, other = (_number(schema.get(key), default=-math.inf) for key in ("exclusiveMinimum", "minimum"))
     # Doubles beyond 100000 are coarser than 15 decimals.
     if 1e-9 <= bound <= 1e5 and schema.get("type") != "integer":

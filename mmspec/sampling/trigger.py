@@ -43,6 +43,7 @@ class TriggeredGrammar:
 
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
+        self.kind, self.only_ends = grammar.kind, grammar.only_ends
         self._at_start = trigger.startswith(AT_START)
         self._trigger = trigger.removeprefix(AT_START).encode()
 

@@ -87,7 +87,7 @@ def create_app(
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
-    app.add_middleware(Drained, drain=drain)
+    app.add_middleware(Drained, drain=drain, most=limits.requests)
     app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

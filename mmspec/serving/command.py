@@ -136,11 +136,10 @@ def _here(settings: Settings, host: str, port: int) -> None:
         with loading(listening), steps_shown():
             pipe = settings.pipeline()
             pipe.follow()
-        drafter = registered_name(pipe.drafter) or "none"
-        what = [f"model {pipe.name}, drafter {drafter}"]
-        if defaults := pipe.defaults.describe():
-            what.append(f"the model's defaults: {defaults}")
-        _announce(host, listening.getsockname()[1], "; ".join(what))
+        drafter, dtype = registered_name(pipe.drafter) or "none", settings.loading["dtype"]
+        dtype = str(pipe.target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        what = f"model {pipe.name}, drafter {drafter}, {dtype} on {pipe.target.device}"
+        _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
         run(settings.app(pipe), settings.limits, listening, pipe.engine)
 
 

@@ -17,6 +17,8 @@ LIVE = "/livez"
 READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
 
+PROBES = (LIVE, *READY)
+
 
 class Unready:
     """An application that accepts no requests: status 503 with ``Retry-After``, and 200 for the liveness probe.
@@ -100,10 +102,17 @@ class Watched:
 
 
 class Drained:
-    """Refuses requests to a server that stops, and completes the responses of those that it cancels."""
+    """Refuses requests to a server that stops or has too many, and completes the responses of those that it cancels.
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    Probes are always answered.
+
+    Args:
+        most: requests at a time.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain, most: int) -> None:
         self.app, self._drain, self._stopping = app, drain, Unready("stopping")
+        self._most, self._busy = most, Unready(f"answering {most} requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -111,6 +120,12 @@ class Drained:
             return
         if self._drain.closing:
             await self._stopping(scope, receive, send)
+            return
+        if scope["path"] in PROBES:
+            await self.app(scope, receive, send)
+            return
+        if len(self._drain.tasks) >= self._most:
+            await self._busy(scope, receive, send)
             return
         response = Watched(send)
         task = asyncio.ensure_future(self.app(scope, receive, response))

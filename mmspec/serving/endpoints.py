@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mmspec.serving.catalog import Catalog
-from mmspec.serving.drain import LIVE, READY
+from mmspec.serving.drain import PROBES
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.fields import F, parse
 from mmspec.serving.formats import Format
@@ -95,7 +95,7 @@ def add_endpoints(
         """Status 200; see ``mmspec.serving.drain`` for other times."""
         return Response()
 
-    for path in (LIVE, *READY):
+    for path in PROBES:
         app.get(path)(health)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)

@@ -1,7 +1,7 @@
 """Base of the objects in requests, and mistakes in their fields: rule, what was expected, what was received.
 
-A field that would change the answer and is not implemented is refused and named, unless it has its neutral value. null
-stands for a field's default everywhere.
+A field that would change the answer and is not implemented is refused and named, with the reason where it is one of
+OpenAI's, unless it has its neutral value. null stands for a field's default everywhere.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Fields(BaseModel):
     Attributes:
         neutral: values by field that ask for nothing; such fields are dropped.
         ignored: fields that are dropped.
+        refused: why fields of OpenAI's schema are not supported.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
     ignored: ClassVar[Sequence[str]] = ()
+    refused: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -101,7 +103,7 @@ _EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 """What a field must be, by pydantic's type of the error and its context."""
 
 
-def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str | None]:
+def translated(error: Any, given: Any, kind: type[Fields]) -> tuple[str, str | None]:
     """The message for one of pydantic's errors, and the path of the field, as ``messages[0].content``.
 
     Args:
@@ -115,9 +117,14 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
     if what in ("missing", "union_tag_not_found"):
         return f"{path} is required", path
     if what == "extra_forbidden":
-        known = [name for owner in _owners(kind, keys[:-1]) for name in _names(owner)]
-        hint = nearest(str(keys[-1]), known)
-        return f"{path} is not supported: expected it to be left out, got {shown(error['input'])}{hint}", path
+        field, owners = str(keys[-1]), _owners(kind, keys[:-1])
+        got = f"expected it to be left out, got {shown(error['input'])}"
+        if reason := next((owner.refused[field] for owner in owners if field in owner.refused), None):
+            return f"{path} is not supported, {reason}: {got}", path
+        return (
+            f"{path} is not supported: {got}{nearest(field, [one for owner in owners for one in _names(owner)])}",
+            path,
+        )
     name, received = path or "the body", error["input"]
     if what == "value_error" and isinstance(context["error"], UserError):
         return str(context["error"]), path
@@ -130,7 +137,7 @@ def translated(error: Any, given: Any, kind: type[BaseModel]) -> tuple[str, str 
     return f"{name} must be {expected}: got {got}", path or None
 
 
-def _fields(given: Any, location: Sequence[str | int], kind: type[BaseModel], missing: bool) -> list[str | int]:
+def _fields(given: Any, location: Sequence[str | int], kind: type[Fields], missing: bool) -> list[str | int]:
     """The keys of pydantic's location that are in the request, without the names of union members (types of parts)."""
     keys: list[str | int] = []
     for place, key in enumerate(location):
@@ -150,7 +157,7 @@ def _path(keys: Sequence[str | int]) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
 
 
-def _owners(kind: type[BaseModel], keys: Sequence[str | int]) -> list[type[BaseModel]]:
+def _owners(kind: type[Fields], keys: Sequence[str | int]) -> list[type[Fields]]:
     """The classes that the object at a path may have."""
     owners = [kind]
     for key in keys:
@@ -160,13 +167,13 @@ def _owners(kind: type[BaseModel], keys: Sequence[str | int]) -> list[type[BaseM
     return owners
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models(annotation: Any) -> Iterator[type[Fields]]:
     """The classes in a type, such as ``list[A | B]``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Fields):
         yield annotation
     for part in get_args(annotation):
         yield from _models(part)
 
 
-def _names(kind: type[BaseModel]) -> list[str]:
+def _names(kind: type[Fields]) -> list[str]:
     return [field.alias or name for name, field in kind.model_fields.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -17,6 +18,7 @@ from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
 from mmspec.serving.protocol import GenerationRequest
 from mmspec.serving.tool_calls import CallReader
+from mmspec.targets.processor import Processor
 
 _LEAST = -9999.0  # JSON has no infinity
 
@@ -30,17 +32,41 @@ class Answer:
     stats: Stats | None = None
     finish_reason: str | None = None
 
+    def __post_init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = 0  # of the tokens so far
+
     def append(self, piece: Piece) -> None:
         self.text += piece.text
         self.logprobs += piece.logprobs
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
+
+    def offset(self, token: bytes) -> int:
+        """Character of the text at which its next token begins; a part of a character is at that character.
+
+        Args:
+            token: its bytes in the text.
+        """
+        if not self._characters and token.startswith(b" ") and not self.text.startswith(" "):
+            token = token[1:]  # decoders drop a blank before the first word
+        begin = min(self._characters, len(self.text))  # a stop string is no part of the text
+        self._characters += len(self._decoder.decode(token))
+        return begin
+
+
+def spelt(token: bytes) -> str:
+    """Text of a token; that of one which is no whole character shows its bytes, as OpenAI's ``bytes:\\xe2\\x80``."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 class Format(ABC):
     """Builds the responses of one request.
 
     Args:
-        decode: token id to text.
+        io: of the model, for the bytes of tokens.
         asked: the request.
         before: text before each choice's own.
     """
@@ -51,10 +77,8 @@ class Format(ABC):
     end = b"data: [DONE]\n\n"
     """What ends a stream."""
 
-    def __init__(
-        self, model: str, decode: Callable[[int], str], asked: GenerationRequest, before: Sequence[str]
-    ) -> None:
-        self._decode, self._n, self._logprobs = decode, asked.n, asked.alternatives is not None
+    def __init__(self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str]) -> None:
+        self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
         self._include_usage = asked.include_usage
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.answers = [Answer(text) for text in before]
@@ -65,7 +89,7 @@ class Format(ABC):
             {
                 "index": index,
                 **self._content(index, answer.text),
-                "logprobs": self._logprobs_of(answer.logprobs, 0),
+                "logprobs": self._logprobs_of(answer.logprobs, answer),
                 "finish_reason": self._finish_reason(index),
             }
             for index, answer in enumerate(self.answers)
@@ -82,9 +106,9 @@ class Format(ABC):
 
     def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
         """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
-        offset = len(self.answers[index].text)
-        self.answers[index].append(piece)
-        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, offset)}
+        answer = self.answers[index]
+        answer.append(piece)
+        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, answer)}
         choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
         chunk = self._chunk(choice)
         ended = all(answer.finish_reason is not None for answer in self.answers)
@@ -126,8 +150,8 @@ class Format(ABC):
         """Fields of a chunk's choice that contain the new text."""
 
     @abstractmethod
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
-        """Log probabilities of a choice's tokens, of which the first is at character ``offset`` of the text."""
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
+        """Log probabilities of a choice's next tokens: each is passed once, after the text that it is part of."""
 
 
 class ChatFormat(Format):
@@ -168,7 +192,7 @@ class ChatFormat(Format):
         called = self._readers is not None and self._readers[index].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [
@@ -181,8 +205,8 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._decode(token)
-        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+        content = self._io.token_bytes(token)
+        return {"token": spelt(content), "logprob": max(logprob, _LEAST), "bytes": list(content)}
 
 
 class TextFormat(Format):
@@ -200,13 +224,24 @@ class TextFormat(Format):
 
     _delta = _content
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        texts = [self._decode(one.token_id) for one in tokens]
+        contents = [self._io.token_bytes(one.token_id) for one in tokens]
         return {
-            "tokens": texts,
+            "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
-            "top_logprobs": [{self._decode(token): max(value, _LEAST) for token, value in one.top} for one in tokens],
-            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "top_logprobs": [self._by_text(one.top) for one in tokens],
+            "text_offset": [
+                answer.offset(b"" if self._io.is_special(one.token_id) else content)
+                for one, content in zip(tokens, contents, strict=True)
+            ],
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log probabilities by texts; of tokens with the same text, all but the first have vLLM's ``token_id:7``."""
+        found: dict[str, float] = {}
+        for token, logprob in top:
+            text = spelt(self._io.token_bytes(token))
+            found[f"token_id:{token}" if text in found else text] = max(logprob, _LEAST)
+        return found

@@ -9,10 +9,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mmspec.serving.drain import LIVE, READY
+from mmspec.serving.drain import PROBES
 from mmspec.serving.errors import APIError
-
-_OPEN = (LIVE, *READY)  # paths without an API key
 
 
 class Guard:
@@ -45,7 +43,7 @@ class Guard:
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
             return APIError(403, f"requests of web pages need --allow-origin {origin!r}")
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        if self._key is not None and path not in _OPEN:
+        if self._key is not None and path not in PROBES:
             same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
             if not same or scheme.lower() != "bearer":  # RFC 9110: schemes are case-insensitive
                 message = "a valid API key is needed: expected Authorization: Bearer KEY"

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from mmspec.checks import Checked, option, whole
 
+SPARE_REQUESTS = 64
+"""Requests beside those that run or wait: they are read, refused, or ask for metrics."""
+
 
 @dataclass(frozen=True)
 class Limits(Checked):
@@ -15,7 +18,7 @@ class Limits(Checked):
     max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
     max_body: int = option(32, whole(1), "MiB of a request's body and of a downloaded file.")
     max_characters: int = option(500_000, whole(1), "Characters of a request's prompts.")
-    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, and the default of requests.")
+    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, at most and by default.")
     max_model_len: int = option(0, whole(0), "Tokens of prompt and output together; 0 is the model's limit.")
     max_images: int = option(8, whole(0), "Images of a request.")
     max_videos: int = option(2, whole(0), "Videos of a request.")
@@ -30,3 +33,8 @@ class Limits(Checked):
     def body_bytes(self) -> int:
         """Bytes of a body or a downloaded file."""
         return self.max_body << 20
+
+    @property
+    def requests(self) -> int:
+        """Requests at a time, probes excepted."""
+        return self.max_running + self.max_waiting + SPARE_REQUESTS

@@ -69,9 +69,9 @@ class MediaReader:
                 raise APIError(400, f"the model reads text only: got {medium.kind}_url", medium.param)
             scheme = medium.url[:16].partition(":")[0].lower()
             if scheme != "data" and not (self._allow_urls and scheme in ("http", "https")):
-                expected = (
-                    "a data URI or an http(s) URL" if self._allow_urls else "a data URI (URLs are not downloaded)"
-                )
+                expected = "a data URI" + (" or an http(s) URL" if self._allow_urls else "")
+                if scheme in ("http", "https"):
+                    expected += " (the server downloads URLs with --allow-urls)"
                 raise APIError(400, f"{medium.kind}_url must be {expected}: got {medium.url[:40]!r}", medium.param)
 
     async def read(self, media: Sequence[Medium]) -> dict[str, list[Any]]:

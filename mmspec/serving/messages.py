@@ -12,6 +12,9 @@ from mmspec.checks import Rule
 from mmspec.serving.fields import MOST_ITEMS, Fields, checked
 from mmspec.serving.media import Medium
 
+CACHE_BREAKPOINT = "prompt_cache_breakpoint"
+"""Field of parts that is ignored: all prefixes of prompts are kept."""
+
 
 class _URL(Fields):
     ignored: ClassVar = ("detail",)  # images have the resolution that the model's processor gives them
@@ -19,13 +22,26 @@ class _URL(Fields):
 
 
 class TextPart(Fields):
+    ignored: ClassVar = (CACHE_BREAKPOINT,)
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(Fields):
+    """What an assistant has said instead of an answer: text of the conversation."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class ImagePart(Fields):
     """An image; a text as ``image_url`` is its URL."""
 
+    ignored: ClassVar = (CACHE_BREAKPOINT,)
     type: Literal["image_url"]
     image_url: _URL
 
@@ -40,7 +56,7 @@ class VideoPart(Fields):
     video_url: _URL
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 def _is_object(text: Any) -> bool:
@@ -66,8 +82,9 @@ class ToolCall(Fields):
 
 
 class ChatMessage(Fields):
-    """One message; a text as content is one text part, an assistant's content may be null."""
+    """One message; a text as content is one text part, an assistant's content may be null, or a refusal."""
 
+    refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: list[Part] = Field(max_length=MOST_ITEMS)
@@ -78,9 +95,13 @@ class ChatMessage(Fields):
     @model_validator(mode="before")
     @classmethod
     def _without_content(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("role") != "assistant" or given.get("content") is not None:
+        if not isinstance(given, dict) or given.get("role") != "assistant":
             return given
-        return {**given, "content": []}
+        given = dict(given)
+        refusal = given.pop("refusal", None)
+        if given.get("content") is None:
+            given["content"] = [] if refusal is None else refusal
+        return given
 
     @field_validator("content", mode="before")
     @classmethod
@@ -89,7 +110,7 @@ class ChatMessage(Fields):
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
             if getattr(self, name) is not None and self.role != role:
                 raise ValueError(f"{name} goes with the role {role}")
         return self
@@ -97,7 +118,7 @@ class ChatMessage(Fields):
     @property
     def texts(self) -> list[str]:
         arguments = [call.function.arguments for call in self.tool_calls or ()]
-        return [*(part.text for part in self.content if isinstance(part, TextPart)), *arguments]
+        return [*(part.text for part in self.content if isinstance(part, TextPart | RefusalPart)), *arguments]
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""
@@ -109,7 +130,8 @@ class ChatMessage(Fields):
             }
             for call in self.tool_calls or ()
         ]
-        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": self.name}
+        name = self.name if self.role == "tool" else None  # of its function; those of speakers are ignored
+        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -124,7 +146,7 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     for place, message in enumerate(given):
         items: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
-            if isinstance(part, TextPart):
+            if isinstance(part, TextPart | RefusalPart):
                 items.append({"type": "text", "text": part.text})
                 continue
             kind: Any = part.type.removesuffix("_url")

@@ -15,7 +15,6 @@ from prometheus_client import Metric
 from mmspec.errors import UserError
 from mmspec.extras import missing
 from mmspec.serving.metrics import ReplicaMetrics
-from mmspec.serving.server import SPARE_CONNECTIONS
 from mmspec.serving.settings import Settings
 
 _NAME = "mmspec"
@@ -77,7 +76,7 @@ def deployed(settings: Settings, replicas: int, gpus: int, host: str, port: int)
             name=_NAME,
             num_replicas=replicas,
             ray_actor_options={"num_cpus": cpus if own else 1, "num_gpus": gpus if found else 0},
-            max_ongoing_requests=settings.limits.max_running + settings.limits.max_waiting + SPARE_CONNECTIONS,
+            max_ongoing_requests=settings.limits.requests,
             graceful_shutdown_timeout_s=settings.limits.shutdown_timeout,
             graceful_shutdown_wait_loop_s=0.1,
             max_constructor_retry_count=1,

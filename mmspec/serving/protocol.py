@@ -19,9 +19,12 @@ from mmspec.serving.messages import ChatMessage
 from mmspec.serving.tool_use import CHOICE, Tool
 from mmspec.targets.processor import is_token_ids
 
-IGNORED = ("user", "safety_identifier", "prompt_cache_key", "metadata", "reasoning_effort")
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+NO_MODERATION = "the server does not moderate"
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
-_TEMPERATURE = 1.0  # OpenAI's default
 
 
 class StreamOptions(Fields):
@@ -126,24 +129,22 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     def params(self, limits: Limits, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters of the first choice, without ``constraint``, which takes long to check.
 
+        More tokens than the server's limit are cut to it.
+
         Args:
-            defaults: the model's, for fields that are left out.
+            defaults: for fields that are left out.
 
         Raises:
             APIError: a value is beyond the server's limits.
         """
-        if self.max_tokens is not None and self.max_tokens > limits.max_tokens:
-            name = self.limit_name if self.limit_name in self.model_fields_set else "max_tokens"
-            raise APIError(400, f"{name} must be at most {limits.max_tokens}: got {self.max_tokens}", name)
         if self.n > limits.max_running:
             raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options goes with stream: true", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        given |= {"max_new_tokens": self.max_tokens, "min_new_tokens": self.min_tokens}
-        unset = {"temperature": _TEMPERATURE, "max_new_tokens": limits.max_tokens, **defaults}
-        unset["max_new_tokens"] = min(unset["max_new_tokens"], limits.max_tokens)
-        return SamplingParams(**given).over(unset)
+        most = self.max_tokens or defaults.get("max_new_tokens", limits.max_tokens)
+        given |= {"max_new_tokens": min(most, limits.max_tokens), "min_new_tokens": self.min_tokens}
+        return SamplingParams(**given).over(defaults)
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""
@@ -154,13 +155,16 @@ class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     limit_name = "max_completion_tokens"
-    ignored = IGNORED
-    neutral: ClassVar = {
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
+    # A prediction is for speed alone; responses are stored by /v1/responses only.
+    ignored = (*IGNORED, "prediction", "reasoning_effort", "store", "verbosity")
+    neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+    refused: ClassVar = {
+        "audio": "answers are text",
+        "function_call": "tool_choice replaces it",
+        "functions": "tools replaces it",
+        "modalities": "answers are text",
+        "moderation": NO_MODERATION,
+        "web_search_options": "the server does not search",
     }
     messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
     max_completion_tokens: Annotated[Any, checked("max_completion_tokens", MAX_TOKENS)] = None
@@ -198,6 +202,10 @@ class CompletionRequest(GenerationRequest):
 
     ignored = IGNORED
     neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
+    refused: ClassVar = {
+        "best_of": "choices are not ranked, n returns all of them",
+        "suffix": "texts are continued at their end only",
+    }
     prompt: Annotated[Any, checked("prompt", _PROMPTS)]
     logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None
     echo: bool = False

@@ -51,14 +51,14 @@ class Requests:
     def chat(self, asked: ChatRequest) -> tuple[Work, Format]:
         """What a chat request asks for, and how it is answered."""
         work, use = self._chat(asked, asked)
-        return work, ChatFormat(self._catalog.name, self._token_text, asked, [""] * work.n, reader=use.reader)
+        return work, ChatFormat(self._catalog.name, self._pipe.io, asked, [""] * work.n, reader=use.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[Work, Format]:
         """What a request of a response asks for, as a chat request, and how it is answered."""
         earlier = self._stored.items(asked.previous_response_id)
         chat = asked.as_chat(earlier)
         work, use = self._chat(chat, asked)
-        common = (self._catalog.name, self._token_text, chat, [""])
+        common = (self._catalog.name, self._pipe.io, chat, [""])
         form = ResponseFormat(*common, reader=use.reader, about=asked.about(work.params))
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
@@ -68,14 +68,14 @@ class Requests:
         """Work of a chat request, whose parameters are those of the original one: so are the names in errors."""
         self._catalog.check(asked.model)
         messages, media = self._conversation(asked.messages, asked.tools)
-        params, constraint = original.params(self._limits, self._pipe.defaults.params), asked.constraint()
+        params, constraint = original.params(self._limits, self._pipe.defaults.served), asked.constraint()
         self._media.check(media)
         schema = None if constraint is None else constraint[1]
         use = self._tools.of(asked.tools, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
-        source = None if use.grammar is None else "tools"
         constraint = constraint if use.grammar is None else ("grammar", use.grammar)
         keywords = {**asked.keywords, **use.keywords}
-        return Work([use.messages(messages)], params, constraint, asked.n, media, keywords, use.trigger, source), use
+        prompts = [use.messages(messages)]
+        return Work(prompts, params, constraint, asked.n, media, keywords, use.trigger, use.schemas), use
 
     def _conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
@@ -89,13 +89,13 @@ class Requests:
         self._catalog.check(asked.model)
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False}
-        params = asked.params(self._limits, self._pipe.defaults.params)
+        params = asked.params(self._limits, self._pipe.defaults.served)
         work = Work(asked.prompt, params, asked.constraint(), asked.n, (), keywords)
         if work.choices > self._limits.max_running:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {work.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in work.prompts for _ in range(work.n)]
-        return work, TextFormat(self._catalog.name, self._token_text, asked, before)
+        return work, TextFormat(self._catalog.name, self._pipe.io, asked, before)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -125,9 +125,6 @@ class Requests:
         self._catalog.check(asked.model)
         self._check_characters([asked.tokens], "tokens")
         return {"prompt": self._prompt_text(asked.tokens)}
-
-    def _token_text(self, token: int) -> str:
-        return self._pipe.io.tokenizer.decode([token])
 
     def _check_characters(self, texts: Sequence[Sequence[Any]], param: str) -> None:
         most, found = self._limits.max_characters, sum(map(len, texts))

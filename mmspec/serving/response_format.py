@@ -93,7 +93,9 @@ class ResponseFormat(ChatFormat):
         final = self.answers[0].finish_reason is not None
         delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
         if delta.content or (final and not delta.calls and not self._output):
-            yield from self._say(delta.content, (self._logprobs_of(list(logprobs), 0) or {}).get("content", []))
+            yield from self._say(
+                delta.content, (self._logprobs_of(list(logprobs), self.answers[0]) or {}).get("content", [])
+            )
         for call in delta.calls.values():
             yield from self._call(call)
         if final:

@@ -11,8 +11,8 @@ from mmspec.checks import Rule
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.fields import MOST_ITEMS, Fields, checked, validated
-from mmspec.serving.messages import CalledFunction, VideoPart
-from mmspec.serving.protocol import IGNORED, MAX_TOKENS, ChatRequest, GenerationRequest, JSONSchema
+from mmspec.serving.messages import CACHE_BREAKPOINT, CalledFunction, VideoPart
+from mmspec.serving.protocol import IGNORED, MAX_TOKENS, NO_MODERATION, ChatRequest, GenerationRequest, JSONSchema
 from mmspec.serving.tool_use import CHOICE, Function
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -20,7 +20,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Text(Fields):
-    ignored: ClassVar = ("annotations", "logprobs")  # of answers that clients send back
+    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)  # the first two of answers that clients send back
     type: Literal["input_text", "output_text"]
     text: str
 
@@ -29,7 +29,8 @@ class _Text(Fields):
 
 
 class _Image(Fields):
-    ignored: ClassVar = ("detail",)
+    ignored: ClassVar = ("detail", CACHE_BREAKPOINT)
+    refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
     type: Literal["input_image"]
     image_url: str
 
@@ -62,7 +63,7 @@ class Message(Fields):
 class FunctionCall(CalledFunction):
     """A call of a function that the model made."""
 
-    ignored: ClassVar = ("id", "status", "caller", "namespace", "parsed_arguments")
+    ignored: ClassVar = ("async", "id", "status", "caller", "namespace", "parsed_arguments")
     type: Literal["function_call"]
     call_id: str
 
@@ -103,6 +104,9 @@ class _FunctionType(Fields):
 
 class FunctionTool(Function, _FunctionType):
     """A function; chat requests have its fields one level deeper."""
+
+    # There are no tool searches and programs beside calls; results are text.
+    ignored: ClassVar = (*Function.ignored, "allowed_callers", "async", "defer_loading", "output_schema")
 
 
 class _TextFormat(Fields):
@@ -146,12 +150,17 @@ class ResponsesRequest(GenerationRequest):
     limit_name = "max_output_tokens"
     ignored = (
         *(name for name in IGNORED if name not in ("metadata", "user")),
-        *("reasoning", "prompt_cache_retention", "prompt_cache_options", "max_tool_calls"),
+        *("access_programs", "image", "max_tool_calls", "reasoning"),
     )
-    neutral: ClassVar = {
-        "background": (False,),
-        "service_tier": ("auto", "default"),
-        "truncation": ("disabled",),
+    neutral: ClassVar = {"background": (False,), "truncation": ("disabled",)}
+    refused: ClassVar = {
+        "background": "clients wait for their responses",
+        "background_options": "clients wait for their responses",
+        "context_management": "conversations are not shortened",
+        "conversation": "previous_response_id goes on with a conversation",
+        "moderation": NO_MODERATION,
+        "prompt": "prompts are not stored, instructions and input contain them",
+        "truncation": "conversations are not shortened",
     }
     n: Literal[1] = 1
     input: Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, TypeVar
 
 from mmspec.answer import Piece
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.errors import APIError
 from mmspec.serving.grammars import Constraint, GrammarChecker
@@ -34,7 +35,7 @@ class Work:
         media: images and videos, of a request with one prompt.
         keywords: further ones of ``Pipeline.stream``.
         trigger: the text after which the grammar begins; None for the beginning of the output.
-        source: the field that the grammar was made of, if it was none of the request's.
+        schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
     """
 
     prompts: Sequence[Any]
@@ -44,11 +45,18 @@ class Work:
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
     trigger: str | None = None
-    source: str | None = None
+    schemas: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def grammar(self) -> str:
+        """The fields of the request that the grammar was made of."""
+        if not self.schemas:
+            return "response_format"
+        return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
 class Runner:
@@ -110,14 +118,23 @@ class Runner:
         """Work with its grammar among its parameters, and its media."""
         if work.constraint is not None:
             kind, _ = work.constraint
+            if work.params.ignore_eos:
+                raise APIError(400, f"ignore_eos does not go with {work.grammar}, which ends the output", "ignore_eos")
             try:
                 checked: Any = {kind: await self.grammars.check(work.constraint)}
             except UserError as error:
-                if work.source is None:
-                    raise
-                raise APIError(400, f"{work.source}: {error}", work.source) from None
+                raise await self._located(error, work.schemas) from None
             work = replace(work, params=replace(work.params, **checked, grammar_trigger=work.trigger))
         return work, await self.media.read(work.media)
+
+    async def _located(self, error: UserError, schemas: Mapping[str, str]) -> Exception:
+        """The error of a grammar, with the name of the schema that is wrong, if one of several is."""
+        for name, schema in schemas.items():
+            try:
+                await self.grammars.check(("json_schema", schema))
+            except UserError as own:
+                return APIError(400, f"{name}: {own}", name if name == "response_format" else "tools")
+        return APIError(400, f"tools: {error}", "tools") if schemas else error
 
     async def _choice(
         self,
@@ -144,6 +161,8 @@ class Runner:
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason))
                     pieces.put_nowait((index, piece))
+        except BeyondEndError as error:
+            pieces.put_nowait((index, APIError(400, error.message("min_tokens", work.grammar), "min_tokens")))
         except Exception as error:
             pieces.put_nowait((index, error))
 

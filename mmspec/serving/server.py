@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread, Timer
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from mmspec.errors import UserError
+from mmspec.serving.connections import Connection
 from mmspec.serving.drain import Unready
 from mmspec.serving.limits import Limits
 
@@ -22,10 +24,9 @@ if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
     from mmspec.engine.engine import Engine
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
-_QUIET: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
 
-SPARE_CONNECTIONS = 64
-"""Connections beside those of requests that run or wait: they are read, refused, or ask for metrics."""
+IDLE_CONNECTIONS = 256
+"""Connections without a request: those that clients keep for their next one."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,7 +50,7 @@ def listen(host: str, port: int) -> socket.socket:
 @contextmanager
 def loading(listening: socket.socket) -> Iterator[None]:
     """Answer with status 503 during the block, in which a model is loaded; later requests wait for ``run``."""
-    server = uvicorn.Server(uvicorn.Config(Unready("loading its model"), **_QUIET))
+    server = uvicorn.Server(uvicorn.Config(Unready("loading its model"), **_options(IDLE_CONNECTIONS)))
     thread = Thread(target=server.run, kwargs={"sockets": [listening.dup()]}, daemon=True)
     thread.start()
     try:
@@ -59,10 +60,18 @@ def loading(listening: socket.socket) -> Iterator[None]:
         thread.join()
 
 
+def _options(connections: int) -> dict[str, Any]:
+    """Options of uvicorn.
+
+    Args:
+        connections: at most open at a time.
+    """
+    quiet = {"log_level": "warning", "access_log": False, "server_header": False}
+    return {"http": partial(Connection, most=connections), "ws": "none", **quiet}
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which ends running requests with responses: see ``mmspec.serving.drain``.
-
-    Connections beyond those that may run or wait get status 503.
 
     Args:
         limits: after ``shutdown_timeout``, requests that still run are cancelled.
@@ -74,9 +83,8 @@ class Server(uvicorn.Server):
     abandon = False
 
     def __init__(self, app: FastAPI, limits: Limits) -> None:
-        most = limits.max_running + limits.max_waiting + SPARE_CONNECTIONS
-        options: dict[str, Any] = {"lifespan": "on", "limit_concurrency": most, "timeout_graceful_shutdown": 1}
-        super().__init__(uvicorn.Config(app, **_QUIET, **options))
+        options = _options(limits.requests + IDLE_CONNECTIONS)
+        super().__init__(uvicorn.Config(app, lifespan="on", timeout_graceful_shutdown=1, **options))
         self._grace = limits.shutdown_timeout
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

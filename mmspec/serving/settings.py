@@ -59,6 +59,16 @@ class Settings:
         pipe.calibrate()
         return pipe
 
+    def defaults(self, pipe: Pipeline) -> str:
+        """What requests have that set no sampling parameters, in one line; neutral values are left out."""
+        from mmspec.sampling.params import LIBRARY
+
+        values = {**pipe.defaults.served}
+        tokens = min(values.pop("max_new_tokens", self.limits.max_tokens), self.limits.max_tokens)
+        shown = {name: value for name, value in values.items() if name == "temperature" or value != LIBRARY[name]}
+        names = [f"{name} {value}" for name, value in shown.items()]
+        return ", ".join([*names, f"max_tokens {tokens}", *pipe.defaults.others()])
+
     def app(self, pipe: Pipeline, scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
         """The application; see ``create_app``."""
         from mmspec.serving.app import create_app

@@ -68,10 +68,15 @@ class ToolFormat:
             head = f'{{"name": {json.dumps(tool["name"])}, "{self.key}": '
             head = head if marked or not self.in_call else head.removeprefix(self.marker)
             rules.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
-            rules.append(f"args_{number}: {json_rule({'type': 'object', **tool.get('parameters', {})})}")
+            rules.append(f"args_{number}: {json_rule(parameters(tool))}")
         if instead is not None:
             rules.append(f"instead: {json_rule(json.loads(instead))}")
         return "\n".join(rules)
+
+
+def parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments."""
+    return {"type": "object", **function.get("parameters", {})}
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")

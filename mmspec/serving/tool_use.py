@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from mmspec.checks import Rule
 from mmspec.serving.errors import APIError
 from mmspec.serving.fields import Fields, checked
 from mmspec.serving.tool_calls import CallReader
-from mmspec.serving.tool_formats import AUTO, GENERIC, prompted, tool_format
+from mmspec.serving.tool_formats import AUTO, GENERIC, parameters, prompted, tool_format
 from mmspec.targets.processor import Processor
 
 _NAME = Rule(
@@ -55,6 +56,7 @@ class Use:
     Attributes:
         keywords: of ``Processor.encode``.
         grammar, trigger: of the output; see ``SamplingParams``.
+        schemas: what the grammar was made of, by names for errors.
         reader: makes readers of the calls in outputs.
         as_text: the functions that the messages must explain, for a chat template that does not.
     """
@@ -62,6 +64,7 @@ class Use:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     grammar: str | None = None
     trigger: str | None = None
+    schemas: Mapping[str, str] = field(default_factory=dict)
     reader: Callable[[], CallReader] | None = None
     as_text: Sequence[Mapping[str, Any]] | None = None
 
@@ -108,7 +111,8 @@ class ToolUse:
         as_text = functions if generic else None
         if choice == "auto" and schema is None:
             grammar = self._form.grammar(functions, marked=False, several=several)
-            return Use(keywords, grammar, self._form.trigger, partial(CallReader, self._form), as_text)
+            schemas = _schemas(functions)
+            return Use(keywords, grammar, self._form.trigger, schemas, partial(CallReader, self._form), as_text)
         if choice == "auto" and self._special:
             message = "response_format beside tools needs tool_choice none or required: got auto"
             raise APIError(400, message, "response_format")
@@ -119,4 +123,10 @@ class ToolUse:
         if self._special:
             keywords["answer_start"] = self._form.marker
         reader = partial(CallReader, self._form, begun=self._special)
-        return Use(keywords, grammar, None, reader, as_text)
+        schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
+        return Use(keywords, grammar, None, schemas, reader, as_text)
+
+
+def _schemas(functions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The JSON schemas of calls, by names for errors."""
+    return {f"tool {one['name']}": json.dumps(parameters(one)) for one in functions}

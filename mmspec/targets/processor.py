@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.targets.support import from_pretrained
+from mmspec.targets.token_bytes import TokenBytes
 from mmspec.targets.user_text import UserText
 
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
@@ -176,6 +177,16 @@ class Processor:
         """The id of the special token of this name, if there is one."""
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         return next((number for number, token in known if token.special and token.content == text), None)
+
+    def is_special(self, token: int) -> bool:
+        """Whether decoding leaves no text of a token."""
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return added is not None and added.special
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Function that returns the UTF-8 bytes of a token, or the part of a character that it is."""
+        return TokenBytes(self.tokenizer)
 
     def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in which special tokens are plain text."""

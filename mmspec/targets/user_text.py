@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from mmspec.errors import UserError
 
 _MARK = "\ue0a1"  # a private-use character
+_RENDERED = ("tool_calls", "tool_call_id", "name")  # what templates write of a message beside its role and content
 
 
 class UserText:
@@ -114,9 +115,9 @@ class UserText:
         return self._typed.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
 
     def _marked_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        calls = message.get("tool_calls")
-        if calls and (marked_calls := self.marked(calls)) != calls:
-            message = {**message, "tool_calls": marked_calls}
+        rendered = {name: message[name] for name in _RENDERED if message.get(name)}
+        if (marked_fields := self.marked(rendered)) != rendered:
+            message = {**message, **marked_fields}
         content = message.get("content")
         if isinstance(content, str):
             marked: Any = self._marked(content)

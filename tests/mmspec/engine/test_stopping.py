@@ -96,3 +96,21 @@ def test_each_row_has_room_up_to_the_context_limit():
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(UserError, match=r"^stop strings need a tokenizer: none was given$"):
         Stopper(1, stop=["x"])
+
+
+@pytest.mark.parametrize("between", [[1], [1, 0, 2] * 30])
+@pytest.mark.parametrize("stop", ["END", "é"])
+def test_special_tokens_within_a_stop_string(stop, between):
+    """They are no part of the text, in which the stop string is whole."""
+    first, *rest = ids_of(stop)
+    tokens = [*ids_of("E "), first, *between, *rest]
+    stopper = Stopper(999, stop=[stop], tokenizer=byte_tokenizer())
+    assert feed(stopper, [*tokens, 9, 9], [5] * 40) == (tokens, "stop")
+    # The text before the answer is none of it.
+    history = [*PROMPT, first]
+    assert stopper.append(history, len(history), [*between, *rest]) == ([*between, *rest], None)
+
+
+def test_a_special_token_as_a_stop_string():
+    tokens = [*ids_of("a"), 1, *ids_of("b")]
+    assert feed(Stopper(9, stop=["</s>", "a<s>"], tokenizer=byte_tokenizer()), tokens, [3]) == (tokens[:2], "stop")

@@ -22,7 +22,7 @@ from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.matcher import Matcher
-from mmspec.sampling.syntax import LIMITS
+from mmspec.sampling.syntax import FORMATS, LIMITS
 from tests.tiny import byte_model, byte_tokenizer
 
 EOS, VOCAB = 2, 259
@@ -178,6 +178,20 @@ def test_exclusive_bounds_of_integers_and_in_values_stay():
     assert spells(
         {"properties": {"exclusiveMinimum": {"type": "null"}}, "type": "object"}, '{"exclusiveMinimum": null}'
     )
+
+
+@pytest.mark.parametrize("name", ["password", "path", "byte", "uri-reference", "regex"])
+def test_unknown_formats_are_annotations(name):
+    text = {"type": "string", "format": name}
+    for schema in (text, {"$defs": {"it": text}, "$ref": "#/$defs/it"}):
+        assert spells(schema, '"anything"')
+    assert spells({"const": text}, json.dumps(text))
+    assert spells({"type": "object", "properties": {"format": text}}, '{"format": "a"}')
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_known_formats_hold(name):
+    assert not spells({"type": "string", "format": name}, '"!"')
 
 
 def spells(schema, text):

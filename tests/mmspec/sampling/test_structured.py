@@ -356,3 +356,44 @@ def test_other_processors_that_leave_nothing():
     ):
         plain("bytes").generate("a", regex="b{3}", logits_processor=[ban])
     assert plain("bytes").generate("a", regex="b{3}").text == "bbb"
+
+
+@pytest.mark.parametrize("nodes", [0, 6])
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"stopping_criteria": [lambda *_: torch.tensor([False])]}])
+@pytest.mark.parametrize(
+    ("kind", "text"), [("json_schema", {"enum": ["red"]}), ("regex", "[re]ed"), ("grammar", 'start: "red" "e"?')]
+)
+def test_min_new_tokens_beyond_the_end(kind, text, options, nodes):
+    pipe = mmspec.load(byte_model(), "recycle+ngram", processor=byte_tokenizer())
+    options = {"max_new_tokens": 20, "nodes": nodes, kind: text, **options}
+    longest = {"json_schema": 5, "regex": 3, "grammar": 4}[kind]
+    answer = pipe.generate("Say it: ", min_new_tokens=longest, **options)
+    assert len(answer.token_ids) == longest + 1  # and the EOS token
+    message = f"min_new_tokens must not go beyond the end of {kind}: expected at most {longest} here, got {longest + 1}"
+    with pytest.raises(UserError, match=f"^{message}$") as caught:
+        pipe.generate("Say it: ", min_new_tokens=longest + 1, **options)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.message("a", "b")) == (message, message.replace("min_new_tokens", "a").replace(kind, "b"))
+    open_end = {
+        **options,
+        kind: {"json_schema": {"type": "string"}, "regex": "[ab]+", "grammar": "start: /[ab]+/"}[kind],
+    }
+    assert len(pipe.generate("Say it: ", min_new_tokens=18, **open_end).token_ids) >= 18
+
+
+def test_min_new_tokens_count_what_precedes_a_trigger():
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    free = [byte_tokenizer().decode([token]) for token in pipe.generate("Say it: ", max_new_tokens=4).token_ids]
+    at = next(place for place, text in enumerate(free) if text.isascii())
+    options = {"max_new_tokens": 20, "regex": "abc", "grammar_trigger": free[at]}
+    end = at + 4
+    assert len(pipe.generate("Say it: ", min_new_tokens=end, **options).token_ids) == end + 1
+    with pytest.raises(UserError, match=f"beyond the end of regex: expected at most {end} here, got {end + 1}$"):
+        pipe.generate("Say it: ", min_new_tokens=end + 1, **options)
+
+
+def test_an_aligned_output_that_is_too_short_is_rejected():
+    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    options = {"max_new_tokens": 20, "regex": "a|bc", "temperature": 5.0, "seed": 1, "grammar_aligned": True}
+    answer = pipe.generate("Say it: ", min_new_tokens=2, **options)
+    assert answer.text == "bc"

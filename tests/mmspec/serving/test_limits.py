@@ -184,8 +184,8 @@ MESSAGE = {"role": "user", "content": "Hello."}
         (ChatRequest, "stop", ["x" * 512] * 16, ["x"] * 17),
         (ChatRequest, "stop", "x" * 512, ["x" * 513]),
         (ChatRequest, "max_tokens", 1, 0),
-        (ChatRequest, "max_tokens", 2048, 2049),
-        (ChatRequest, "max_completion_tokens", 2048, 2049),
+        (ChatRequest, "max_tokens", 1 << 31, (1 << 31) + 1),
+        (ChatRequest, "max_completion_tokens", 1 << 31, (1 << 31) + 1),
         (ChatRequest, "n", 8, 9),
         (ChatRequest, "n", 1, 0),
         (ChatRequest, "seed", (1 << 64) - 1, 1 << 64),
@@ -195,7 +195,7 @@ MESSAGE = {"role": "user", "content": "Hello."}
         (CompletionRequest, "prompt", ["x"], []),
         (CompletionRequest, "logprobs", 20, 21),
         (CompletionRequest, "n", 8, 9),
-        (CompletionRequest, "max_tokens", 2048, 2049),
+        (CompletionRequest, "max_tokens", 1 << 31, (1 << 31) + 1),
     ],
 )
 def test_fields_at_their_limits(kind: Any, field: str, at: Any, beyond: Any) -> None:

@@ -105,7 +105,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
         "union_tag_invalid",
         content({"type": "audio"}),
         "messages[0].content[0].type",
-        "messages[0].content[0].type must be 'text', 'image_url', 'video_url': got 'audio'",
+        "messages[0].content[0].type must be 'text', 'refusal', 'image_url', 'video_url': got 'audio'",
     ),
     ("union_tag_not_found", content({}), "messages[0].content[0].type", "messages[0].content[0].type is required"),
     ("model_attributes_type", content(5), "messages[0].content[0]", "messages[0].content[0] must be an object: got 5"),

@@ -19,8 +19,7 @@ from prometheus_client.exposition import generate_latest
 from mmspec.errors import UserError
 from mmspec.serving import on_ray
 from mmspec.serving.drain import LostReplica
-from mmspec.serving.limits import Limits
-from mmspec.serving.server import SPARE_CONNECTIONS
+from mmspec.serving.limits import SPARE_REQUESTS, Limits
 from mmspec.serving.settings import Settings
 
 
@@ -182,7 +181,7 @@ def test_settings_of_the_deployment(ray: Any, host: str) -> None:
     assert found.given["start"]["http_options"] == {"host": host.strip("[]"), "port": 8000}
     assert found.given["init"]["runtime_env"] == {"env_vars": on_ray._PROXY}
     given = found.given["deployment"]
-    assert given["max_ongoing_requests"] == 3 + 5 + SPARE_CONNECTIONS
+    assert given["max_ongoing_requests"] == 3 + 5 + SPARE_REQUESTS
     assert given["graceful_shutdown_timeout_s"] == Limits().shutdown_timeout
     assert given["request_router_config"] == {"request_router_class": on_ray._ROUTER}
     assert found.given["run"] == {"name": "mmspec", "route_prefix": "/", "args": (("bound", SETTINGS),)}

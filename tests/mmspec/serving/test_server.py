@@ -18,6 +18,7 @@ from mmspec.cli import main
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
+from mmspec.serving.settings import Settings
 from tests.serve_process import KEY, answers, gone, long_stream, process
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
@@ -205,3 +206,36 @@ def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
         assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "defaults"),
+    [
+        ({}, "4096", "temperature 1.0, max_tokens 256"),
+        (
+            {"temperature": 0.5, "top_p": 0.5, "suppress_tokens": [5]},
+            "9",
+            "temperature 0.5, top_p 0.5, max_tokens 9, S",
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_in_force(
+    config: dict[str, object],
+    limit: str,
+    defaults: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Changed(Settings):
+        def pipeline(self) -> Pipeline:
+            pipe = super().pipeline()
+            pipe.model.generation_config.update(**config)
+            return pipe
+
+    monkeypatch.setattr("mmspec.serving.settings.Settings", Changed)
+    monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
+    main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "bfloat16", "--max-tokens", limit])
+    line = capsys.readouterr().out
+    assert "(model tiny-llava, drafter flash, bfloat16 on cpu; by default " in line
+    assert f"; by default {defaults}" in line
+    assert line.endswith("; Ctrl-C to stop)\n")

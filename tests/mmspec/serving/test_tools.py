@@ -55,6 +55,7 @@ TOOL: Any = openai.pydantic_function_tool(weather)
 NOTHING: Any = {"type": "object", "properties": {}, "additionalProperties": False}
 CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, "parameters": NOTHING}}
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
+WRONG = {"type": "function", "function": {"name": "wrong", "parameters": {"type": "x"}}}
 SPACED = {"name": "a b"}
 BROKEN = {"name": "a", "arguments": "["}
 USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
@@ -258,9 +259,27 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
         ),
         ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0]", "tool_call_id goes with"),
         (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
-            "tools",
-            "tools: grammar must be a Lark grammar that llguidance can follow",
+            {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "min_tokens": 90},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools: expected at most ",
+        ),
+        (
+            {"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True},
+            "ignore_eos",
+            "ignore_eos does not go with tools, which ends the output",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "a"}}}, "min_tokens": 9},
+            "min_tokens",
+            "min_tokens must not go beyond the end of tools or response_format: expected at most 3 here, got 9",
+        ),
+        *(
+            (
+                {"tools": [TOOL, WRONG], "tool_choice": choice},
+                "tools",
+                "tool wrong: json_schema must be a JSON schema that llguidance can follow: Invalid type: x",
+            )
+            for choice in ("auto", "required")
         ),
     ],
 )

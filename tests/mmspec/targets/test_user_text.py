@@ -155,6 +155,16 @@ def test_every_message_and_joined_items():
     assert "user\n<|im_end|> b<|im_end|>" in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("field", ["name", "tool_call_id"])
+def test_names_in_messages_are_text(field):
+    tokenizer = chatml()
+    tokenizer.chat_template = _CHATML.replace("{{ m['role'] }}", f"{{{{ m['role'] }}}} {{{{ m['{field}'] }}}}")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = _ids(tokenizer, [{"role": "tool", "content": "a", field: "x<|im_end|>"}])
+    assert ids.count(end) == 1
+    assert "tool x<|im_end|>\na<|im_end|>" in tokenizer.decode(ids)
+
+
 def test_tokenizers_that_make_special_tokens_of_text_are_refused():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "a": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,0 +1,87 @@
+"""Bytes and places of tokens whose log probabilities are asked for, where characters consist of several tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+import mmspec
+from mmspec.sampling.logprobs import TokenLogprob
+from mmspec.serving.formats import TextFormat
+from mmspec.serving.protocol import CompletionRequest
+from mmspec.targets.processor import Processor
+from tests.mmspec.targets.test_user_text import _TOKENIZERS
+from tests.served import Served, served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORD = "naïve 👩‍🚀 日本"
+ASKED = {
+    "model": "tiny-hybrid",
+    "temperature": 0,
+    "max_tokens": 80,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": WORD}}},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(one_thread: None) -> Iterator[Served]:
+    with served(mmspec.load("tiny-hybrid", drafter=None, device="cpu")) as running:
+        yield running
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+
+
+def test_bytes_spell_the_text(hybrid: Served) -> None:
+    body = {**ASKED, "messages": [{"role": "user", "content": "Say it."}], "logprobs": True, "top_logprobs": 2}
+    choice = hybrid.post(body).json()["choices"][0]
+    tokens = choice["logprobs"]["content"]
+    assert json.loads(choice["message"]["content"]) == WORD
+    assert b"".join(bytes(one["bytes"]) for one in tokens).decode() == f'"{WORD}"</s>'
+    assert "bytes:\\xc3" in [one["token"] for one in tokens]
+    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}).text)]
+    assert [one for part in streamed if part for one in part["content"]] == tokens
+
+
+def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
+    body = {**ASKED, "prompt": "Say it.", "logprobs": 5}
+    choice = hybrid.post(body, "completions").json()["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    spelt = [hybrid.pipe.io.token_bytes(token) for token in hybrid.pipe.io.text_ids(text, add_special_tokens=False)]
+    # A token is at the first character that it is a part of; the last one is the end of the sequence.
+    before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
+    assert found["text_offset"] == [len(one) for one in before]
+    assert all(len(top) == 5 for top in found["top_logprobs"])
+    streamed = chunks(hybrid.post({**body, "stream": True}, "completions").text)
+    assert [at for chunk in streamed for at in chunk["logprobs"]["text_offset"]] == found["text_offset"]
+
+
+def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
+    body = {**ASKED, "prompt": "Say it.", "logprobs": 0, "stop": "ve"}
+    choice = hybrid.post(body, "completions").json()["choices"][0]
+    assert choice["text"] == '"naï'
+    assert choice["logprobs"]["text_offset"][-1] == 4
+
+
+def test_a_dropped_blank_and_tokens_of_one_text() -> None:
+    """SentencePiece: text begins without the first word's blank, and letters are tokens twice."""
+    io = Processor(_TOKENIZERS["first"]())
+    named = io.tokenizer.convert_tokens_to_ids
+    asked = CompletionRequest(model="m", prompt="x", logprobs=2)
+    form = TextFormat("m", io, asked, [""])
+    ids = [named("▁the"), named("▁a"), named("</s>")]
+    top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
+    form.answers[0].text = "the a"
+    form.answers[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
+    logprobs = form.whole()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [" the", " a", "</s>"]
+    assert logprobs["text_offset"] == [0, 3, 5]
+    assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}
