@@ -204,9 +204,7 @@ def load_processor(name: str) -> Processor:
 @contextmanager
 def _located(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The folder or hub id that transformers reads a model from, and options of it; errors are those of the user."""
-    expected = (
-        f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
-    )
+    expected = f"{plugins.expected_models(name)}, a local folder or a reachable hub id"
     if not name or (not os.path.exists(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
     if os.path.exists(name):
@@ -270,5 +268,14 @@ def pick_device(device: str) -> torch.device:
         picked = torch.device(device)
         torch.zeros(1, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
+        usable = ", ".join(("cpu", *_accelerators()))
+        raise UserError(f"device must be auto or one that torch can use here ({usable}): got {device!r}") from error
     return picked
+
+
+def _accelerators() -> list[str]:
+    """Names of the devices other than the CPU that this build of torch can use."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []

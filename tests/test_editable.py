@@ -1,4 +1,4 @@
-"""An editable install: a script beside the clone imports the package; the repository's other folders are not importable."""
+"""An editable install: a script beside the clone imports the package, and none of the repository's other folders."""
 
 from __future__ import annotations
 

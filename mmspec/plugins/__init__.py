@@ -229,6 +229,12 @@ def find(group: str, name: str) -> Any:
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 
+def expected_models(name: str) -> str:
+    """Names of the registered models, for the message about a name that leads to none."""
+    known = names("models")
+    return f"an embedded model ({', '.join(known) or 'none'}{nearest(name, known)})"
+
+
 def model_path(name: str) -> str:
     """The folder or file of a model registered under a name; any other name itself."""
     return str(find("models", name)() if name in names("models") else name)
