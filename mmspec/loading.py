@@ -40,7 +40,7 @@ _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype 
 
 
 def load(
-    model: Any = "tiny-llava",
+    model: Any = None,
     drafter: Any = "auto",
     device: str = "auto",
     dtype: Any = "auto",
@@ -58,7 +58,8 @@ def load(
 
     Args:
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
-            (``smollm2``), or a model of transformers, which stays on its device and in its dtype.
+            (``smollm2``), or a model of transformers, which stays on its device and in its dtype. None is the default
+            of all commands: ``smol-llava`` where its packages are installed, else ``tiny-llava``.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
@@ -111,6 +112,7 @@ def load(
         adapter = plugins.target_class(model.config)
         target, speculator = adapter(model), make_drafter(drafter, home)
         return _warmed_up(Pipeline(target, adapter.processor_class(processor), speculator, **settings), warm_up)
+    model = plugins.default_model() if model is None else model
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:

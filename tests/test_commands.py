@@ -50,6 +50,36 @@ def mistake(names: tuple[str, ...], args: list[str], capfd: pytest.CaptureFixtur
     return err
 
 
+MODELS = [
+    pytest.param(names, option, id=" ".join(names))
+    for names, command in COMMANDS.items()
+    for option in command.params
+    if "--model" in option.opts and not option.required
+]
+
+
+@pytest.mark.parametrize(("names", "option"), MODELS)
+def test_all_commands_have_one_default_model(
+    names: tuple[str, ...], option: click.Option, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not option.multiple:
+        context = click.Context(COMMANDS[names])
+        assert option.get_default(context) == plugins.default_model()
+    assert main([*names, "--help"]) == 0
+    assert "smol-llava where its packages are installed, else tiny-llava" in " ".join(capfd.readouterr().out.split())
+
+
+def test_commands_that_need_a_model_are_those_whose_result_is_for_one_model() -> None:
+    required = {
+        " ".join(names)
+        for names, command in COMMANDS.items()
+        for option in command.params
+        if "--model" in option.opts and option.required
+    }
+    assert required == {"export", "datastore build"}
+    assert {"caption", "generate", "serve", "demo", "eval", "tune", "calibrate"} <= {one.id for one in MODELS}
+
+
 @pytest.mark.parametrize("group", [[], ["train"]])
 def test_every_command_has_a_line_of_help(group: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*group, "--help"]) == 0
@@ -102,7 +132,7 @@ def test_a_misspelt_command_or_option(typed: list[str], capfd: pytest.CaptureFix
 def test_every_command_that_loads_a_model_takes_it_as_model() -> None:
     named = {names for names, command in COMMANDS.items() for one in command.params if "--model" in one.opts}
     trained = {("train", name) for name in ("tiny-llava", "smol-llava", "tiny-hybrid")}
-    assert named == set(COMMANDS) - {("info",), ("tune",)} - trained  # of which it is the argument
+    assert named == set(COMMANDS) - {("info",)} - trained  # of which it is the argument
 
 
 def test_paths_are_checked_when_options_are_parsed() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import FILE, derived, device_options, json_option, trust_option
+from mmspec.cli.options import FILE, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("model")
+@click.argument("argument", metavar="[MODEL]", required=False)
+@model_options
 @click.option(
     "--prompts",
     type=FILE,
@@ -34,11 +35,19 @@ if TYPE_CHECKING:
 @click.option("--sizes", default="2,4,8", show_default=True, help="Draft tokens per step, beside the adaptive number.")
 @derived(SamplingParams, "max_new_tokens", default=128)
 @derived(SamplingParams, "temperature", default=0.0)
-@device_options
 @trust_option
 @json_option
-def tune(model: str, prompts: Path, minutes: float, drafters: str, sizes: str, as_json: bool, **options: Any) -> None:
-    """Find the fastest drafter for MODEL and your prompts on this machine.
+def tune(
+    argument: str | None,
+    model: str,
+    prompts: Path,
+    minutes: float,
+    drafters: str,
+    sizes: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the fastest drafter for MODEL, or that of --model, and your prompts on this machine.
 
     Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow ones drop out. Prints the
     fastest with its 95 % interval, and the options to use it.
@@ -49,6 +58,7 @@ def tune(model: str, prompts: Path, minutes: float, drafters: str, sizes: str, a
     from mmspec.eval.harness.timing import DecodingOptions
     from mmspec.eval.tuning.race import read_requests
 
+    model = argument or model
     requests = read_requests(prompts)
     decoding = DecodingOptions(options.pop("max_new_tokens"), options.pop("temperature"))
     notes = Console(stderr=True)

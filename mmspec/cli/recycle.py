@@ -13,7 +13,7 @@ from rich.progress import track
 
 import mmspec
 from mmspec import plugins
-from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.errors import UserError, explained
@@ -22,7 +22,7 @@ _BATCH = 16
 
 
 @click.command()
-@click.option("--model", default="tiny-llava", show_default=True, help="Target model.")
+@model_option
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--prompts", type=FILE, help="JSON lines: prompt, images, videos.")
 @click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")

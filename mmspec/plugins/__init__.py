@@ -157,7 +157,10 @@ gemma3_270m = PackagedModel(
 
 
 CAPTIONERS = ("smol-llava", "tiny-llava")
-"""Embedded models for images; the first one whose packages are installed is the default."""
+"""Embedded models for images; the first one whose packages are installed is the default of all commands."""
+
+DEFAULT_MODEL = f"{CAPTIONERS[0]} where its packages are installed, else {CAPTIONERS[1]}"
+"""``default_model`` in words."""
 
 
 def embedded() -> list[str]:
@@ -251,8 +254,8 @@ def sees_photographs(model: str) -> bool:
     return found.photographs if isinstance(found, EmbeddedModel) else True
 
 
-def captioner() -> str:
-    """Name of the embedded model for images where a user names none."""
+def default_model() -> str:
+    """Name of the model where a user names none."""
     return next(name for name in CAPTIONERS if name in embedded())
 
 
