@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from mmspec import plugins
+from mmspec.cli.help import Command
 from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
 from mmspec.errors import UserError
@@ -25,7 +26,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     "models",

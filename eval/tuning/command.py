@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("argument", metavar="[MODEL]", required=False)
 @model_options
 @click.option(
@@ -111,21 +112,21 @@ def _race(
 ) -> list[Contender]:
     from time import perf_counter as clock
 
-    from rich.progress import Progress
-
     from mmspec.engine.calibrate import cost_table
     from mmspec.eval.tuning.race import race
+    from mmspec.progress import show_progress, show_steps
 
-    with notes.status("calibrating"):
+    with show_steps(notes):
         pipe.target.cost = cost_table(pipe.target)
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task, start = bar.add_task(f"{len(methods)} methods", total=seconds), clock()
+    with show_progress(notes, "measuring") as show:
+        start = clock()
+        show(0.0, seconds, f"{len(methods)} methods")
 
-        def show(left: Sequence[Contender]) -> None:
+        def show_left(left: Sequence[Contender]) -> None:
             text = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
-            bar.update(task, completed=min(clock() - start, 0.99 * seconds), description=text)
+            show(min(clock() - start, 0.99 * seconds), seconds, text)
 
-        return race(pipe, requests, methods, decoding, seconds, show)
+        return race(pipe, requests, methods, decoding, seconds, show_left)
 
 
 def _print_table(contenders: Sequence[Contender]) -> None:

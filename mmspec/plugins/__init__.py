@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from mmspec.checks import nearest
 from mmspec.errors import UserError
 from mmspec.files import cache_folder, make_folder
 from mmspec.plugins.builtin import BUILTIN
+
+_log = logging.getLogger("mmspec.load")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class PackagedModel:
         folder = cache_folder() / "joined" / hashlib.sha256(str(states).encode()).hexdigest()[:16] / self.name
 
         def write(part: Path) -> None:
+            _log.info("joining the parts of %s in %s", self.name, folder.parent)
             with (part / f"{self.name}.gguf").open("wb") as whole:
                 for file in files:
                     with file.open("rb") as opened:
