@@ -12,6 +12,7 @@ RUN pip install --no-cache-dir uv && uv pip install --system --no-cache ${BACKEN
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY src src
 COPY mmspec mmspec
 COPY vision vision
 COPY ssm ssm

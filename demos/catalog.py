@@ -74,5 +74,5 @@ def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, op
     installed, registered = plugins.installed(), plugins.names("drafters")
     all_models = [*models, *(installed if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
-    default = models[0] if models else plugins.captioner()
+    default = models[0] if models else plugins.default_model()
     return Catalog(tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN])), default, open)

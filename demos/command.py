@@ -12,6 +12,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from mmspec import plugins
+from mmspec.cli.help import Command
 from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
 from mmspec.errors import UserError
@@ -24,17 +26,15 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     "models",
     multiple=True,
     metavar="NAME",
     shell_complete=complete("models"),
-    help=(
-        "Embedded name, local folder or hub id. May be repeated; the first one is the default. [default: smol-llava "
-        "where its packages are installed, else tiny-llava]"
-    ),
+    help="Embedded name, local folder or hub id; repeatable, the first one is shown first.  "
+    f"[default: ({plugins.DEFAULT_MODEL})]",
 )
 @click.option(
     "--drafter",

@@ -6,6 +6,9 @@ Python, the command line (``mmspec.cli.options.derived``), the server's requests
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple, Self
 from mmspec.errors import UserError
 
 _LONGEST = 80  # characters of a value that a message repeats
+_CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
 _SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
@@ -242,6 +246,26 @@ FILE, FOLDER, OUT_FOLDER = (
 )
 
 
+def is_data_uri(text: str) -> bool:
+    """Whether a text is a data URI, as clients of OpenAI's API send images and videos."""
+    return text[:5].lower() == "data:"
+
+
+def data_of(uri: str) -> bytes:
+    """Content of a base64 data URI.
+
+    Raises:
+        UserError: it has another form, or other characters than base64's.
+    """
+    head, comma, body = uri.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise UserError("a data URI must be data:TYPE;base64,CONTENT: got another form")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UserError(f"a data URI must contain base64: got {error}") from None
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar known name; empty without any."""
     matches = get_close_matches(name, known, 1, _SIMILARITY)
@@ -249,11 +273,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in one line for messages: its repr, shortened, or its type if it is no plain value."""
+    """A value in one line for messages: its repr, shortened, without the content of data URIs, or its type if it is no
+    plain value."""
     if not (value is None or isinstance(value, str | bytes | Real | list | tuple | dict)):
         return type(value).__name__
     try:
-        text = repr(value)
+        text = _CONTENT.sub(r"\1...", repr(value))
     except RecursionError:
         return type(value).__name__
     return text if len(text) <= _LONGEST else f"{type(value).__name__} {text[:_LONGEST]}..."

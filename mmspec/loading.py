@@ -40,7 +40,7 @@ _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype 
 
 
 def load(
-    model: Any = "tiny-llava",
+    model: Any = None,
     drafter: Any = "auto",
     device: str = "auto",
     dtype: Any = "auto",
@@ -59,7 +59,8 @@ def load(
     Args:
         model: hub id, local folder, GGUF file, an embedded name (``tiny-llava``), the name of a model in a package
             (``smollm2``), or a model of transformers, or peft's wrapper of one, which stays on its device and in its
-            dtype.
+            dtype. None is the default of all commands: ``smol-llava`` where its packages are installed, else
+            ``tiny-llava``.
         drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
@@ -113,6 +114,7 @@ def load(
         adapter = plugins.target_class(model.config)
         target, speculator = adapter(model), make_drafter(drafter, home)
         return _warmed_up(Pipeline(target, adapter.processor_class(processor), speculator, **settings), warm_up)
+    model = plugins.default_model() if model is None else model
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
     if processor is not None:
@@ -206,9 +208,7 @@ def load_processor(name: str) -> Processor:
 @contextmanager
 def _located(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The folder or hub id that transformers reads a model from, and options of it; errors are those of the user."""
-    expected = (
-        f"an embedded model ({', '.join(plugins.names('models')) or 'none'}), a local folder or a reachable hub id"
-    )
+    expected = f"{plugins.expected_models(name)}, a local folder or a reachable hub id"
     if not name or (not os.path.exists(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
     if os.path.exists(name):
@@ -272,5 +272,14 @@ def pick_device(device: str) -> torch.device:
         picked = torch.device(device)
         torch.zeros(1, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise UserError(f"device must be auto or one that torch can use here: got {device!r}") from error
+        usable = ", ".join(("cpu", *_accelerators()))
+        raise UserError(f"device must be auto or one that torch can use here ({usable}): got {device!r}") from error
     return picked
+
+
+def _accelerators() -> list[str]:
+    """Names of the devices other than the CPU that this build of torch can use."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    return [f"{kind.type}:{number}" for number in range(torch.accelerator.device_count())] if kind else []

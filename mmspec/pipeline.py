@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
+from torch import nn
+
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.answer import Answer, Generation, Piece, answer_all, astream_answer, stream_answer
@@ -12,6 +14,7 @@ from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
+from mmspec.drafters.registry import registered_name
 from mmspec.engine.drift import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.request import SEQ_COUNT, parse
@@ -24,6 +27,7 @@ from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
 from mmspec.sampling.trigger import TriggeredGrammar
+from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor
 
 Message = Mapping[str, Any]
@@ -88,6 +92,17 @@ class Pipeline:
         self._connect(drafter if self.adaptation is None else self.adaptation.drafter)
         if self.adaptation is not None:
             self.engine.idle.add(self.adaptation)
+
+    def __repr__(self) -> str:
+        packed = weights_kind(self.model) if isinstance(getattr(self.target, "model", None), nn.Module) else None
+        packed = packed and packed.removesuffix("Blocks").removesuffix("Linear").lower()
+        shown = {
+            "model": self.name,
+            "drafter": registered_name(self.drafter),
+            "device": str(self.target.device),
+            "dtype": packed or str(self.target.dtype).removeprefix("torch."),
+        }
+        return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def _connect(self, drafter: Drafter | None) -> None:
         """Make the parts that belong to this target."""
@@ -206,8 +221,8 @@ class Pipeline:
         """Answer one prompt.
 
         Args:
-            prompt: text, chat messages in transformers' format, or a list of token ids.
-            images: paths, bytes, PIL images or arrays, in the order of their places in the prompt.
+            prompt: text, chat messages in transformers' or OpenAI's format, or a list of token ids.
+            images: paths, bytes, data URIs, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
                 ``seed``, ``json_schema``, ...), ``num_draft_tokens`` (size of the trees; None chooses the size that is

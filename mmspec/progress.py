@@ -1,17 +1,21 @@
-"""Progress of long commands: a live bar on a terminal, lines in a log."""
+"""Progress of long commands: a live bar or the current step on a terminal, lines in a log."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Timer
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 EVERY = 30.0  # seconds after which a log gets another line
+SLOW = 1.0  # seconds that a step takes before a log gets a line about it
 
 
 class Show(Protocol):
@@ -65,6 +69,68 @@ def show_progress(console: Console, title: str) -> Iterator[Show]:
             bar.update(task, completed=completed, total=total, text=shown)
 
         yield show
+
+
+class Steps(logging.Handler):
+    """Shows the step that a logger has announced at level INFO, until the next one.
+
+    Beside a spinner on a terminal, else in a line if it takes longer than ``SLOW``. Higher levels are lines at once.
+
+    Args:
+        console: where.
+        timer: as ``threading.Timer``.
+    """
+
+    def __init__(self, console: Console, timer: Callable[..., Any] = Timer) -> None:
+        super().__init__(logging.INFO)
+        self._console, self._timer = console, timer
+        self._status = console.status("") if console.is_terminal and not console.quiet else None
+        self._waiting: Any = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.end()
+        text = self.format(record)
+        if record.levelno > logging.INFO:
+            self._print(text)
+        elif self._status is not None:
+            self._status.update(escape(f"{text} ..."))
+            self._status.start()
+        else:
+            self._waiting = self._timer(SLOW, self._print, [text])
+            self._waiting.daemon = True
+            self._waiting.start()
+
+    def end(self) -> None:
+        """The current step has ended."""
+        if self._status is not None:
+            self._status.stop()
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting.join()
+            self._waiting = None
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def show_steps(console: Console) -> Iterator[None]:
+    """Show the steps that mmspec's loggers announce while the block runs, see ``Steps``; once, if blocks are nested."""
+    log = logging.getLogger("mmspec")
+    if any(isinstance(handler, Steps) for handler in log.handlers):
+        yield
+        return
+    steps, level, propagated = Steps(console), log.level, log.propagate
+    log.propagate = propagated and log.isEnabledFor(logging.INFO) and not console.is_terminal
+    log.addHandler(steps)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(steps)
+        log.setLevel(level)
+        log.propagate = propagated
+        steps.end()
 
 
 def _count(completed: float, total: float) -> str:

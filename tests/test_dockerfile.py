@@ -22,7 +22,7 @@ def instructions(name: str) -> list[str]:
 def test_copied_paths_are_those_that_the_build_needs() -> None:
     copied = {source for line in instructions("COPY") for source in shlex.split(line)[:-1]}
     assert all((ROOT / source).exists() for source in copied)
-    packages = {"mmspec", *(link.name for link in (ROOT / "mmspec").iterdir() if link.is_symlink())}
+    packages = {"src", "mmspec", *(link.name for link in (ROOT / "mmspec").iterdir() if link.is_symlink())}
     assert copied == {*packages, "pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]}
 
 

@@ -60,9 +60,9 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
     """Load an image as 8-bit RGB.
 
     Args:
-        source: path (str or path-like), bytes, binary file object, Pillow image, numpy array (H, W) or (H, W, 1|3|4),
-            or torch tensor of the same shapes or (1|3|4, H, W); ambiguous shapes raise. Arrays are uint8, uint16, bool,
-            or floats in [0, 1]; four channels are RGBA.
+        source: path (str or path-like), data URI, bytes, binary file object, Pillow image, array (H, W) or
+            (H, W, 1|3|4), or torch tensor of the same shapes or (1|3|4, H, W); ambiguous shapes raise. Arrays are
+            uint8, uint16, bool, or floats in [0, 1]; four channels are RGBA.
         name: name of the source in error messages.
 
     Returns:

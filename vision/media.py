@@ -1,6 +1,6 @@
-"""Open image and video sources (paths, bytes, file objects) and identify their format by the first bytes.
+"""Open image and video sources (paths, bytes, data URIs, file objects) and identify their format by the first bytes.
 
-Nothing is decoded here. URLs are rejected: downloading is left to the caller.
+Nothing is decoded here. Other URLs are rejected: downloading is left to the caller.
 """
 
 import io
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
 
 HEAD_BYTES = 4096
@@ -20,7 +21,7 @@ HEAD_BYTES = 4096
 MAX_PIXELS = 89_478_485
 """Maximum pixels of an image or video frame: the size at which Pillow warns of decompression bombs (256 MiB of RGB)."""
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|data:[^,]*,")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _MAX_NAME = 200  # characters of a source's name in error messages
 
 _SIGNATURES: tuple[tuple[bytes, str], ...] = (
@@ -175,14 +176,16 @@ def resolve(source: object, *, expected: str, name: str | None = None) -> MediaS
     """Check that a source is readable and not empty.
 
     Args:
-        source: str or path-like; bytes-like; or a binary file object, which is not closed. File objects that cannot
-            seek are read into memory.
+        source: str or path-like; a base64 data URI; bytes-like; or a binary file object, which is not closed. File
+            objects that cannot seek are read into memory.
         expected: "an image" or "a video", for error messages.
         name: name of the source in error messages; the path by default.
 
     Raises:
         UserError: the source is a URL, a missing, empty or unreadable file, a folder, a device, or of another type.
     """
+    if isinstance(source, str) and is_data_uri(source):
+        source, name = data_of(source), name or "<data URI>"
     if isinstance(source, str | os.PathLike):
         return _resolve_path(os.fspath(source), expected, name)
     if isinstance(source, bytes | bytearray | memoryview):

@@ -51,7 +51,7 @@ class VisionProcessor(Processor):
         Args:
             requests: ``{"prompt": text, chat messages or token ids, "images": one or several, "videos": one or
                 several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
-                order.
+                order, or have a source of their own, as OpenAI's ``image_url`` and ``video_url``.
             chat_template: False takes text prompts without media as they are.
             tools, answer_start: as for ``Processor.encode``.
             frames: frames per video; None takes 8, or what ``fps`` gives.
@@ -123,7 +123,7 @@ class VisionProcessor(Processor):
         for message in messages:
             content, items = message["content"], []
             for item in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-                kind = item["type"]
+                kind = item["type"].removesuffix("_url")
                 if kind not in queues:
                     items.append(item)
                     continue
@@ -252,9 +252,9 @@ def _load_video(source: Any, **options: Any) -> Video:
 
 def _take(item: Mapping[str, Any], kind: str, queue: list[Any], read: Any) -> Any:
     """The image or video of a message's item: its own source, or the next one in the queue."""
-    source = next((item[key] for key in (kind, "path", "url") if key in item), None)
+    source = next((item[key] for key in (kind, "path", "url", f"{kind}_url") if key in item), None)
     if source is not None:
-        return read(source)
+        return read(source["url"] if isinstance(source, Mapping) else source)
     if not queue:
         raise UserError(f"every {kind} item of the messages needs a {kind}: fewer were given")
     return queue.pop(0)

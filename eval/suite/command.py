@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
 from mmspec.eval.harness.options import llama_server_option
@@ -16,7 +17,7 @@ from mmspec.files import alone
 from mmspec.jobs import ENGINES
 
 
-@click.command(name="eval")
+@click.command(name="eval", cls=Command)
 @model_options
 @click.option("--tasks", default="embedded", show_default=True, help="Names and groups, separated by commas.")
 @click.option("--list", "listing", is_flag=True, help="List the tasks and the fields of their data.")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.options import FILE, derived, device_options, json_option, trust_option
+from mmspec.cli.help import Command
+from mmspec.cli.options import FILE, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
 
 
-@click.command()
-@click.argument("model")
+@click.command(cls=Command)
+@click.argument("argument", metavar="[MODEL]", required=False)
+@model_options
 @click.option(
     "--prompts",
     type=FILE,
@@ -34,11 +36,19 @@ if TYPE_CHECKING:
 @click.option("--sizes", default="2,4,8", show_default=True, help="Draft tokens per step, beside the adaptive number.")
 @derived(SamplingParams, "max_new_tokens", default=128)
 @derived(SamplingParams, "temperature", default=0.0)
-@device_options
 @trust_option
 @json_option
-def tune(model: str, prompts: Path, minutes: float, drafters: str, sizes: str, as_json: bool, **options: Any) -> None:
-    """Find the fastest drafter for MODEL and your prompts on this machine.
+def tune(
+    argument: str | None,
+    model: str,
+    prompts: Path,
+    minutes: float,
+    drafters: str,
+    sizes: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the fastest drafter for MODEL, or that of --model, and your prompts on this machine.
 
     Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow ones drop out. Prints the
     fastest with its 95 % interval, and the options to use it.
@@ -49,6 +59,7 @@ def tune(model: str, prompts: Path, minutes: float, drafters: str, sizes: str, a
     from mmspec.eval.harness.timing import DecodingOptions
     from mmspec.eval.tuning.race import read_requests
 
+    model = argument or model
     requests = read_requests(prompts)
     decoding = DecodingOptions(options.pop("max_new_tokens"), options.pop("temperature"))
     notes = Console(stderr=True)
@@ -101,21 +112,21 @@ def _race(
 ) -> list[Contender]:
     from time import perf_counter as clock
 
-    from rich.progress import Progress
-
     from mmspec.engine.calibrate import cost_table
     from mmspec.eval.tuning.race import race
+    from mmspec.progress import show_progress, show_steps
 
-    with notes.status("calibrating"):
+    with show_steps(notes):
         pipe.target.cost = cost_table(pipe.target)
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task, start = bar.add_task(f"{len(methods)} methods", total=seconds), clock()
+    with show_progress(notes, "measuring") as show:
+        start = clock()
+        show(0.0, seconds, f"{len(methods)} methods")
 
-        def show(left: Sequence[Contender]) -> None:
+        def show_left(left: Sequence[Contender]) -> None:
             text = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
-            bar.update(task, completed=min(clock() - start, 0.99 * seconds), description=text)
+            show(min(clock() - start, 0.99 * seconds), seconds, text)
 
-        return race(pipe, requests, methods, decoding, seconds, show)
+        return race(pipe, requests, methods, decoding, seconds, show_left)
 
 
 def _print_table(contenders: Sequence[Contender]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.options import json_option, model_options, trust_option
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @trust_option
 @click.option("--refresh", is_flag=True, help="Measure again instead of using the cached table.")
@@ -26,10 +27,11 @@ def calibrate(refresh: bool, as_json: bool, **options: Any) -> None:
 
     from mmspec.cli.session import open_pipeline
     from mmspec.engine.calibrate import cost_table, describe
+    from mmspec.progress import show_steps
 
     notes = Console(stderr=True)
     target = open_pipeline(notes, drafter=None, warm_up=0, **options).target
-    with notes.status("measuring"):
+    with show_steps(notes):
         table = cost_table(target, refresh=refresh)
     rows = [
         {"nodes": nodes, "seconds": seconds, "ratio": seconds / table.seconds[0]}

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import several, shown, whole
+from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, OUT_FOLDER
 from mmspec.errors import UserError
 from mmspec.files import read_lines, read_rows
@@ -21,24 +22,28 @@ def datastore() -> None:
     """Index texts for the drafter datastore:STORE."""
 
 
-@datastore.command()
+@datastore.command(cls=Command)
 @click.argument("files", nargs=-1, required=True, type=FILE)
 @click.option("--model", required=True, metavar="NAME", help="Whose tokenizer encodes the texts.")
-@click.option("--output", required=True, type=OUT_FOLDER, help="Folder of the store, which must not exist.")
-def build(files: Sequence[Path], model: str, output: Path) -> None:
+@click.option("--out", "--output", required=True, type=OUT_FOLDER, help="Folder of the store, which must not exist.")
+def build(files: Sequence[Path], model: str, out: Path) -> None:
     """Index FILES: texts, or JSON Lines of {"text": ...} or of conversations as of `mmspec train make-data`.
 
     Needs memory for a part of the texts only. The store appears when it is complete.
     """
+    from rich.console import Console
+
     from mmspec.drafters.datastore.build import build_store
     from mmspec.loading import load_config, load_processor
+    from mmspec.progress import show_steps
 
     processor, config = load_processor(model), load_config(model)
     vocab_size = config.get_text_config().vocab_size
     texts = (text for file in files for text in _texts(file, processor, vocab_size))
-    store = build_store(texts, vocab_size, Path(model).name, output)
+    with show_steps(Console(stderr=True)):
+        store = build_store(texts, vocab_size, Path(model).name, out)
     size = store.tokens * store.width + store.suffixes * store.place
-    click.echo(f"{output}: {store.tokens:,} tokens, {size / 2**20:.1f} MiB; use it as --drafter datastore:{output}")
+    click.echo(f"{out}: {store.tokens:,} tokens, {size / 2**20:.1f} MiB; use it as --drafter datastore:{out}")
 
 
 def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from mmspec.cli.help import TrainingCommand
 from mmspec.cli.options import derived
 from mmspec.distil.options import (
     DFlashOptions,
@@ -38,7 +39,7 @@ def training_command(name: str, kind: type[RunOptions], setup: str, text: str) -
 
     launched = f"{module.partition('.distil')[0]}.cli.drafters"
     text += "\n\n" + _RUNS.format(module=launched, name=name)
-    return click.command(name, help=text)(derived(kind)(train))
+    return click.command(name, cls=TrainingCommand, help=text)(derived(kind)(train))
 
 
 eagle3 = training_command(

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.options import FOLDER, OUT_FOLDER
 from mmspec.errors import UserError
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model", required=True, metavar="NAME", help="The target, a folder or hub id; its weights are not read."
 )

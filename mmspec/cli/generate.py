@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from mmspec.checks import is_text
+from mmspec.cli.help import Command
 from mmspec.cli.options import generation_options, read_stdin
 from mmspec.errors import UserError
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("text")
 @generation_options
 def generate(text: str, **options: Any) -> None:

@@ -12,15 +12,16 @@ from typing import Any
 import click
 
 from mmspec import __version__, plugins
+from mmspec.cli.help import Command
 from mmspec.cli.options import json_option
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError
+from mmspec.errors import UserError, first_line
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
 _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", required=False)
 @click.option("--drafters", is_flag=True, help="Show only the drafters for MODEL: those at hand, the default first.")
 @json_option
@@ -31,12 +32,16 @@ def info(model: str | None, drafters: bool, as_json: bool) -> None:
     """
     if drafters and model is None:
         raise UserError("--drafters needs a model: expected mmspec info MODEL --drafters, received none")
-    facts = {"drafters": drafters_of(model)} if drafters and model else collect(model)
+    from rich.console import Console
+    from rich.table import Table
+
+    from mmspec.progress import show_steps
+
+    with show_steps(Console(stderr=True)):
+        facts = {"drafters": drafters_of(model)} if drafters and model else collect(model)
     if as_json:
         click.echo(json.dumps(facts))
         return
-    from rich.console import Console
-    from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -143,7 +148,7 @@ def _model(name: str) -> dict[str, Any]:
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         defaults = _generation_config(folder)
     except Exception as error:  # a plug-in may raise anything; others should still be listed
-        return {"name": name, "problem": f"{type(error).__name__}: {error}"}
+        return {"name": name, "problem": first_line(error)}
     return {"name": name, "folder": str(folder), "bytes": size, "generation_config": defaults}
 
 

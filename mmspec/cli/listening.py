@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import click
@@ -31,24 +28,13 @@ def listen_options(port: int) -> Decorator:
     )
 
 
-@contextmanager
-def steps_shown() -> Iterator[None]:
-    """Show the INFO records of ``mmspec``'s loggers while the block runs, if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    log, handler = logging.getLogger("mmspec"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s..."))
-    level, propagated = log.level, log.propagate
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        log.propagate = propagated
+def steps_shown() -> AbstractContextManager[None]:
+    """Show the steps of the start on standard error, see ``mmspec.progress.show_steps``."""
+    from rich.console import Console
+
+    from mmspec.progress import show_steps
+
+    return show_steps(Console(stderr=True))
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,8 @@ def derived(kind: type[Checked], *names: str, prefix: str = "", **changes: Any) 
 
 
 def _option(name: str, one: Field[Any], changes: dict[str, Any]) -> Decorator:
-    about = {"default": one.default, **one.metadata}
+    has_maker = one.default_factory is not MISSING
+    about = {"default": one.default_factory if has_maker else one.default, **one.metadata}
     if "default" in changes:
         about.pop("default_text", None)
     about |= changes
@@ -177,19 +178,15 @@ device_options = stack(
 )
 
 
-def _model_options(default: str | Callable[[], str], shown: str | bool = True) -> Decorator:
-    named = click.option(
-        "--model",
-        default=default,
-        show_default=shown,
-        help="Embedded name, local folder, GGUF file or hub id.",
-        metavar="NAME",
-        shell_complete=complete("models"),
-    )
-    return stack(named, device_options)
-
-
-model_options = _model_options("tiny-llava")
+model_option = click.option(
+    "--model",
+    default=plugins.default_model,
+    show_default=plugins.DEFAULT_MODEL,
+    help="Embedded name, local folder, GGUF file or hub id.",
+    metavar="NAME",
+    shell_complete=complete("models"),
+)
+model_options = stack(model_option, device_options)
 
 device_map_option = click.option(
     "--device-map",
@@ -237,7 +234,7 @@ def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 generation_options = stack(
-    _model_options(plugins.captioner, "smol-llava where its packages are installed, else tiny-llava"),
+    model_options,
     device_map_option,
     trust_option,
     drafter_option,

@@ -8,22 +8,24 @@ from typing import Any
 
 import click
 import torch
-from rich.progress import track
+from rich.console import Console
 
-import mmspec
 from mmspec import plugins
 from mmspec.checks import shown
-from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER
+from mmspec.cli.help import Command
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
+from mmspec.cli.session import open_pipeline
 from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.errors import UserError
 from mmspec.files import read_rows
+from mmspec.progress import show_progress
 
 _BATCH = 16
 
 
-@click.command()
-@click.option("--model", default="tiny-llava", show_default=True, help="Target model.")
+@click.command(cls=Command)
+@model_option
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
 @click.option("--prompts", type=FILE, help="JSON lines: prompt, images, videos.")
 @click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
@@ -52,7 +54,8 @@ def recycle(
     if contexts and not recorded:
         raise UserError("--contexts counts occurrences in --recorded: expected both, received no --recorded")
     drafter = Recycle()
-    pipe = mmspec.load(model, drafter=drafter, dtype=dtype)
+    console = Console(stderr=True)
+    pipe = open_pipeline(console, model, drafter, "auto", dtype)
     if recorded:
         with torch.inference_mode():
             sequences = RecordedFeatures(recorded, pipe.target).sequences()
@@ -61,10 +64,13 @@ def recycle(
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
     requests = list(_read(prompts) if prompts else plugins.find("prompts", "scenes")(scenes))
-    for start in track(range(0, len(requests), _BATCH), description="answering"):
-        # Without drafts, every entry of the table comes from a context of the output.
-        part = requests[start : start + _BATCH]
-        pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, num_draft_tokens=0)
+    with show_progress(console, "answering") as show:
+        for start in range(0, len(requests), _BATCH):
+            show(start, len(requests))
+            # Without drafts, every entry of the table comes from a context of the output.
+            part = requests[start : start + _BATCH]
+            pipe.generate_batch(part, max_new_tokens=max_new_tokens, temperature=0.0, num_draft_tokens=0)
+        show(len(requests), len(requests))
     drafter.save(out, pipe.target)
     click.echo(f"{len(requests)} prompts, {drafter.entries} contexts: {out}", err=True)
 

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import click
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import Progress
 
 from mmspec import plugins
 from mmspec.answer import Generation, Piece
@@ -27,6 +26,7 @@ from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.loading import load
 from mmspec.pipeline import Pipeline
+from mmspec.progress import show_progress, show_steps
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub
 
@@ -55,7 +55,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():
         return
-    with notes.status("reading the prompt"):
+    with show_steps(notes):
+        _log.info("reading the prompt")
         pieces = pipe.stream(**request, **keywords)
         first = next(pieces)
     generation = _collect(chain([first], pieces), show=not options["as_json"])
@@ -63,10 +64,12 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["compare"]:
         home = pipe.model.config.name_or_path
         fresh = partial(make_drafter, options["drafter"], home, options["trust_remote_code"])
-        with Progress(console=notes, transient=True, disable=not notes.is_terminal) as bar:
-            task = bar.add_task("comparing with plain decoding", total=2 * (_ROUNDS + 1))
-            advance = partial(bar.advance, task)
-            comparison = compare(pipe, fresh, request, keywords, rounds=_ROUNDS, progress=advance)
+        done, total = count(1), 2 * (_ROUNDS + 1)
+        with show_progress(notes, "comparing with plain decoding") as show:
+            show(0, total)
+            comparison = compare(
+                pipe, fresh, request, keywords, rounds=_ROUNDS, progress=lambda: show(next(done), total)
+            )
     drafter = registered_name(pipe.drafter)
     if options["as_json"]:
         click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
@@ -108,8 +111,8 @@ def open_pipeline(
     if not downloading:
         transformers.logging.disable_progress_bar()
     drafting = f"drafter {drafter}, " if drafter else ""
-    _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
-    with nullcontext() if downloading else notes.status(f"loading {model}"):
+    with nullcontext() if downloading else show_steps(notes):
+        _log.info("loading %s (%sdevice %s, dtype %s)", model, drafting, device, dtype)
         pipe = load(model, drafter, device, dtype, trust_remote_code=trust_remote_code, **options)
     if "OMP_NUM_THREADS" not in os.environ and pipe.model.num_parameters() < SINGLE_THREADED:
         torch.set_num_threads(1)

@@ -30,6 +30,7 @@ from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.kangaroo import KangarooConfig
 from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.shape import LayerShape, TreeShape
+from mmspec.plugins import DEFAULT_MODEL, default_model
 from mmspec.training.plan import Schedule
 
 
@@ -37,7 +38,9 @@ from mmspec.training.plan import Schedule
 class RunOptions(Schedule):
     """Options that all commands have that train drafters."""
 
-    target: str = option("tiny-llava", TEXT, "Target model.", declared=("--model", "--target"))
+    target: str = option(
+        default_model, TEXT, "Target model.", declared=("--model", "--target"), default_text=DEFAULT_MODEL
+    )
     text: tuple[Path, ...] = option((), several(FILE), "Conversations without media (stage 1); repeatable.")
     data: tuple[Path, ...] = option((), several(FILE), "Conversations with images or videos; repeatable.")
     images: Path | None = option(None, settable(FOLDER), "Folder of the media; by default the folder of each file.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +27,12 @@ from mmspec.distil.tasks import DrafterSetup, DrafterTask, ExtractFeatures, freq
 from mmspec.errors import UserError
 from mmspec.loading import load
 from mmspec.pipeline import Pipeline
-from mmspec.progress import show_progress
+from mmspec.progress import show_progress, show_steps
 from mmspec.training.plan import MIXED, TEXT, TrainingPlan
 from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
 
 Options = TypeVar("Options", bound=RunOptions)
+_log = logging.getLogger("mmspec.load")
 
 RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
 RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
@@ -56,7 +58,9 @@ def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Ten
     training, held_out = _load_conversations(options, console)
     examples = list(chain(*training.values()))
     plan = _plan(options, len(examples))
-    pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
+    with show_steps(console):
+        _log.info("loading %s", options.target)
+        pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
     pipe.model.requires_grad_(False)
     torch.manual_seed(options.seed)
     drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None

@@ -16,6 +16,24 @@ from mmspec.sampling.processors import TreeProcessor
 from mmspec.targets.processor import is_token_ids
 
 _KEYS = ("prompt", "images", "videos", "params")
+_ITEMS = ("text", "image", "video", "image_url", "video_url")  # of a message; the last two are OpenAI's
+_ELSEWHERE = {  # options of transformers' generate and of OpenAI's API
+    "stop_strings": "stop",
+    "max_length": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_length": "min_new_tokens",
+    "do_sample": "temperature, where 0 is greedy,",
+    "response_format": "json_schema",
+    "messages": "prompt",
+    "input_ids": "prompt",
+    "image": "images",
+    "video": "videos",
+    "n": "several requests of generate_batch",
+    "num_return_sequences": "several requests of generate_batch",
+    "stream": "Pipeline.stream",
+    "streamer": "Pipeline.stream",
+    "assistant_model": "drafter= of mmspec.load",
+}
 _FUNCTIONS = Rule(
     "a list of callables", lambda value: isinstance(value, Sequence) and all(callable(one) for one in value)
 )
@@ -94,7 +112,8 @@ def parse(
     for name in left:
         if inputs is not None and name not in inputs:
             known = [*SamplingParams.__dataclass_fields__, *Extras.__dataclass_fields__, "params", *inputs]
-            raise UserError(f"unknown option for this model: got {name}{nearest(name, known)}")
+            hint = f"; write {_ELSEWHERE[name]} instead" if name in _ELSEWHERE else nearest(name, known)
+            raise UserError(f"unknown option for this model: got {name}{hint}")
 
     def call(request: Any) -> Call:
         _check_request(request)
@@ -143,7 +162,7 @@ def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 def _check_request(request: Any) -> None:
     if not isinstance(request, Mapping):
-        raise UserError(f"a request must be a dict with a prompt: got {shown(request)}")
+        raise UserError(f'a request must be a dict with a prompt, as {{"prompt": "Hello"}}: got {shown(request)}')
     known = f"a request's keys are {', '.join(_KEYS)}"
     if unknown := [str(key) for key in request if key not in _KEYS]:
         fields = SamplingParams.__dataclass_fields__
@@ -164,6 +183,11 @@ def _check_prompt(prompt: Any) -> None:
         return
     elif not isinstance(prompt, list | tuple):
         raise UserError(f"a prompt must be text, chat messages or token ids: got {shown(prompt)}")
+    elif any(isinstance(one, str | list | tuple) for one in prompt):
+        raise UserError(
+            "a prompt is one text, or one list of chat messages or token ids: several go to "
+            f'generate_batch([{{"prompt": ...}}, ...]), got {shown(prompt)}'
+        )
     else:
         for message in prompt:
             _check_message(message)
@@ -180,10 +204,21 @@ def _check_message(message: Any) -> None:
     for item in content:
         if not isinstance(item, Mapping) or not isinstance(item.get("type"), str):
             raise UserError(f"an item of a message must be a dict with a type: got {shown(item)}")
-        if item["type"] == "text":
-            if not isinstance(item.get("text"), str):
-                raise UserError(f"a text item must have a text: got {shown(item)}")
-            _check_text(item["text"])
+        _check_item(item)
+
+
+def _check_item(item: Mapping[str, Any]) -> None:
+    kind = item["type"]
+    if kind not in _ITEMS:
+        raise UserError(f"an item's type must be {', '.join(_ITEMS[:-1])} or {_ITEMS[-1]}: got {shown(kind)}")
+    if kind == "text":
+        if not isinstance(item.get("text"), str):
+            raise UserError(f"a text item must have a text: got {shown(item)}")
+        _check_text(item["text"])
+    elif kind.endswith("_url"):
+        url = item.get(kind)
+        if not isinstance(url.get("url") if isinstance(url, Mapping) else url, str):
+            raise UserError(f'an item of type {kind} must have {{"{kind}": {{"url": ...}}}}: got {shown(item)}')
 
 
 def _check_text(text: str) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from mmspec.checks import nearest
 from mmspec.errors import UserError
 from mmspec.files import cache_folder, make_folder
 from mmspec.plugins.builtin import BUILTIN
+
+_log = logging.getLogger("mmspec.load")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class PackagedModel:
         folder = cache_folder() / "joined" / hashlib.sha256(str(states).encode()).hexdigest()[:16] / self.name
 
         def write(part: Path) -> None:
+            _log.info("joining the parts of %s in %s", self.name, folder.parent)
             with (part / f"{self.name}.gguf").open("wb") as whole:
                 for file in files:
                     with file.open("rb") as opened:
@@ -157,7 +161,10 @@ gemma3_270m = PackagedModel(
 
 
 CAPTIONERS = ("smol-llava", "tiny-llava")
-"""Embedded models for images; the first one whose packages are installed is the default."""
+"""Embedded models for images; the first one whose packages are installed is the default of all commands."""
+
+DEFAULT_MODEL = f"{CAPTIONERS[0]} where its packages are installed, else {CAPTIONERS[1]}"
+"""``default_model`` in words."""
 
 
 def embedded() -> list[str]:
@@ -229,6 +236,12 @@ def find(group: str, name: str) -> Any:
     raise UserError(f"unknown {group.rstrip('s')}: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 
+def expected_models(name: str) -> str:
+    """Names of the registered models, for the message about a name that leads to none."""
+    known = names("models")
+    return f"an embedded model ({', '.join(known) or 'none'}{nearest(name, known)})"
+
+
 def model_path(name: str) -> str:
     """The folder or file of a model registered under a name; any other name itself."""
     return str(find("models", name)() if name in names("models") else name)
@@ -245,8 +258,8 @@ def sees_photographs(model: str) -> bool:
     return found.photographs if isinstance(found, EmbeddedModel) else True
 
 
-def captioner() -> str:
-    """Name of the embedded model for images where a user names none."""
+def default_model() -> str:
+    """Name of the model where a user names none."""
     return next(name for name in CAPTIONERS if name in embedded())
 
 

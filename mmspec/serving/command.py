@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
 from mmspec.cli.options import (
     LOADING,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mmspec.serve")
 
 
-@click.command()
+@click.command(cls=Command)
 @model_options
 @device_map_option
 @trust_option

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
 from mmspec.serving.download import download
 from mmspec.serving.errors import APIError
@@ -90,10 +89,7 @@ class MediaReader:
         limits = self._limits
         video = {"frames": limits.frames, "max_duration": limits.max_video_seconds} if medium.kind == "video" else {}
         try:
-            if medium.url[:5].lower() == "data:":
-                content = _data(medium.url)
-            else:
-                content = download(medium.url, limits.body_bytes)
+            content = data_of(medium.url) if is_data_uri(medium.url) else download(medium.url, limits.body_bytes)
             decoded = self._decoder.load(content, medium.kind, name=medium.param, **video)
         except UserError as error:
             raise APIError(400, str(error), medium.param) from error
@@ -102,14 +98,3 @@ class MediaReader:
             message = f"{medium.param}: expected at most {limits.max_pixels} pixels, received {width}x{height}"
             raise APIError(400, message, medium.param)
         return decoded
-
-
-def _data(uri: str) -> bytes:
-    """Content of a base64 data URI."""
-    head, comma, body = uri.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise UserError("a data URI must be data:TYPE;base64,CONTENT: got another form")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UserError(f"a data URI must contain base64: got {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ WEIGHTS = "model.safetensors"
 LABELS = "model.vision_tower.labels"
 """Tensor of labels: token ids in the incomplete folder, the language model's embeddings in the completed one."""
 
+_log = logging.getLogger("mmspec.load")
 _FORMAT = 2  # of the completed folder
 
 
@@ -49,6 +51,7 @@ def resolved(folder: str | Path) -> str:
     identity = hashlib.sha256(f"{_FORMAT} {states}".encode()).hexdigest()[:16]
     complete = cache_folder() / "completed" / identity / folder.name
     if not complete.is_dir():
+        _log.info("joining the weights of %s in %s", folder.name, complete.parent)
         make_folder(complete, partial(_write, folder, language, tower() if tower else {}))
     return str(complete)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import import_module
+from logging import getLogger
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
+_log = getLogger("mmspec.load")
 _FORMAT = 4  # of the converted folder
 _FORM = "mmspec.json"  # in it: the dtype of ``mmspec.load`` that comes closest to the file's weights
 
@@ -83,6 +85,7 @@ def converted(file: Path) -> Path:
     identity = f"{_FORMAT} {file} {status.st_size} {status.st_mtime_ns}"
     folder = cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16] / file.stem
     if not folder.is_dir():
+        _log.info("converting %s, which is kept in %s", file.name, folder.parent)
         make_folder(folder, partial(_write, file))
     return folder
 

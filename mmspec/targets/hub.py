@@ -46,8 +46,8 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
         if reason is None:
             raise
         raise UserError(
-            f"cannot load {kind} {name!r}: expected an embedded model ({', '.join(plugins.names('models'))}), a local "
-            f"folder or a hub id; there is no such folder, the local cache of the hub lacks it, and {reason}"
+            f"cannot load {kind} {name!r}: expected {plugins.expected_models(name)}, a local folder or a hub "
+            f"id; there is no such folder, the local cache of the hub lacks it, and {reason}"
         ) from error
 
 

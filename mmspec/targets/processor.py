@@ -39,6 +39,20 @@ def render(plain: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Ma
     return text
 
 
+def _of_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A chat message with a text as content, which templates of text models expect, in place of text items.
+
+    Raises:
+        UserError: one of them is an image or a video.
+    """
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    if other := [item["type"] for item in content if item["type"] != "text"]:
+        raise UserError(f"the model reads text only: got an item of type {other[0]}")
+    return {**message, "content": "\n".join(item["text"] for item in content)}
+
+
 class Processor:
     """Chat template and tokenizer of a text model: encodes requests, decodes answers.
 
@@ -147,7 +161,7 @@ class Processor:
             raise UserError(f"chat messages need a chat template: {why}")
         if tools and not template:
             raise UserError("tools need a chat template: there is none")
-        text = self._user_text.mark(prompt)
+        text = self._user_text.mark(prompt if isinstance(prompt, str) else [_of_text(message) for message in prompt])
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
             text = render(tokenizer, messages, self._user_text.marked(tools)) + answer_start

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from mmspec.cli.help import Command
 from mmspec.cli.options import derived
 from mmspec.distil.options import RunOptions
 
 
-@click.command("tiny-hybrid")
+@click.command("tiny-hybrid", cls=Command)
 @derived(RunOptions, "out")
 @derived(RunOptions, "minutes", default=75.0, text="Wall-clock budget.")
 @derived(RunOptions, "steps", text="Steps, instead of --minutes.")

@@ -67,7 +67,7 @@ def test_loopback_address_has_an_open_catalog(served, host):
     seen = served(*host)
     assert (seen["auth"], seen["share"], seen["catalog"].open) == (None, False, True)
     assert seen["server_port"] == 7860
-    assert seen["models"] == [plugins.captioner()]
+    assert seen["models"] == [plugins.default_model()]
 
 
 PUBLIC = [
@@ -109,13 +109,13 @@ def test_login_options(served):
     ("options", "expected"),
     [
         ([], None),
-        (["--api"], API(plugins.captioner(), "auto", "127.0.0.1", None)),
-        (["--api", "--adapt"], API(plugins.captioner(), adapt=AdaptOptions())),
-        (["--api", "--host", "localhost", "--api-key", "k"], API(plugins.captioner(), "auto", "localhost", "k")),
+        (["--api"], API(plugins.default_model(), "auto", "127.0.0.1", None)),
+        (["--api", "--adapt"], API(plugins.default_model(), adapt=AdaptOptions())),
+        (["--api", "--host", "localhost", "--api-key", "k"], API(plugins.default_model(), "auto", "localhost", "k")),
         (["--api", "--share", "--no-auth", "--model", "x", "--drafter", "d"], API("x", "d", None, None)),
         (
             ["--api", "--host", "0.0.0.0", "--auth", "a:b", "--api-key", "k"],
-            API(plugins.captioner(), "auto", None, "k"),
+            API(plugins.default_model(), "auto", None, "k"),
         ),
     ],
 )

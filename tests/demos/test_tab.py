@@ -104,7 +104,7 @@ def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
         ("text", "Who was Ada Lovelace?", "tiny-hybrid", []),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)
-        assert html.count(plugins.limits(model or plugins.captioner())) == 1
+        assert html.count(plugins.limits(model or plugins.default_model())) == 1
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])

@@ -12,6 +12,8 @@ from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.eval.decoding.oracle import Oracle
+from mmspec.loading import pick_device
+from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import Script, byte_model, byte_tokenizer
@@ -288,11 +290,45 @@ def test_chat_messages(tmp_path):
         ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
         ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),
+        ({"stop_strings": ["a"]}, "unknown option for this model: got stop_strings; write stop instead$"),
+        ({"streamer": None}, "unknown option for this model: got streamer; write Pipeline.stream instead$"),
     ],
 )
 def test_mistakes_are_named(keywords, message):
     with pytest.raises(UserError, match=message):
         pipeline(Ngram()).generate(**{"prompt": PROMPT, **keywords})
+
+
+def test_text_items_of_a_text_model_are_one_text():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}"
+    processor = Processor(tokenizer)
+    items = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = processor.encode([{"prompt": [{"role": "user", "content": items}]}]).input_ids
+    assert found.tolist() == processor.encode([{"prompt": [{"role": "user", "content": "a\nb"}]}]).input_ids.tolist()
+    with pytest.raises(UserError, match=r"^the model reads text only: got an item of type image_url$"):
+        processor.encode([{"prompt": [{"role": "user", "content": [*items, {"type": "image_url"}]}]}])
+
+
+def test_accelerators_are_named(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(UserError, match=r"can use here \(cpu, cuda:0, cuda:1\): got 'abacus'$"):
+        pick_device("abacus")
+
+
+def test_a_pipeline_shows_what_it_is():
+    pipe = mmspec.load(byte_model(), drafter="recycle+ngram", processor=byte_tokenizer())
+    assert repr(pipe) == f"Pipeline(model={pipe.name!r}, drafter='recycle+ngram', device='cpu', dtype='float32')"
+    pack_model(pipe.model, "int8")
+    assert repr(pipe).endswith("device='cpu', dtype='int8')")
+    assert repr(pipeline(None)).startswith(f"Pipeline(model={pipeline(None).name!r}, drafter=None, ")
+
+
+def test_dir_has_public_names_only():
+    assert [name for name in dir(mmspec) if name not in mmspec.__all__] == ["__version__"]
+    assert set(mmspec.__all__) <= set(dir(mmspec))
 
 
 def test_a_model_of_ones_own():
@@ -327,14 +363,18 @@ def test_a_model_of_ones_own():
         ),
         ({"model": "{folder}", "dtype": torch.int8}, "dtype must be auto, float32, .*, int4: got torch.int8"),
         ({"model": "{folder}", "dtype": 5}, "dtype must be auto, float32, .*, int4: got 5"),
-        ({"model": "{folder}", "device": 5.5}, "device must be auto or one that torch can use here: got 5.5"),
+        (
+            {"model": "{folder}", "device": 5.5},
+            r"one that torch can use here \(cpu.*\): got 5.5$",
+        ),
         (
             {"model": "/no/such/folder"},
             "cannot load model '/no/such/folder': expected an embedded model .*local folder",
         ),
         ({"model": "{folder}"}, "cannot load model .*: expected"),
         ({"model": "{folder}", "dtype": "int3"}, "dtype must be auto, float32, .*, int4: got 'int3'"),
-        ({"model": "{folder}", "device": "abacus"}, "device must be auto or one that torch can use here: got 'abacus'"),
+        ({"model": "{folder}", "device": "abacus"}, r"one that torch can use here \(cpu.*\): got 'abacus'$"),
+        ({"model": "./smolm2"}, r"smollm2, tiny-hybrid, tiny-llava; did you mean smollm2\?\), a local folder"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(keywords, message, tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+from typing import Any
 
+import pytest
 from rich.console import Console
 
-from mmspec.progress import EVERY, LogLines, show_progress
+from mmspec.progress import EVERY, SLOW, LogLines, Steps, show_progress, show_steps
 
 
 class Clock:
@@ -78,3 +81,75 @@ def test_a_quiet_console_shows_nothing() -> None:
     with show_progress(console, "measuring") as show:
         show(4, 4)
     assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+class SetTimer:
+    """A timer that runs when the test says so."""
+
+    started: list[SetTimer]
+
+    def __init__(self, seconds: float, function: Any, arguments: list[Any]) -> None:
+        assert seconds == SLOW
+        self.run, self.live = lambda: function(*arguments), False
+
+    def start(self) -> None:
+        self.live = True
+        self.started.append(self)
+
+    def cancel(self) -> None:
+        self.live = False
+
+    def join(self) -> None:
+        assert not self.live
+
+
+def record(text: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("mmspec.load", level, "", 0, text, (), None)
+
+
+def test_a_log_gets_a_line_about_each_slow_step() -> None:
+    SetTimer.started = []
+    console = Console(file=io.StringIO(), width=20)
+    steps = Steps(console, SetTimer)
+    steps.handle(record("a quick step"))
+    steps.handle(record("a slow step [with a long name]"))
+    SetTimer.started[-1].run()
+    steps.handle(record("a warning", logging.WARNING))
+    steps.handle(record("another quick step"))
+    steps.end()
+    assert [timer.live for timer in SetTimer.started] == [False] * 3
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines == ["a slow step [with a long name]", "a warning"]
+
+
+def test_a_terminal_shows_the_current_step() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with show_steps(console), show_steps(console):
+        logging.getLogger("mmspec.load").info("loading %s", "[model]")
+        logging.getLogger("mmspec.load").debug("a detail")
+        logging.getLogger("mmspec.calibrate").info("measuring")
+    logging.getLogger("mmspec.load").info("a request")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert 0 < shown.index("loading [model] ...") < shown.index("measuring ...")
+    assert "detail" not in shown
+    assert "request" not in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_steps_reach_a_log_of_the_users(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("mmspec")
+    before = log.level, log.propagate, list(log.handlers)
+    console = Console(file=io.StringIO(), force_terminal=terminal)
+    with show_steps(console):
+        logging.getLogger("mmspec.load").info("unasked")
+    assert (log.level, log.propagate, log.handlers) == before
+    with caplog.at_level(logging.INFO, "mmspec"), show_steps(console):
+        logging.getLogger("mmspec.load").info("loading")
+    assert caplog.messages == ([] if terminal else ["loading"])
+
+
+def test_a_quiet_console_shows_no_step() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, quiet=True)
+    with show_steps(console):
+        logging.getLogger("mmspec.load").info("loading")
+    assert not console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """Tests of `load_image`: sources, formats and modes compared pixel by pixel; broken and rejected input."""
 
+import base64
 import io
 import os
 import struct
@@ -235,10 +236,23 @@ def test_invalid_arrays_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://a.b/c.png", "HTTPS://a.b/c", "s3://b/c", "file:///etc/x", "data:image/png;base64,AA"]
+    ("url", "message"),
+    [
+        *((url, "received a URL") for url in ("http://a.b/c.png", "HTTPS://a.b/c", "s3://b/c", "file:///etc/x")),
+        ("data:image/png,abc", "a data URI must be data:TYPE;base64,CONTENT: got another form"),
+        ("data:image/png;base64,???", "a data URI must contain base64: got"),
+        ("Data:image/png;base64,aGVsbG8=", "<data URI>: expected an image, received text"),
+    ],
 )
-def test_urls_raise(url: str) -> None:
-    assert_user_error(url, "expected a local file, received a URL")
+def test_urls_raise(url: str, message: str) -> None:
+    assert_user_error(url, message)
+
+
+def test_data_uris_are_read() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(file, "PNG")
+    loaded = load_image("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+    assert (loaded.size, loaded.getpixel((0, 0))) == ((3, 2), (255, 0, 0))
 
 
 def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +53,24 @@ def llava(template: str | None) -> t.LlavaProcessor:
 
 def encoded(processor: Any, *requests: dict[str, Any]) -> list[list[int]]:
     return VisionProcessor(processor).encode(requests).input_ids.tolist()
+
+
+def test_items_of_openais_api_are_those_of_transformers() -> None:
+    file = io.BytesIO()
+    PICTURE.save(file, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+    def prompt(item: Any) -> Any:
+        content = [{"type": "text", "text": "a"}, item]
+        return VisionProcessor(llava(TEMPLATE)).encode([{"prompt": [{"role": "user", "content": content}]}])
+
+    expected = prompt({"type": "image", "image": PICTURE})
+    for item in ({"type": "image_url", "image_url": {"url": uri}}, {"type": "image_url", "image_url": uri}):
+        found = prompt(item)
+        assert found.input_ids.tolist() == expected.input_ids.tolist()
+        assert torch.equal(found.inputs["pixel_values"], expected.inputs["pixel_values"])
+    with pytest.raises(UserError, match="expected a local file, received a URL"):
+        prompt({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}})
 
 
 @pytest.mark.parametrize("text", ["caption en", "detect a cat ; a dog", "answer en what?\n"])

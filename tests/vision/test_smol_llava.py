@@ -41,7 +41,7 @@ def test_it_is_offered_where_its_parts_are_installed(monkeypatch: pytest.MonkeyP
             plugins, "find_spec", lambda name, installed=installed: object() if name in installed else None
         )
         assert ("smol-llava" in plugins.embedded()) == (installed == smol_llava.packages)
-        assert plugins.captioner() == ("smol-llava" if installed == smol_llava.packages else "tiny-llava")
+        assert plugins.default_model() == ("smol-llava" if installed == smol_llava.packages else "tiny-llava")
 
 
 def test_what_travels_has_no_matrix_of_the_language_model() -> None:

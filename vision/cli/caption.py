@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import POSITIVE
+from mmspec.cli.help import Command
 from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options, read_stdin
 from mmspec.errors import UserError
 from mmspec.files import alone
@@ -18,7 +19,7 @@ from mmspec.vision.cli.folder import PROMPTS
 EXIT_SKIPPED = 3  # exit status when files of a folder were skipped
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("file", metavar="FILE|FOLDER")
 @click.option("--prompt", help=f"[default: '{PROMPTS['image']}' or '{PROMPTS['video']}']")
 @click.option(

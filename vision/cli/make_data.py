@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import POSITIVE, SHARE, shown
+from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.distil import data
 from mmspec.distil.options import RunOptions
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 
-@click.command("make-data")
+@click.command("make-data", cls=Command)
 @derived(RunOptions, "target", text="Target model that generates the answers.")
 @click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import whole
+from mmspec.cli.help import Command
 from mmspec.cli.options import FOLDER, derived, stack
 from mmspec.distil.options import RunOptions
 
@@ -28,7 +29,7 @@ _OPTIONS = stack(
 """Options that both commands have."""
 
 
-@click.command("tiny-llava")
+@click.command("tiny-llava", cls=Command)
 @_OPTIONS
 @derived(RunOptions, "minutes", default=107.0, text="Wall-clock budget.")
 @click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")
@@ -43,7 +44,7 @@ def tiny_llava(out: Path, minutes: float, steps: tuple[int, int] | None, size: f
     _train(lambda: stages(out, size, minutes=None if steps else minutes, steps=steps), **rest)
 
 
-@click.command("smol-llava")
+@click.command("smol-llava", cls=Command)
 @_OPTIONS
 @derived(RunOptions, "minutes", default=100.0, text="Wall-clock budget.")
 @click.option("--steps", type=click.IntRange(1), nargs=2, help="Steps of the two stages, instead of --minutes.")

@@ -6,6 +6,7 @@ A file with more than ``_IN_MEMORY`` suffixes is distributed again, by the token
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from mmspec.drafters.datastore.index import CONFIG, DEPTH, FORMAT, SUFFIXES, TOK
 from mmspec.errors import UserError
 from mmspec.files import make_folder
 
+_log = logging.getLogger("mmspec.datastore")
 _IN_MEMORY = 1 << 21  # suffixes that are sorted at once: 64 to 128 MiB of tokens
 _CHUNK = 1 << 20  # suffixes that are read at once
 _FILES = 200  # into which suffixes are distributed at once
@@ -42,6 +44,7 @@ def build_store(texts: Iterable[Sequence[int]], vocab_size: int, model: str, fol
 def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: Path) -> StoreConfig:
     width = 2 if vocab_size < 1 << 16 else 4
     tokens = 0
+    _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
         for text in _separated(texts, vocab_size):
             out.write(np.asarray(text, dtype=f">u{width}").tobytes())
@@ -50,6 +53,7 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
         raise UserError("a datastore needs texts: got none")
     place = 4 if tokens < 1 << 32 else 8
     mapped = np.memmap(folder / TOKENS, dtype=f">u{width}", mode="r")
+    _log.info("sorting the suffixes of %d tokens", tokens)
     with (folder / SUFFIXES).open("wb") as out:
         sorter = _Sorter(mapped, vocab_size, f"<u{place}", folder, out)
         sorter.sort(None, 0)

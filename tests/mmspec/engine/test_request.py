@@ -83,7 +83,10 @@ def test_numbers_of_numpy_and_whole_numbers_pass(pipe, keywords):
             "^a prompt must be text, chat messages or token ids: got {'role'",
         ),
         ("ab\ud800c", r"^a prompt must be text that UTF-8 can encode: got '\\ud800' at character 2$"),
-        (["a"], "^a chat message must be a dict with a role and content: got 'a'$"),
+        (["a", "b"], r"^a prompt is one text, .* go to generate_batch\(\[.*\]\), got \['a', 'b'\]$"),
+        ([[5, 6], [7]], r"^a prompt is one text, .* go to generate_batch\("),
+        ([[{"role": "user", "content": "a"}]], r"^a prompt is one text, .* go to generate_batch\("),
+        ([5, {"role": "user"}], "^a chat message must be a dict with a role and content: got 5$"),
         ([{"content": "a"}], "^a chat message must be a dict with a role and content: got {'content': 'a'}$"),
         ([{"role": "user"}], "^a message's content must be text or a list of items: got None$"),
         ([{"role": "user", "content": 5}], "^a message's content must be text or a list of items: got 5$"),
@@ -95,6 +98,14 @@ def test_numbers_of_numpy_and_whole_numbers_pass(pipe, keywords):
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "^a text item must have a text: got {'type': 'text'}$"),
         ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "UTF-8"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "a.png"}]}],
+            "^an item's type must be text, image, video, image_url or video_url: got 'input_image'$",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "url": "data:image/png;base64,QUJD"}]}],
+            r"^an item of type image_url must have {\"image_url\": {\"url\": \.\.\.}}: got .*/png;base64,\.\.\.'}$",
+        ),
     ],
 )
 def test_prompts_that_are_none(pipe, prompt, message):
@@ -116,7 +127,7 @@ def test_prompts_that_are_none(pipe, prompt, message):
         ([{"prompt": "a", "params": {"seed": 1}}], "^params must be mmspec.SamplingParams: got {'seed': 1}$"),
         ([{"images": None}], "^a request must have a prompt: got images$"),
         ([{}], "^a request must have a prompt: got nothing$"),
-        (["a"], "^a request must be a dict with a prompt: got 'a'$"),
+        (["a"], r"^a request must be a dict with a prompt, as {\"prompt\": \"Hello\"}: got 'a'$"),
         ({"prompt": "a"}, "^requests must be a list of dicts: got {'prompt': 'a'}$"),
         ("a", "^requests must be a list of dicts: got 'a'$"),
         ([{"prompt": 5}], "^a prompt must be text, chat messages or token ids: got 5$"),
