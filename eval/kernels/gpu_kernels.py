@@ -214,7 +214,7 @@ def attention_rows(
         return lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=group > 1).transpose(1, 2)
 
     num_bytes = timer.dtype.itemsize * batch * shape.head_dim * 2 * (shape.kv_heads * slots + shape.heads * nodes)
-    facts = {"shape": name, "batch": batch, "prefix": prefix, "nodes": nodes}
+    facts: dict[str, Any] = {"shape": name, "batch": batch, "prefix": prefix, "nodes": nodes}
     for operation, make in (("tree attention", tree), ("masked attention", masked), ("unmasked attention", unmasked)):
         yield timer.row(make, num_bytes, memory=1.0 + (make is masked) * group, operation=operation, **facts)
 
@@ -339,7 +339,7 @@ def scan_rows(timer: KernelTimer, name: str, batch: int, nodes: int) -> Iterator
         return run
 
     state, channels = 4 * batch * heads * head_dim * size, timer.dtype.itemsize * batch * nodes * sum(shares)
-    facts = {"shape": name, "batch": batch, "nodes": nodes}
+    facts: dict[str, Any] = {"shape": name, "batch": batch, "nodes": nodes}
     yield timer.row(tree_scan, state + channels + 4 * batch * nodes * heads * head_dim, operation="tree_scan", **facts)
     yield timer.row(tree_conv, 2 * channels, operation="tree_conv", **facts)
     yield timer.row(commit_scan, 2 * state, operation="commit_scan", **facts)
