@@ -86,9 +86,7 @@ def race(
     Raises:
         UserError: two methods are the same drafter, or one cannot be made for this model.
     """
-    pipes = _pipelines(loaded, methods)
-    for pipe in pipes.values():
-        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
+    pipes = warmed_up(loaded, methods, request, keywords)
     result = Race([StreamedAnswer(loaded.name, name) for name in pipes])
     runs: list[list[StreamedAnswer]] = []
     while len(runs) < RUNS:
@@ -111,8 +109,10 @@ def race(
         yield result
 
 
-def _pipelines(loaded: LoadedModel, methods: Sequence[str]) -> dict[str, Pipeline]:
-    """The pipelines by the names of their methods, which must differ."""
+def warmed_up(
+    loaded: LoadedModel, methods: Sequence[str], request: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> dict[str, Pipeline]:
+    """The pipelines by the names of their methods, which must differ; each has begun to answer the request once."""
     pipes: dict[str, Pipeline] = {}
     for method in methods:
         pipe = loaded.pipeline(method)
@@ -120,6 +120,8 @@ def _pipelines(loaded: LoadedModel, methods: Sequence[str]) -> dict[str, Pipelin
         if name in pipes:
             raise UserError(f"a race compares different methods: got {name} twice, as {method!r} is {name}")
         pipes[name] = pipe
+    for pipe in pipes.values():
+        pipe.generate(**request, **{**keywords, "max_new_tokens": min(_WARM_UP, keywords["max_new_tokens"])})
     return pipes
 
 

@@ -16,6 +16,7 @@ from unittest import mock
 import gradio as gr
 from fastapi import FastAPI
 from gradio.blocks import Block
+from rich.console import Console
 from starlette.middleware import Middleware
 
 from mmspec.demos.api import Dispatcher
@@ -29,8 +30,10 @@ from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.demos.tab import Tab
 from mmspec.demos.turns import RUNNING, WAITING
 from mmspec.errors import UserError
+from mmspec.progress import show_steps
 from mmspec.serving.limits import Limits
 
+_log = logging.getLogger("mmspec.demo")
 _PORT_ATTEMPTS = 5
 _GRACE = Limits().shutdown_timeout
 _CSS = Path(__file__).with_name("style.css")
@@ -58,7 +61,7 @@ def run_server(
         api: answers the paths of OpenAI's API; None for the page alone.
         upload_space: limit on the total size of uploads, in MiB.
         cleanup: interval at which unused uploads are removed, and the age from which they are, in seconds.
-        opened: run the opening race of the first tab at once, instead of for the first visitor.
+        opened: warm up, and run the opening race of the first tab at once, instead of for the first visitor.
         **launch: options of gradio's ``launch``; a ``server_port`` of 0 selects a free port.
     """
     with (
@@ -73,6 +76,10 @@ def run_server(
         service = Service(models, catalog, uploads)
         demo, first = build(service, samples)
         uploads.exempt_existing()
+        if opened:
+            with show_steps(Console(stderr=True)), suppress(UserError):
+                _log.info("warming up")
+                service.warm_up(first.opening_request())
         _launch(
             demo,
             app_kwargs=_app_options(uploads, api),

@@ -12,7 +12,7 @@ from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
 from mmspec.demos.methods import FEWEST, check_methods, drafter_of
 from mmspec.demos.models import ModelCache
-from mmspec.demos.racing import Race, race
+from mmspec.demos.racing import Race, race, warmed_up
 from mmspec.demos.storage import UploadFolder
 from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
 from mmspec.errors import UserError
@@ -63,6 +63,11 @@ class Service:
                 self._openings[chat.kind] = result
         yield self._openings[chat.kind]
 
+    def warm_up(self, chat: ChatRequest) -> None:
+        """Load what a race needs, and run each method once, so that the race begins at once."""
+        chat, request, keywords = self._prepare(chat)
+        warmed_up(self.models.get(chat.model), self._methods(chat), request, keywords)
+
     def preview(self, upload: Upload, kind: Kind) -> None:
         """Write the preview of an upload, if it fits into the space of uploads.
 
@@ -84,12 +89,16 @@ class Service:
 
     def _race(self, chat: ChatRequest, methods: Sequence[str] | None) -> Iterator[Race]:
         if methods is None:
-            methods = self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
+            methods = self._methods(chat)
         check_methods(methods)
         for method in methods:
             self.with_defaults(replace(chat, drafter=drafter_of(method)))
         chat, request, keywords = self._prepare(chat)
         yield from race(self.models.get(chat.model), methods, request, keywords)
+
+    def _methods(self, chat: ChatRequest) -> list[str]:
+        """The methods of a race that names none."""
+        return self.catalog.methods(self.with_defaults(chat).model)[:FEWEST]
 
     def with_defaults(self, chat: ChatRequest) -> ChatRequest:
         """Fill in a request's default model and drafter.

@@ -6,6 +6,7 @@ import pytest
 
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.models import ModelCache
 from mmspec.demos.racing import Race
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
@@ -46,3 +47,17 @@ def test_visitor_during_the_opening_race_gets_its_result(tmp_path):
     *_, race = second
     assert race.speedup(race.fastest) == 1.5
     assert service.raced == ["text"]
+
+
+def test_a_race_begins_at_once_after_a_warm_up(tmp_path, monkeypatch):
+    """Its pipelines are made, and have read the prompt."""
+    models = ModelCache(device="cpu")
+    service = Service(models, make_catalog(["tiny-hybrid"]), UploadFolder(tmp_path, 2**20))
+    chat = ChatRequest("text", "Describe the room.", max_new_tokens=4)
+    service.warm_up(chat)
+    made: list[str] = []
+    loaded = models.get("tiny-hybrid")
+    monkeypatch.setattr(loaded, "open", made.append)
+    *_, race = service.opening(chat)
+    assert made == []
+    assert [len(lane.token_ids) for lane in race.lanes] == [4, 4]
