@@ -34,12 +34,14 @@ def test_entry_points_of_the_package_are_for_other_programs():
 
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
-    """Another package with drafters of its own, and metadata of an older installation of mmspec."""
-    (tmp_path / "stranger.py").write_text("class Drafter: pass\nclass Other: pass\n")
+    """Other packages with drafters of their own, and metadata of an older installation of mmspec."""
+    for name in ("stranger", "mmspec_friend"):
+        (tmp_path / f"{name}.py").write_text("class Drafter: pass\nclass Other: pass\n")
     older = {"ngram": "mmspec.drafters.ngrams:SPEC", "removed": "mmspec.drafters.removed:SPEC"}
     for name, entries in (
         ("stranger", {"bigram": "stranger:Drafter", "ngram": "stranger:Drafter"}),
         ("zealot", {"bigram": "stranger:Other"}),
+        ("mmspec_friend", {"trigram": "mmspec_friend:Drafter"}),
         ("mmspec", older),
     ):
         folder = tmp_path / f"{name}-0.0.1.dist-info"
@@ -54,7 +56,8 @@ def stranger(tmp_path, monkeypatch):
 
 
 def test_entry_points_of_other_packages_are_found_and_displace_nothing(stranger):
-    assert plugins.names("drafters") == sorted([*BUILTIN["drafters"], "bigram"])
+    assert plugins.names("drafters") == sorted([*BUILTIN["drafters"], "bigram", "trigram"])
+    assert plugins.find("drafters", "trigram").__module__ == "mmspec_friend"
     assert plugins.find("drafters", "bigram") in (stranger.Drafter, stranger.Other)
     assert plugins.find("drafters", "ngram") is SPEC
     assert [entry.load() for entry in plugins.registered("drafters") if entry.name == "ngram"] == [SPEC]

@@ -223,7 +223,8 @@ def test_which_parts_of_an_earlier_run_are_finished(tmp_path):
     parts = {"a": done, "half": rest, "bad": {**done, "error": "x"}, "late": {"rows": [], "skipped": "no time"}}
     out.write_text(json.dumps({**facts, "parts": parts}))
     assert gpu_parts.finished_parts(out, facts) == {"a": done}
-    assert gpu_parts.finished_parts(out, {**facts, "commit": "other"}) == {}
+    for name in facts:
+        assert gpu_parts.finished_parts(out, {**facts, name: None}) == {}, name
     out.write_text("[]")
     assert gpu_parts.finished_parts(out, facts) == {}
 
@@ -494,6 +495,25 @@ def test_figures_are_medians_of_groups(model, monkeypatch):
     assert (row["draft_ms"], row["verify_ms"], row["rest_ms"]) == pytest.approx((100, 200, 700))
     assert row["tokens_per_second"] == pytest.approx(5 / 4)
     assert (row["steps"], row["batch"], row["equal"], row["groups"]) == (12, 2, 3, 3)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_figures_of_generate_are_those_of_decoding(model, batch, monkeypatch):
+    """Half a second per token of all rows, and two seconds of prefill, which do not count."""
+    asked = []
+
+    def generate(input_ids, max_new_tokens, **_):
+        asked.append((len(input_ids), max_new_tokens))
+
+    def seconds(run, device, count, warm_up):
+        run()
+        return [2.0 + 0.5 * asked[-1][1]] * count
+
+    monkeypatch.setattr(model.pipe.model, "generate", generate)
+    monkeypatch.setattr(gpu_models, "device_seconds", seconds)
+    row = gpu_models.time_generate(model, "dynamic", batch, (4, 12), 3)
+    assert set(asked) == {(batch, 4), (batch, 12)}
+    assert (row["batch"], row["token_ms"], row["tokens_per_second"]) == pytest.approx((batch, 500, 2 * batch))
 
 
 def test_the_benchmark_takes_its_parts_by_name():

@@ -203,7 +203,8 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     target = TransformersTarget(shared_model("llama"))
     forward = target.forward_tree
     monkeypatch.setattr(target, "forward_tree", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
-    warm_up.warm_up(target, None, 3, 64, [Budget(7), Budget(3)])
+    # Three rows are padded to four.
+    warm_up.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
     assert sorted({tuple(shape) for shape in seen}) == [
         *((1, 1), (1, 2), (1, 4), (1, 8)),
         *((2, 1), (2, 2), (2, 4), (2, 8)),

@@ -2,6 +2,7 @@
 
 import re
 from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.tiny import random_tree
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
@@ -116,6 +119,22 @@ def test_other_errors_are_raised(error, monkeypatch):
     monkeypatch.setattr("mmspec.ops.triton_verify.quantile", launch)
     with pytest.raises(type(error), match=str(error)):
         ops.quantile(torch.rand(3, 9), torch.rand(3))
+    assert not kernels.failed()
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_errors_of_the_device_are_raised_where_a_kernel_is_loaded(monkeypatch):
+    """It is compiled by then; the error may be that of an earlier launch."""
+    device = mock.Mock(**{"utils.load_binary.side_effect": RuntimeError("CUDA error: an illegal memory access")})
+    monkeypatch.setattr("triton.compiler.compiler.driver", mock.Mock(active=device))
+    monkeypatch.setattr("triton.compiler.compiler.max_shared_mem", lambda _: 1 << 18)
+    source = ASTSource(fn=_sound_kernel, signature={"x": "*i32"}, constexprs={})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True})
+    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
+    monkeypatch.setattr("mmspec.ops.triton_verify.quantile", lambda *_: built.run)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ops.quantile(torch.rand(3, 9), torch.rand(3))
+    device.utils.load_binary.assert_called_once()
     assert not kernels.failed()
 
 
