@@ -490,7 +490,7 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
 
     class Fails(TableTarget):
         def forward_tree(self, tree):
-            if self.passes:
+            if len(self.passes) == 3:
                 raise RuntimeError("a failed pass")
             return super().forward_tree(tree)
 
@@ -501,6 +501,9 @@ def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
         assert engine._has_work()
         engine._turn()
     (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), on_change=lambda: told.append("in prefill"))
+    for _ in range(2):
+        engine._turn()
+    assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
     told.clear()
     engine._turn()
     assert sorted(told) == ["decoding", "in prefill"]
