@@ -72,7 +72,7 @@ class Small(CapturedDrafter):
         self._visual = VisualShare(share, visual_top_p)
         self._source = (model, trust_remote_code) if isinstance(model, str) else None
         self._kind: str | None = None  # of packed weights
-        self.model: PreTrainedModel = base_model(_read(model, trust_remote_code) if self._source else model).eval()
+        self.model: PreTrainedModel = base_model(_read(*self._source) if self._source else model).eval()
         self._like = torch.empty(0, dtype=self.model.dtype)  # of its weights as they were read
         self.top_k, self._tokenizers = top_k, tokenizers
         self._shared: SharedTokens | None = None

@@ -167,7 +167,7 @@ def base_model(model: Any) -> Any:
 
 def refuse_learned_prompts(model: Any) -> None:
     """Raise if a wrapper of peft learns prompts; other models pass."""
-    config = getattr(model, "active_peft_config", None)
+    config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         kind = getattr(config.peft_type, "value", config.peft_type)
         raise UserError(f"adapters of peft must be in the model's layers, like LoRA: got learned prompts, {kind}")

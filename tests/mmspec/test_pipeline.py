@@ -416,3 +416,26 @@ def test_the_blank_that_a_chat_template_puts_before_an_answer_is_not_part_of_it(
     pieces = [piece.text for piece in Pipeline(target, processor).stream(PROMPT, **keywords)]
     assert "".join(pieces) == answer.text
     assert answer.token_ids[: len(ids_of(text))] == ids_of(text)
+
+
+def test_a_second_pipeline_shares_the_engine_of_a_target():
+    """It never takes slots from the first; each drafts with its own drafter, beside the other or after it has gone."""
+    target, tokenizer = TransformersTarget(byte_model()), byte_tokenizer()
+    first = Pipeline(target, Processor(tokenizer), Ngram(), max_num_seqs=2)
+    assert first.engine.max_num_seqs == 2
+    second = Pipeline(target, Processor(tokenizer), None, max_num_seqs=5)
+    third = Pipeline(target, Processor(tokenizer), Recycle(), max_num_seqs=3)
+    assert first.engine is second.engine is third.engine
+    assert first.engine.max_num_seqs == 5
+    pipes = {"first": first, "second": second, "third": third}
+    expected = second.generate("abababab", max_new_tokens=12, ignore_eos=True).token_ids
+    streams = {
+        name: pipe.stream("abababab", max_new_tokens=12, ignore_eos=True, num_draft_tokens=4)
+        for name, pipe in pipes.items()
+    }
+    for name, pieces in streams.items():
+        *_, last = found = list(pieces)
+        assert [token for piece in found for token in piece.token_ids] == expected
+        assert (last.stats.num_draft_tokens > 0) == (name != "second")
+    del second, third, pipes, streams, pieces, found, last
+    assert first.generate("abababab", max_new_tokens=12, ignore_eos=True).token_ids == expected

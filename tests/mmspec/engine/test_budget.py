@@ -242,6 +242,15 @@ def test_a_tree_is_priced_for_all_rows(cost):
     assert taken[0] > taken[2]
 
 
+def test_padding_is_priced_for_all_rows():
+    """Three rows of one node are padded to five nodes each, whose 15 tokens take less time than three."""
+    table = CostTable((1, 8, 16, 64), (1.0, 0.5, 0.6, 4.0))
+    budget = adaptive(table, batch=3)
+    assert budget._cost[0] == pytest.approx(table(15))
+    budget.resize(1)
+    assert budget._cost[0] == pytest.approx(table(8))
+
+
 @pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
 def test_the_last_rows_of_a_batch_draft(kind):
     """Where all rows are busy plain decoding is fastest; a row that is left over drafts at once, although no request

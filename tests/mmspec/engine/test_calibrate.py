@@ -233,6 +233,36 @@ def test_a_wrong_calibration_is_measured_again_before_the_next_request(target, m
     assert len(measured) == 2
 
 
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+def test_wrong_calibrations_are_noticed_once_each(target, measured, kind, monkeypatch):
+    """The measurement that follows may be wrong, too."""
+    pipe, forgotten = mmspec.Pipeline(target, drafter=Ngram()), []
+    forget = calibrate.forget_cost
+    monkeypatch.setattr("mmspec.engine.speculation.forget_cost", lambda one: forgotten.append(one) or forget(one))
+    monkeypatch.setattr("mmspec.engine.speculation.AdaptiveBudget", kind)
+    pipe.calibrate()
+    for times in range(1, 4):
+        for _ in range(100):
+            pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
+        assert len(forgotten) == times
+        for _ in range(2):
+            pipe.calibrate()
+            assert len(measured) == 1 + times
+
+
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+def test_passes_are_compared_with_those_of_as_many_rows(target, measured, kind, monkeypatch):
+    """Three rows were calibrated at 0.625 s, one at 0.5 s or, padded to two nodes, 0.25 s."""
+    pipe = mmspec.Pipeline(target, drafter=Ngram())
+    monkeypatch.setattr("mmspec.engine.speculation.AdaptiveBudget", kind)
+    pipe.calibrate()
+    alone = 0.25 if kind is AdaptiveBudget else 0.5
+    for rows, seconds, kept in ((1, alone, True), (3, 0.625, True), (1, alone, True), (3, 0.35, False)):
+        for _ in range(40):
+            pipe._speculation.budget_of(rows, None).observe(1, [[0]] * rows, 0.0, seconds)
+        assert (pipe._speculation.budget_of(rows, None).drift is not None) == kept
+
+
 def test_time_of_other_processes_is_not_measured(target, monkeypatch):
     """Passes of more than one node wait for a processor."""
     forward = target.forward_tree

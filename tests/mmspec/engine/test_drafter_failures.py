@@ -233,8 +233,11 @@ def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
 
 def test_errors_of_the_device_end_requests():
     """Nothing can be computed after them, by the target either."""
-    for error in (torch.AcceleratorError, RuntimeError):
-        kind = type("Own", (error,), {"__str__": lambda self: "CUDA error: an illegal memory access"})
+    for error, said in (
+        (torch.AcceleratorError, "an illegal memory access"),
+        (RuntimeError, "CUDA error: launch failed"),
+    ):
+        kind = type("Own", (error,), {"__str__": lambda self, said=said: said})
         _, (row,) = on_table(Failing(Ngram(), "propose", 1, kind), ROWS[:1], [9])
         assert isinstance(row.error, error)
 

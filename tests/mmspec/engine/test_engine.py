@@ -466,6 +466,54 @@ def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch
     assert [shape[0] for shape, *_ in target.prefills] == [1, 1, 1]
 
 
+def test_budgets_are_given_the_batch_and_the_share_of_new_rows():
+    shares, sizes = [], []
+
+    class Told(Budget):
+        def begin(self, share=1.0):
+            shares.append(share)
+
+    budget = Told(0)
+    engine = SteppedEngine(
+        TableTarget(table_model(VOCAB)), None, lambda batch, nodes: sizes.append(batch) or budget, max_num_seqs=4
+    )
+    rows = [row for prompt in ([1, 2], [3, 4]) for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(6))]
+    engine.wait(lambda: len(rows[0].token_ids) == 3)
+    rows += engine.add(prompt_of([[5, 6]]), Sampler(), Stopper(6))
+    engine.wait(lambda: all(row.done for row in rows))
+    assert shares == [1.0, pytest.approx(1 / 3)]
+    assert sizes == [2, 2, 3, 3, 3, 1, 1]
+
+
+def test_a_failed_step_reaches_the_client_of_a_prompt_in_chunked_prefill():
+    """It waits to be told, as its sequence is in no row yet."""
+
+    class Fails(TableTarget):
+        def forward_tree(self, tree):
+            if len(self.passes) == 3:
+                raise RuntimeError("a failed pass")
+            return super().forward_tree(tree)
+
+    told = []
+    engine = SteppedEngine(Fails(table_model(VOCAB)), None, lambda batch, nodes: Budget(0), chunk=2)
+    engine.add(prompt_of([[1, 2]]), Sampler(), Stopper(6), on_change=lambda: told.append("decoding"))
+    for _ in range(2):
+        assert engine._has_work()
+        engine._turn()
+    (late,) = engine.add(prompt_of([[1] * 20]), Sampler(), Stopper(6), on_change=lambda: told.append("in prefill"))
+    for _ in range(2):
+        engine._turn()
+    assert (told.count("in prefill"), len(engine.core.queued)) == (0, 1)
+    told.clear()
+    engine._turn()
+    assert sorted(told) == ["decoding", "in prefill"]
+    assert str(late.error) == "a failed pass"
+    assert not engine.core.queued
+    (after,) = engine.add(prompt_of([[3, 4]]), Sampler(), Stopper(1))
+    engine.wait(lambda: after.done)
+    assert after.token_ids == said_plainly(engine.target.table, [3, 4], 1)
+
+
 def test_a_prompt_that_fails_does_not_end_those_stacked_with_it():
     class Refuses(TableTarget):
         def prefill_chunks(self, prompt, max_new_tokens, chunk):

@@ -103,6 +103,31 @@ def test_no_turn_before_the_quiet_time_or_while_paused(pipe, monkeypatch):
     assert not task.disturbed
 
 
+def test_a_pause_that_comes_in_a_turn_begins_after_it(pipe):
+    """Idle work changes drafters, too; and the next turn begins after the pause."""
+    engine, events, threads = pipe.engine, [], []
+
+    class Paused(Task):
+        def turn(self):
+            super().turn()
+            threads.append(threading.Thread(target=pause, daemon=True))
+            threads[-1].start()
+            until(lambda: engine._pauses or len(events) % 2)  # it waits, or is not kept waiting
+            events.append("turn")
+
+    def pause():
+        with engine.paused():
+            events.append("pause")
+
+    task = Paused(engine, 3)
+    engine.idle.add(task)
+    ask(pipe)
+    until(lambda: len(events) == 6)
+    assert events == ["turn", "pause"] * 3
+    for thread in threads:
+        thread.join(20)
+
+
 def test_an_error_ends_the_task_alone(pipe, caplog):
     task, other = Task(pipe.engine, 3, error=RuntimeError("broken")), Task(pipe.engine, 2)
     pipe.engine.idle.add(task)
