@@ -1,4 +1,4 @@
-"""OpenMP threads: torch and the C++ kernels have a team of them for each Python thread that computes."""
+"""OpenMP threads: torch has a team of them for each Python thread that computes."""
 
 from __future__ import annotations
 

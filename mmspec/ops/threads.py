@@ -1,4 +1,4 @@
-"""Numbers of threads that compute: those of torch, which the engine may lower for its own thread, and of the C++ kernels."""
+"""Numbers of threads: those of torch, which the engine lowers beside other programs, and of the C++ kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread c
 
 
 def kernel_threads() -> int:
-    """Threads of a C++ kernel: torch's, without the limit of ``limit_torch``, as the kernels wait for no thread that the
-    system does not run (``cpp/pool.h``)."""
+    """Threads of a C++ kernel: torch's, without the limit of ``limit_torch``, as the kernels wait for no thread that
+    the system does not run (``cpp/pool.h``)."""
     return getattr(_LOCAL, "kernels", None) or torch.get_num_threads()
 
 

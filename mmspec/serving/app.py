@@ -65,9 +65,7 @@ def create_app(
         pipe.context_limit = limits.max_model_len
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     catalog = Catalog(pipe, names)
-    metrics = Metrics(
-        catalog.name, lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count
-    )
+    metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)

@@ -58,6 +58,17 @@ def test_answer_on_stdout_and_statistics_on_stderr(run: Run, model: str) -> None
         assert figure in err
 
 
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [("0", "| drafter ngram (nothing drafted) |"), ("4", "| drafter ngram |")]
+)
+def test_figures_say_whether_anything_was_drafted(run: Run, model: str, nodes: str, expected: str) -> None:
+    prompt = " one two three" * 8
+    _, _, err = run(
+        "generate", prompt, "--model", model, "--drafter", "ngram", "--nodes", nodes, "--max-new-tokens", "9"
+    )
+    assert expected in err
+
+
 def test_json_is_one_object(run: Run, model: str) -> None:
     args = ("generate", "A red circle", "--model", model, "--max-new-tokens", "9", "--drafter", "ngram", "--nodes", "4")
     status, out, err = run(*args, "--json")

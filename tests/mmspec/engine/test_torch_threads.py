@@ -1,4 +1,4 @@
-"""Torch's threads beside other programs: their number follows the delays of steps, and idle ones do not spin for long."""
+"""Torch's threads beside other programs: their number follows the delays of steps, idle ones do not spin for long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_attempts_that_fail_become_rare():
         chosen.record(*(BUSY if chosen.count == 2 else QUIET))
         if chosen.count == 2:
             tried.append(second)
-    gaps = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
     assert gaps == sorted(gaps)
     assert gaps[0] <= 4
     assert gaps[-1] >= 60
@@ -148,7 +149,9 @@ def policies(program, **variables):
 
 
 def test_programs_bound_spinning_before_torch_is_loaded():
-    assert policies("from mmspec.cli.app import main\nassert 'torch' not in sys.modules\nmain(['--version'])") == ",1000,1"
+    assert (
+        policies("from mmspec.cli.app import main\nassert 'torch' not in sys.modules\nmain(['--version'])") == ",1000,1"
+    )
     study = "import contextlib, runpy\nsys.argv = ['eval', '--help']\nwith contextlib.suppress(SystemExit):\n"
     assert policies(study + "    runpy.run_module('mmspec.eval', run_name='__main__')") == ",1000,1"
 

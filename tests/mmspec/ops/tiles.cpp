@@ -10,14 +10,15 @@
 extern "C" void products(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
   Rows operand;
   operand.shape(layer->in);
-#pragma omp parallel num_threads(threads)
-  {
-    take(*layer, operand, x, rows);
-    product(*layer, operand, rows, out);
-  }
+  Team team(threads);
+  take(*layer, operand, x, rows);
+  product(*layer, operand, rows, out);
 }
 
-extern "C" void attention(const Attention* a, int threads) { attend_all(*a, threads); }
+extern "C" void attention(const Attention* a, int threads) {
+  Team team(threads);
+  attend_all(*a);
+}
 
 // Instructions on tile registers so far, as far as they are loops.
 extern "C" int64_t tile_products() {
