@@ -318,6 +318,21 @@ def test_closed_pipe_ends_quietly(model: str) -> None:
     assert (process.returncode, process.stderr) == (141, "")
 
 
+def test_interrupt_during_imports() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mmspec.cli.commands':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from mmspec.cli import main; sys.exit(main(['info']))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (130, "interrupted\n")
+
+
 def test_interrupt() -> None:
     # The command is interrupted while it reads its standard input.
     code = (
