@@ -143,6 +143,27 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     assert facts["packages"]["torch"] in out
 
 
+def test_info_shows_problems_without_the_names_of_exceptions(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(name: str) -> str:
+        raise RuntimeError(f"{name} is damaged\nmore")
+
+    monkeypatch.setattr("mmspec.plugins.model_path", broken)
+    status, out, _ = run("info", "here")
+    assert status == 0
+    assert "here: here is damaged " in out
+    assert "more" not in out
+    assert "Error" not in out
+
+
+def test_a_comparison_shows_progress_in_a_log(run: Run, model: str) -> None:
+    status, out, err = run("generate", "A", "--model", model, "--max-new-tokens", "3", "--compare", "--json")
+    assert (status, json.loads(out)["compare"]["rounds"]) == (0, 3)
+    shown = [line.rpartition(", ")[0] for line in err.splitlines() if line.startswith("comparing")]
+    assert shown == ["comparing with plain decoding: 0/8", "comparing with plain decoding: 8/8"]
+
+
 def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     defaults = {"repetition_penalty": 1.2, "suppress_tokens": [3]}
