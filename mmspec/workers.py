@@ -172,6 +172,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | _ENVIRONMENT,
+            process_group=0,  # a terminal's Ctrl-C does not reach it, not even while the worker starts
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -276,7 +277,7 @@ def _set_limits(memory: int) -> None:
         return
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # undo what the parent's settings passed on
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,5 +1,16 @@
 """Command-line interface: ``mmspec COMMAND``, with commands from the plug-ins ``commands``."""
 
-from mmspec.cli.app import main
+import sys
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line, see ``mmspec.cli.app.main``; Ctrl-C during its imports is one line, too."""
+    try:
+        from mmspec.cli.app import main as run
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + 2
+    return run(args)

@@ -98,7 +98,7 @@ def show_limits(notes: Console, model: str) -> None:
 def open_pipeline(
     notes: Console,
     model: str,
-    drafter: str | None,
+    drafter: Any,
     device: str,
     dtype: str,
     trust_remote_code: bool = False,

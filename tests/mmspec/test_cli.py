@@ -154,6 +154,27 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     assert facts["packages"]["torch"] in out
 
 
+def test_info_shows_problems_without_the_names_of_exceptions(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(name: str) -> str:
+        raise RuntimeError(f"{name} is damaged\nmore")
+
+    monkeypatch.setattr("mmspec.plugins.model_path", broken)
+    status, out, _ = run("info", "here")
+    assert status == 0
+    assert "here: here is damaged " in out
+    assert "more" not in out
+    assert "Error" not in out
+
+
+def test_a_comparison_shows_progress_in_a_log(run: Run, model: str) -> None:
+    status, out, err = run("generate", "A", "--model", model, "--max-new-tokens", "3", "--compare", "--json")
+    assert (status, json.loads(out)["compare"]["rounds"]) == (0, 3)
+    shown = [line.rpartition(", ")[0] for line in err.splitlines() if line.startswith("comparing")]
+    assert shown == ["comparing with plain decoding: 0/8", "comparing with plain decoding: 8/8"]
+
+
 def test_info_shows_the_sampling_defaults_of_a_model(run: Run, model: str, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     defaults = {"repetition_penalty": 1.2, "suppress_tokens": [3]}
@@ -327,6 +348,21 @@ def test_closed_pipe_ends_quietly(model: str) -> None:
     process = subprocess.run([sys.executable, "-c", code, *args], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "")
+
+
+def test_interrupt_during_imports() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'mmspec.cli.commands':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from mmspec.cli import main; sys.exit(main(['info']))"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (130, "interrupted\n")
 
 
 def test_interrupt() -> None:

@@ -330,6 +330,7 @@ if {end!r} != "exit":
 def test_workers_ignore_sigint(decoder):
     decoder.load(CLIP)
     (worker,) = children()
+    assert os.getpgid(worker.pid) != os.getpgid(0)  # a terminal's Ctrl-C would end it while it starts
     os.kill(worker.pid, signal.SIGINT)
     decoder.load(CLIP)
     assert [child.pid for child in children()] == [worker.pid]

@@ -187,6 +187,13 @@ def test_progress_is_shown_on_a_terminal_only(
     assert logging.is_progress_bar_enabled()
 
 
+def test_a_conversion_is_announced_once(file: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "mmspec.load"):
+        for _ in range(2):
+            gguf.resolved(str(file))
+    assert [text.partition(",")[0] for text in caplog.messages] == [f"converting {file.name}"]
+
+
 def test_two_processes_may_convert_at_the_same_time(file: Path, cache: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         folders = pool.map(convert, [str(file)] * 2, chunksize=1)
