@@ -112,7 +112,7 @@ def test_a_pause_that_comes_in_a_turn_begins_after_it(pipe):
             super().turn()
             threads.append(threading.Thread(target=pause, daemon=True))
             threads[-1].start()
-            until(lambda: engine._pauses or len(events) % 2)  # it waits, or is not kept waiting
+            eventually(lambda: engine._pauses or len(events) % 2)  # it waits, or is not kept waiting
             events.append("turn")
 
     def pause():
@@ -122,7 +122,7 @@ def test_a_pause_that_comes_in_a_turn_begins_after_it(pipe):
     task = Paused(engine, 3)
     engine.idle.add(task)
     ask(pipe)
-    until(lambda: len(events) == 6)
+    assert eventually(lambda: len(events) == 6)
     assert events == ["turn", "pause"] * 3
     for thread in threads:
         thread.join(20)
