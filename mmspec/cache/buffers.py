@@ -18,6 +18,7 @@ from torch import Tensor
 from mmspec.cache.rows import row_index
 from mmspec.ops import pages
 
+_LARGE_BYTES = 1 << 26  # of a device's buffers: to double them takes more memory than copies take time
 _LEAST_BYTES = 2 * pages.PAGE  # of a buffer that gets huge pages
 
 
@@ -25,7 +26,7 @@ class KVBuffers:
     """Keys and values of the layers of a ``TreeCache``, which stores the rows' lengths.
 
     Args:
-        reserve: slots to allocate at first use; doubled when exceeded.
+        reserve: slots to allocate at first use.
 
     Attributes:
         version: replaced whenever a buffer is reallocated.
@@ -65,7 +66,7 @@ class KVBuffers:
         allocated, capacity = self.rows, self.capacity
         if slots < capacity and rows <= allocated:
             return
-        rows = allocated if rows <= allocated else max(rows, 2 * allocated)
+        rows = allocated if rows <= allocated else max(rows, self._grown(allocated))
         slots = self._grown_slots(slots, rows)
         for place, old in enumerate(self.tensors):
             grown = self.tensors[place] = self._zeros(len(old), rows, slots, old)
@@ -73,7 +74,11 @@ class KVBuffers:
 
     def _grown_slots(self, slots: int, rows: int) -> int:
         """Slots of reallocated buffers of ``rows`` rows, at least ``slots`` and one."""
-        return self.capacity if slots < self.capacity else max(slots + 1, 2 * self.capacity)
+        return self.capacity if slots < self.capacity else max(slots + 1, self._grown(self.capacity))
+
+    def _grown(self, count: int) -> int:
+        """More rows or slots than ``count``, so that few steps reallocate: in large buffers, an eighth more."""
+        return 2 * count if sum(buffer.nbytes for buffer in self.tensors) < _LARGE_BYTES else count + count // 8
 
     def layer(self, layer: int, states: Sequence[Tensor], start: int) -> list[Tensor]:
         """The tensors for a layer's states, (rows, kv_heads, slots, head_dim) each, with slots for the next pass.

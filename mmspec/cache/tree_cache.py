@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class TreeCache(Cache):
     Prefill runs in a cache of its own, whose rows are then appended to the decoding cache.
 
     Args:
-        reserve: slots to allocate at first use; doubled when exceeded.
+        reserve: slots to allocate at first use.
         attending: indices of attention layers; None means all.
         static_shapes: keep shapes and addresses, see ``StaticKVBuffers``.
 
@@ -197,7 +198,13 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self._cache, self.index = ref(cache), index  # a cycle would keep the buffers until garbage is collected
+
+    @property
+    def cache(self) -> TreeCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.cache.kv.layer(self.index, (key_states, value_states), self.get_seq_length())

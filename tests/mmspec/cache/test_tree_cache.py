@@ -1,10 +1,13 @@
 """The cache as bookkeeping: what a row attends to is what plain lists say, whatever was accepted, whoever left."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
 
+from mmspec.cache import buffers
 from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from tests.tiny import random_tree, root_path, valid_nodes
@@ -232,6 +235,35 @@ def test_nothing_is_copied_at_most_steps():
         commit(cache, [[0, 1, 2]])
     assert cache.length == 910
     assert len(buffers) <= 5  # 64, 128, ... 1024
+
+
+def test_large_buffers_grow_by_what_is_needed(monkeypatch):
+    """Rows of other lengths that join, and further ones: twice the memory would be half a gigabyte for long prompts."""
+    monkeypatch.setattr(buffers, "_LARGE_BYTES", 1)
+    cache, (first, rows) = TreeCache(LAYERS, reserve=8), start(2, 100)
+    cache.append(first)
+    longer, more = start(1, 110)
+    cache.append(longer)
+    check(cache, [*rows, *more])
+    assert cache.kv.rows == 3
+    assert cache.kv.capacity < 130
+    addresses = set()
+    for _ in range(100):
+        write(cache, torch.zeros(3, 1))
+        commit(cache, [[0]] * 3)
+        addresses.add(cache.kv.tensors[0].data_ptr())
+    assert len(addresses) <= 8  # an eighth more each time
+
+
+def test_a_cache_is_freed_with_its_last_reference():
+    cache, _ = start(1, 10)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_reserved_room_is_taken_at_once():
