@@ -202,6 +202,14 @@ def test_a_part_is_ended_at_its_limit():
     assert content["parts"]["b"]["rows"] == [{}]
 
 
+def test_parts_are_ended_at_the_deadline(monkeypatch):
+    limits = []
+    monkeypatch.setattr(gpu_parts, "clock", lambda: 100.0)
+    monkeypatch.setattr(gpu_parts, "run_part", lambda command, seconds, on_row: limits.append(seconds))
+    run_fake_parts({"short": WORKS, "long": WORKS}, deadline=130.0, short=10)
+    assert limits == [10, 30]
+
+
 def test_no_part_begins_after_the_deadline():
     content, _ = run_fake_parts({"a": RAISES}, deadline=0.0)
     assert content["parts"]["a"] == {"rows": [], "skipped": "no time was left"}
