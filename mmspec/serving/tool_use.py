@@ -23,7 +23,7 @@ _NAME = Rule(
 
 
 class Function(Fields):
-    ignored: ClassVar = ("strict",)  # arguments are constrained strictly in any case
+    ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
     name: Annotated[Any, checked("name", _NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
