@@ -12,6 +12,8 @@ from mmspec.serving.tool_formats import HERMES, LLAMA, MISTRAL, ToolFormat
 
 TRICKY = json.dumps({"a": 'x </tool_call> <tool_call> {"name": "b"} ] } \\" [TOOL_CALLS] \n', "b": [{"c": {}}]})
 SMALL = '{"n": 3}'
+BACKSLASH = json.dumps({"path": "C:\\", "quoted": '\\"', "last": "}\\"})
+"""Arguments that end in a backslash before their quote."""
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -26,6 +28,14 @@ BOTH = [("first", TRICKY), ("second", SMALL)]
 LATER = call("first", SMALL, "parameters")
 CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     "hermes": (HERMES, hermes(call("first", TRICKY), call("second", SMALL)), "", BOTH),
+    "backslashes": (
+        HERMES,
+        hermes(call("first", BACKSLASH), call("second", SMALL)),
+        "",
+        [("first", BACKSLASH), BOTH[1]],
+    ),
+    "mistral with backslashes": (MISTRAL, f"[TOOL_CALLS][{call('first', BACKSLASH)}]", "", [("first", BACKSLASH)]),
+    "llama with backslashes": (LLAMA, call("first", BACKSLASH, "parameters"), "", [("first", BACKSLASH)]),
     "hermes after text": (HERMES, "Well.\n\n" + hermes(call("first", TRICKY)), "Well.", BOTH[:1]),
     "hermes without lines": (HERMES, f"<tool_call>{call('second', SMALL)}</tool_call>\n", "", BOTH[1:]),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{call('first', TRICKY)}, {call('second', SMALL)}]", "", BOTH),

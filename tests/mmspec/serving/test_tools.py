@@ -169,6 +169,26 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
         assert weather(**arguments)
 
 
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> None:
+    """The model wants to call it twice, and another one."""
+    calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
+    scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
+    more = {} if parallel is None else {"parallel_tool_calls": parallel}
+    with client_of(running) as client:
+        named = both(client, tool_choice={"type": "function", "function": {"name": "weather"}}, **more)
+        assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
+        required = both(client, tool_choice="required", **more)
+        assert called(required) == (calls[:1] if parallel is False else calls)
+
+
+def test_an_argument_that_ends_in_a_backslash(running: Served) -> None:
+    calls = [("weather", {"town": "C:\\", "days": 1}), ("weather", {"town": '\\"\\', "days": 2})]
+    scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
+    with client_of(running) as client:
+        assert called(both(client)) == calls
+
+
 def test_an_answer_or_a_call(running: Served) -> None:
     """Both have a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["dry", "wet"]}}}
