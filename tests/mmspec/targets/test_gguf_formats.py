@@ -246,10 +246,12 @@ def test_the_reader_of_the_package_is_its_own_again(
         def __init__(self, path: str) -> None:
             opened.append(path)
             self.tensors: list[Any] = []
+            self.fields: dict[str, Any] = {}
 
     module: Any = ModuleType("gguf")
     module.GGUFReader, module.GGML_QUANT_SIZES = Reader, {}
     monkeypatch.setitem(sys.modules, "gguf", module)
+    monkeypatch.setitem(sys.modules, "gguf.gguf_reader", SimpleNamespace(np=np))
     file, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     file.write_bytes(b"another format"), other.touch()
 
@@ -263,7 +265,7 @@ def test_the_reader_of_the_package_is_its_own_again(
         first, second = (module.GGUFReader(folder / name) for name in (gguf_file, other.name))
         assert first is not second
         assert module.GGUFReader(str(file)) is first
-        return Read(config=SimpleNamespace(quantization_config="some"))
+        return Read(config=SimpleNamespace(quantization_config="some", vocab_size=9))
 
     monkeypatch.setattr(gguf, "from_pretrained", from_pretrained)
     monkeypatch.setattr(gguf, "_stored_rows", lambda reader, model: ())
