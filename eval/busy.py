@@ -71,8 +71,8 @@ def decode_rate(pipe: mmspec.Pipeline, seconds: float) -> float:
 @click.option("--dtype", "dtypes", multiple=True, default=("int4", "float32"), show_default=True)
 @click.option("--busy", type=click.IntRange(1), help="Programs that compute; by default one per processor.")
 @click.option("--threads", type=click.IntRange(2), help="Compared with one; torch's default if not given.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--seconds", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Of each answer.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Of each answer.")
 @click.option("--llama-server", help="Path of llama.cpp's server, which decodes the same GGUF file.")
 def main(
     model: str,

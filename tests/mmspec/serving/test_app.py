@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from PIL import Image
 from transformers import GenerationConfig
 
@@ -291,6 +292,7 @@ def test_models_health_and_metrics(server: Served) -> None:
     assert httpx.get(f"{server.url}/health").status_code == 200
     before = figures(server)
     assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
+    assert before["vllm:num_torch_threads"] == torch.get_num_threads()
     answers = [server.post(question(max_tokens=20, n=2)).json() for _ in range(2)]
     after = figures(server)
     for name, field in (
