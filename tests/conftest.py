@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mmspec import progress
 from mmspec.core import guard
 from tests.leftovers import Leftovers
 
@@ -19,6 +20,14 @@ def _own_measurements(tmp_path_factory):
     """Calibrations are measured and kept apart from the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_step_is_slow():
+    """What commands print does not depend on how long their steps take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "SLOW", 1e6)
         yield
 
 

@@ -126,7 +126,9 @@ def _race(
             text = f"{len(left)} left, fastest: {left[0].method.name} {left[0].speed:.2f}x"
             show(min(clock() - start, 0.99 * seconds), seconds, text)
 
-        return race(pipe, requests, methods, decoding, seconds, show_left)
+        found = race(pipe, requests, methods, decoding, seconds, show_left)
+        show(seconds, seconds)
+        return found
 
 
 def _print_table(contenders: Sequence[Contender]) -> None:

@@ -343,7 +343,7 @@ def test_internal_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closed_pipe_ends_quietly(model: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    code = "import sys; from mmspec.cli import main; sys.exit(main())"
+    code = "import sys; from mmspec import progress; progress.SLOW = 1e6; from mmspec.cli import main; sys.exit(main())"
     args = ["generate", "A", "--model", model, "--max-new-tokens", "20"]
     process = subprocess.run([sys.executable, "-c", code, *args], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mmspec.progress import EVERY, SLOW, LogLines, Steps, show_progress, show_steps
+from mmspec import progress
+from mmspec.progress import EVERY, LogLines, Steps, show_progress, show_steps
 
 
 class Clock:
@@ -89,7 +90,7 @@ class SetTimer:
     started: list[SetTimer]
 
     def __init__(self, seconds: float, function: Any, arguments: list[Any]) -> None:
-        assert seconds == SLOW
+        assert seconds == progress.SLOW
         self.run, self.live = lambda: function(*arguments), False
 
     def start(self) -> None:
