@@ -18,10 +18,13 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
+from mmspec.engine.ranks import RankError
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.processor import Processor
 from tests.decoding import SteppedEngine
 from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of, said_plainly
+from tests.ranks import alone
 from tests.targets import prompt_of as model_prompt
 from tests.tiny import byte_model, byte_tokenizer, shared_model, table_model
 from tests.tiny.drafters import tiny_drafter, tiny_drafters
@@ -240,6 +243,18 @@ def test_errors_of_the_device_end_requests():
         kind = type("Own", (error,), {"__str__": lambda self, said=said: said})
         _, (row,) = on_table(Failing(Ngram(), "propose", 1, kind), ROWS[:1], [9])
         assert isinstance(row.error, error)
+
+
+def test_on_a_sharded_target_a_failure_ends_requests():
+    """Other ranks, whose drafter has not failed, would verify other trees."""
+    model = byte_model()
+    with alone(model):
+        target = plugins.target_class(model.config)(model)
+        pipe = mmspec.Pipeline(target, Processor(byte_tokenizer()), Failing(Ngram(), "propose"))
+        pipe.follow()
+        with pytest.raises(RankError, match="all ranks must draft the same: Ngram: RuntimeError: the drafter's own"):
+            pipe.generate("abab", max_new_tokens=6, num_draft_tokens=4)
+        pipe.engine.close()
 
 
 def test_continuations_may_fail():
