@@ -146,7 +146,8 @@ def gemma3():
     return Gemma3ForConditionalGeneration(config).eval(), ids, pixels
 
 
-def test_images_with_attention_in_both_directions_are_prefilled_whole():
+@pytest.mark.drafter_fails
+def test_images_with_attention_in_both_directions_are_prefilled_whole(caplog):
     model, ids, pixels = gemma3()
     inputs = {"pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
     with torch.no_grad():
@@ -156,5 +157,7 @@ def test_images_with_attention_in_both_directions_are_prefilled_whole():
         assert not earlier
         torch.testing.assert_close(last.logits, expected, atol=2e-4, rtol=2e-4)
     draft = Small(model, share=0.5)
-    with pytest.raises(UserError, match=r"^visual tokens can be left out where attention is causal and each token's "):
-        mmspec.generate(model, input_ids=ids, drafter=draft, max_new_tokens=8, **inputs)
+    options = {"max_new_tokens": 8, "do_sample": False, **inputs}
+    given = mmspec.generate(model, input_ids=ids, drafter=draft, **options)
+    assert torch.equal(given, model.generate(input_ids=ids, **options))
+    assert "visual tokens can be left out where attention is causal and each token's inputs are its own" in caplog.text

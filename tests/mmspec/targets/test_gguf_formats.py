@@ -251,7 +251,9 @@ def test_the_reader_of_the_package_is_its_own_again(
     module: Any = ModuleType("gguf")
     module.GGUFReader, module.GGML_QUANT_SIZES = Reader, {}
     monkeypatch.setitem(sys.modules, "gguf", module)
-    monkeypatch.setitem(sys.modules, "gguf.gguf_reader", SimpleNamespace(np=np))
+    reading: Any = ModuleType("gguf.gguf_reader")
+    reading.np = np
+    monkeypatch.setitem(sys.modules, "gguf.gguf_reader", reading)
     file, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     file.write_bytes(b"another format"), other.touch()
 

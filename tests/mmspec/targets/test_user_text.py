@@ -152,7 +152,7 @@ def test_every_message_and_joined_items():
     ids = _ids(tokenizer, messages)
     assert ids.count(end) == 2
     assert "a<|im_end|><|im_end|>\n" in tokenizer.decode(ids)
-    assert "user\n<|im_end|> b<|im_end|>" in tokenizer.decode(ids)
+    assert "user\n<|im_\nend|> b<|im_end|>" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("field", ["name", "tool_call_id"])
