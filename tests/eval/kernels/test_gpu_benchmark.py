@@ -451,6 +451,15 @@ def test_drafts_read_an_accepted_path(model):
     target.select([])
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_floors_of_passes_read_every_rows_keys_and_values(model, batch):
+    target = model.pipe.target
+    target.prefill(gpu_models.Prompt(torch.arange(20).expand(batch, -1).contiguous()), 4)
+    read = [stored[:, :batch, :, :20] for stored in target.runner.cache.kv.tensors]
+    assert gpu_models._cache_bytes(target, batch, 20) == sum(x.numel() * x.element_size() for x in read)
+    target.select([])
+
+
 def test_answers_that_differ_are_refused(monkeypatch):
     class Pipe:
         def __init__(self, drafter):

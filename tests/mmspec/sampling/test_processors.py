@@ -7,6 +7,7 @@ import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -412,6 +413,15 @@ def test_what_cannot_be_copied():
     BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
     assert "must be copyable, once per sequence: Alternating is not (cannot pickle 'generator'" in str(row.failures[0])
     assert isinstance(row.failures[0], UserError)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_failures_outlast_another_grammars_success(first, monkeypatch):
+    broken, error = Grammar(), ValueError("no mask")
+    monkeypatch.setattr(broken, "mask", mock.Mock(side_effect=error))
+    row = Sampled([5], Sampler([broken, Grammar()] if first else [Grammar(), broken]))
+    BatchSampler().choose([row], TokenTree.root(torch.tensor([5])), torch.zeros(1, 1, VOCAB))
+    assert row.failures == {0: error}
 
 
 def test_copies_share_models_and_tokenizers():
