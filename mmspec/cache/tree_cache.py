@@ -56,6 +56,11 @@ class TreeCache(Cache):
         self._attended: Tensor | None = None
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        for layer in self.layers:
+            layer.belongs_to(self)  # type: ignore[attr-defined]
+
     @property
     def rows(self) -> int:
         """Number of sequences."""
@@ -198,7 +203,14 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache, index: int) -> None:
         super().__init__()
-        self._cache, self.index = ref(cache), index  # a cycle would keep the buffers until garbage is collected
+        self.index = index
+        self.belongs_to(cache)
+
+    def belongs_to(self, cache: TreeCache) -> None:
+        self._cache = ref(cache)  # a cycle would keep the buffers until garbage is collected
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_cache"}
 
     @property
     def cache(self) -> TreeCache:

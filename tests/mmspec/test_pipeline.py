@@ -300,7 +300,7 @@ def test_mistakes_are_named(keywords, message):
 
 
 def test_text_items_of_a_text_model_are_one_text():
-    tokenizer = byte_tokenizer()
+    tokenizer = deepcopy(byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '|' }}{% endfor %}"
     processor = Processor(tokenizer)
     items = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -319,7 +319,7 @@ def test_accelerators_are_named(monkeypatch):
 
 
 def test_a_pipeline_shows_what_it_is():
-    pipe = mmspec.load(byte_model(), drafter="recycle+ngram", processor=byte_tokenizer())
+    pipe = mmspec.load(deepcopy(byte_model()), drafter="recycle+ngram", processor=byte_tokenizer())
     assert repr(pipe) == f"Pipeline(model={pipe.name!r}, drafter='recycle+ngram', device='cpu', dtype='float32')"
     pack_model(pipe.model, "int8")
     assert repr(pipe).endswith("device='cpu', dtype='int8')")

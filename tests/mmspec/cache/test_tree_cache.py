@@ -1,6 +1,8 @@
 """The cache as bookkeeping: what a row attends to is what plain lists say, whatever was accepted, whoever left."""
 
+import copy
 import gc
+import pickle
 import random
 import weakref
 
@@ -310,3 +312,10 @@ def test_tensors_of_one_shape_share_a_buffer(request):
     alike, widths = [(4, 1, 2, 16, 3)], request.node.callspec.params["widths"]
     different = [(2, 1, 2, 16, 3), (1, 1, 2, 16, 5), (1, 1, 2, 16, 4)]
     assert shapes == {"alike": alike, "different": different, "indexed": [*alike, (2, 1, 1, 16, 2)]}[widths]
+
+
+def test_layers_of_a_copy_belong_to_the_copy():
+    cache = TreeCache(2)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert all(layer.cache is other for layer in other.layers)
+    assert all(layer.cache is cache for layer in cache.layers)
