@@ -59,7 +59,7 @@ class TreeCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for layer in self.layers:
-            layer.belongs_to(self)  # type: ignore[attr-defined]
+            layer.belongs_to(self)  # type: ignore[union-attr]
 
     @property
     def rows(self) -> int:
