@@ -165,7 +165,7 @@ class VisionProcessor(Processor):
         return "".join(item["text"] if item["type"] == "text" else self._placeholder(item["type"]) for item in items)
 
     def _placeholder(self, kind: str) -> str:
-        """What stands for an image or a video in the text that the model's processor takes."""
+        """The placeholder of an image or a video in the text that the model's processor takes."""
         token = getattr(self.plain, f"{kind}_token", None)
         if token is None:
             raise UserError(f"{kind}s need a chat template or {kind}_token: the model's processor has neither")

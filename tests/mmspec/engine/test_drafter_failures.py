@@ -87,7 +87,7 @@ def on_table(drafter, rows, lengths, seed=0):
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_output_goes_on_without_a_failed_drafter(method, call, batch, caplog):
-    """Rows that end in turn, so that ``select`` is called, and one that joins."""
+    """Rows that end one after another, so that ``select`` is called, and one that joins."""
     rows, lengths = ROWS[:batch], (20, 6, 25)[:batch]
     drafter = Failing(Recycle(top_k=3), method, call)
     with caplog.at_level(logging.WARNING, "mmspec.drafting"):
