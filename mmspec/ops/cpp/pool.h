@@ -22,7 +22,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t CHUNKS = 8;                   // of a loop, per thread
+constexpr int64_t CHUNKS = 2;                   // of a loop, per thread
 constexpr std::chrono::microseconds SPIN{50};   // longer than between two loops of a pass
 constexpr int LATE = 8;                         // times a chunk's duration; a slow core takes a few
 constexpr std::chrono::milliseconds REST{5}, MOST_REST{1000};
