@@ -6,13 +6,11 @@ Scenes come from ``seeded("heldout", index)``. Index ranges:
   ``mmspec.eval.serving``
 - from 4,000 and 5,000: warm-up and prompts of ``mmspec.eval.speed``
 - from 1,000,000: accuracy of the embedded models (``mmspec.vision.training.accuracy``)
-- from 2,200,000: ``mmspec.eval.prefix_cache``
 - from 4,000,000: the embedded suite of ``mmspec eval`` (``mmspec.eval.suite.tasks.drawn``), 100,000 per task
 
 Texts come from ``mmspec.ssm.texts.example(index, "heldout")``. Index ranges:
 
 - below 100,000: validation during training of the embedded hybrid model
-- from 1,000,000: its accuracy (``mmspec.eval.tiny_hybrid``)
 - from 4,000,000 and 5,000,000: warm-up and prompts of ``mmspec.eval.hybrid``
 - from 6,000,000: the embedded suite of ``mmspec eval``
 """
