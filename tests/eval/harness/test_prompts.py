@@ -1,4 +1,4 @@
-"""Held-out conversations: distinct, from their own index ranges, in chat format."""
+"""Conversations in chat format."""
 
 import pytest
 from PIL import Image

@@ -329,10 +329,9 @@ def test_the_command(folder, tmp_path, monkeypatch):
     assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram@chain", "ngram@3"]
 
 
-def test_tasks_without_files_are_scenes_texts_and_pictures():
-    pictures = {"photographs", "stamps", "blank-pictures"}
+def test_tasks_without_files_are_scenes_and_texts():
     scenes = {name for name in TASKS if name.startswith(("scenes", "texts"))}
-    assert {name for name, task in TASKS.items() if task.draw} == scenes | pictures
+    assert {name for name, task in TASKS.items() if task.draw} == scenes
 
 
 class KilledEvaluator(Evaluator):
