@@ -1,16 +1,11 @@
-"""Training losses: output of a task, next-token cross-entropy, running means for the log."""
+"""Training losses: output of a task, running means for the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-
-IGNORE = -100
-"""Label of positions without a loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +19,6 @@ class LossOutput:
 
     total: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, float]:
-    """Returns cross-entropy and accuracy of the next token; logits are computed at labelled positions only.
-
-    Args:
-        hidden: last hidden states, (batch, length, hidden).
-        head: language model head, from (labels, hidden) to logits (labels, vocab).
-        labels: (batch, length) int64, the next token, or `IGNORE` where there is no loss.
-    """
-    labelled = labels != IGNORE
-    truth = labels[labelled]
-    logits = head(hidden[labelled]).float()
-    accuracy = (logits.detach().argmax(-1) == truth).float().mean().item()
-    return F.cross_entropy(logits, truth), accuracy
 
 
 class RunningMeans:
