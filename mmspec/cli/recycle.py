@@ -1,4 +1,4 @@
-"""`mmspec train recycle`: fills the successor table of the recycle drafter from a model's answers."""
+"""``mmspec train recycle``: fills the successor table of the recycle drafter from a model's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmspec train small`: loss, and what sets up a draft model to train (FastDraft, arXiv 2411.11055).
+"""``mmspec train small``: loss, and what sets up a draft model to train (FastDraft, arXiv 2411.11055).
 
 FastDraft trains on raw text first, then on answers of the target. Here, the draft model may start with weights of the
 target instead, and learns its whole distributions over answers.
@@ -46,7 +46,7 @@ class DraftModel(Small):
         self._tokenizer = tokenizer
 
     def save(self, folder: Path, target: Target) -> None:
-        """Writes weights in bfloat16, configuration and tokenizer; each file is replaced atomically."""
+        """Write weights in bfloat16, configuration and tokenizer; each file is replaced atomically."""
         small: Any = copy.deepcopy(self.model).to(torch.bfloat16)
         tokens = {name: getattr(self.model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         small.generation_config = GenerationConfig(**tokens, max_new_tokens=256, do_sample=False)
@@ -73,7 +73,7 @@ def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Feat
 
 
 def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     with torch.no_grad():
         model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
     network = model.to(pipe.target.device, torch.float32)
