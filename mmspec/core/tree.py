@@ -79,7 +79,7 @@ class TokenTree:
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
     def check_shapes(self) -> None:
-        """Raises ``ValueError`` where shapes disagree."""
+        """Raise ``ValueError`` where shapes disagree."""
         tokens, probs = self.tokens, self.draft_probs
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
@@ -91,7 +91,7 @@ class TokenTree:
             raise ValueError(f"draft_probs must be (batch, nodes, vocab): got {tuple(probs.shape)}")
 
     def check_values(self) -> None:
-        """Raises ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
+        """Raise ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
         # Lists: between passes, which fill the caches, a tensor operation takes as long as a loop over a hundred nodes.
         valid, log_probs = (None if part is None else part.tolist() for part in (self.valid, self.log_probs))
         for b, parents in enumerate(self.parents.tolist()):
