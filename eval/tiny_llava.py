@@ -36,7 +36,7 @@ def main(model: str, scenes: int, dtype: str) -> dict[str, Any]:
     """Print a table of accuracies, then one JSON line."""
     began = time.monotonic()
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
-    report = scene_accuracy(pipe.model, pipe.processor, scenes)
+    report = scene_accuracy(pipe.model, pipe.hf_processor, scenes)
     Console().print(accuracy_table(report))
     figures = {name: round(value, 4) for name, value in report.items()}
     about = {"model": model, "dtype": dtype, "scenes": scenes, "seconds": round(time.monotonic() - began, 1)}

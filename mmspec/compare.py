@@ -108,7 +108,7 @@ def compare(
 
     def run(speculate: bool) -> tuple[Generation, float]:
         drafter = make_drafter() if speculate else None
-        fresh = Pipeline(pipe.target, pipe.io, drafter, generation_config=pipe.generation_config)
+        fresh = Pipeline(pipe.target, pipe.processor, drafter, generation_config=pipe.generation_config)
         start = clock()
         generation = fresh.generate(**request, **keywords)
         seconds = clock() - start

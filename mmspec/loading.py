@@ -20,7 +20,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import nearest, shown, whole
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
-from mmspec.engine.openmp import release_threads
+from mmspec.engine.threads import release_threads
 from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu_library
 from mmspec.pipeline import Pipeline
@@ -69,7 +69,7 @@ def load(
             the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
             of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
             below a billion parameters; otherwise it is the checkpoint's dtype.
-        processor: the tokenizer or processor of a model that is given as an object.
+        processor: the tokenizer or processor of a model that is given as an object, or a ``Processor``.
         max_num_seqs: requests that decode at the same time; each needs memory for its keys and values.
         prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
             turn of a conversation, then computes only its new tokens. 0 keeps none.
@@ -113,7 +113,8 @@ def load(
         home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
         target, speculator = adapter(model), make_drafter(drafter, home)
-        return _warmed_up(Pipeline(target, adapter.processor_class(processor), speculator, **settings), warm_up)
+        processor = processor if isinstance(processor, Processor) else adapter.processor_class(processor)
+        return _warmed_up(Pipeline(target, processor, speculator, **settings), warm_up)
     model = plugins.default_model() if model is None else model
     if not isinstance(model, str | PathLike):
         raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")

@@ -125,7 +125,7 @@ class PrefixReuse:
         return prefixes.find(ids, self._key(prompt), self._target.features, least, self._uncuttable)
 
     def _key(self, prompt: Prompt) -> Hashable:
-        return self._target.kind(prompt), media_key(prompt), self._target.device, self._target.dtype
+        return self._target.batch_key(prompt), media_key(prompt), self._target.device, self._target.dtype
 
     @property
     def _uncuttable(self) -> bool:

@@ -163,7 +163,7 @@ class TransformersTarget:
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
         self._reuse.retain(rows, histories)
 
-    def kind(self, prompt: Prompt) -> Hashable:
+    def batch_key(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])
 
     @torch.inference_mode()

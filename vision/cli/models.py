@@ -105,5 +105,5 @@ def _train(stages: Callable[[], Iterator[tuple[str, Trainer]]], threads: int, sc
     if scenes:
         console.print(f"evaluating on {scenes} held-out scenes")
         pipe = mmspec.load(str(trainer.result), drafter=None, dtype="float32")
-        report = scene_accuracy(pipe.model, pipe.processor, scenes)
+        report = scene_accuracy(pipe.model, pipe.hf_processor, scenes)
         click.echo(json.dumps({name: round(value, 4) for name, value in report.items()}))
