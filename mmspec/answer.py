@@ -119,17 +119,17 @@ class ActiveRequest:
         self._engine.remove([self.sequence])
 
 
-Activate = Callable[[Request], ActiveRequest]
-"""Encodes a request, so that it can be started; raises ``UserError`` if it cannot be decoded."""
-
-
 def answer_all(
-    engine: Engine, requests: Iterable[Request | UserError], activate: Activate, attempt: Attempt
+    engine: Engine,
+    requests: Iterable[Request | UserError],
+    activate: Callable[[Request], ActiveRequest],
+    attempt: Attempt,
 ) -> list[Generation | UserError]:
     """Whole answers of several requests, at most twice ``max_num_seqs`` of them encoded at a time.
 
     Args:
         requests: those, and mistakes, which are returned in their places.
+        activate: encodes a request.
         attempt: calls a function; what it does with a ``UserError`` is up to it (``raising``, ``returning``).
     """
     answers: list[ActiveRequest | UserError] = []
@@ -163,11 +163,14 @@ def answer_all(
         engine.remove(answer.sequence for answer in known() if answer.started)
 
 
-def stream_answer(request: Request, activate: Activate) -> Iterator[Piece]:
-    """Pieces of an answer, as tokens are accepted. The request starts with the first ``next``; closing or dropping the
-    iterator cancels it."""
+def stream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> Iterator[Piece]:
+    """Pieces of an answer, as tokens are accepted. Closing or dropping the iterator cancels the request.
+
+    Args:
+        begin: starts the request with the first ``next``; takes a function for ``ActiveRequest.start``.
+    """
     wakeup = Wakeup()
-    answer = activate(request).start(wakeup)
+    answer = begin(wakeup)
     try:
         while not answer.ended:
             wakeup.wait(lambda: answer.sequence.has_output)
@@ -180,8 +183,7 @@ def stream_answer(request: Request, activate: Activate) -> Iterator[Piece]:
 async def astream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> AsyncIterator[Piece]:
     """``stream_answer`` for asyncio. Cancelling the task or leaving the iteration cancels the request.
 
-    Args:
-        begin: starts the request, in another thread; takes a function for ``ActiveRequest.start``.
+    ``begin`` is called in another thread.
     """
     changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -220,19 +222,15 @@ def answer_decoder(
     if params.constraint is None:
         return decode
     trigger = params.grammar_trigger
-    decode = partial(_decode_without, eos_token_ids, partial(decode, verbatim=trigger is None))
-    if trigger is not None and (token := processor.special_token(trigger)) is not None:
-        decode = partial(_decode_with, token, trigger, decode)
-    return decode
+    token = None if trigger is None else processor.special_token(trigger)
 
+    def text(token_ids: list[int], verbatim: bool) -> str:
+        return decode([token for token in token_ids if token not in eos_token_ids], verbatim=verbatim)
 
-def _decode_without(tokens: Container[int], decode: Callable[..., str], token_ids: list[int], **options: Any) -> str:
-    return decode([token for token in token_ids if token not in tokens], **options)
+    def whole_text(token_ids: list[int]) -> str:
+        if trigger is None or token is None or token not in token_ids:
+            return text(token_ids, verbatim=trigger is None)
+        at = token_ids.index(token)  # decoding leaves no text of a special token
+        return text(token_ids[:at], False) + trigger + text(token_ids[at + 1 :], True)
 
-
-def _decode_with(token: int, text: str, decode: Callable[..., str], token_ids: list[int]) -> str:
-    """Decode with a special token, of which other decoding leaves no text."""
-    if token not in token_ids:
-        return decode(token_ids)
-    at = token_ids.index(token)
-    return decode(token_ids[:at]) + text + decode(token_ids[at + 1 :], verbatim=True)
+    return whole_text

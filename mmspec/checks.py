@@ -21,6 +21,7 @@ from mmspec.errors import UserError
 
 _LONGEST = 80  # characters of a value that a message repeats
 _CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
@@ -217,13 +218,7 @@ def settable(rule: Rule) -> Rule:
 
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and not _SURROGATE.search(value)
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

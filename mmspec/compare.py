@@ -17,7 +17,7 @@ from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.request import params_of
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.sampler import Matcher
 
 
 @dataclass(frozen=True)

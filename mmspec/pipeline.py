@@ -215,11 +215,9 @@ class Pipeline:
         Raises:
             RankError: a rank is lost, or not in the state of rank 0.
         """
-
-        def start(request: Request) -> RequestState:
-            return self.activate(request).start(lambda: None).sequence
-
-        return isinstance(self.engine, DistributedEngine) and self.engine.follow(self._speculation, start)
+        if not isinstance(self.engine, DistributedEngine):
+            return False
+        return self.engine.follow(self._speculation, lambda request: self._begin(request).sequence)
 
     def activate(self, request: Request) -> ActiveRequest:
         """Encode a request, so that it can be started.
@@ -248,8 +246,7 @@ class Pipeline:
             max_time=options.max_time,
         )
         sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
-        recorded = {"trace": options.trace, "logprobs": options.logprobs}
-        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request, **recorded)
+        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request)
         decode = answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
         return ActiveRequest(self.engine, add, Detokenizer(decode, params.stop_strings))
 
@@ -258,6 +255,9 @@ class Pipeline:
     ) -> list[RequestState]:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
+
+    def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
+        return self.activate(request).start(on_change)
 
     def grammar(self, params: SamplingParams) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
@@ -334,7 +334,7 @@ class Pipeline:
         The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
         (request,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.processor.options)
-        return stream_answer(request, self.activate)
+        return stream_answer(partial(self._begin, request))
 
     def astream(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
@@ -344,6 +344,6 @@ class Pipeline:
 
         def begin(on_change: Callable[[], None]) -> ActiveRequest:
             (request,) = parse([content], keywords, self.processor.options)
-            return self.activate(request).start(on_change)
+            return self._begin(request, on_change)
 
         return astream_answer(begin)

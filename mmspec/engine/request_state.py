@@ -26,9 +26,8 @@ class RequestState(Sampled):
     Args:
         history, index, generator: as for ``Sampled``.
         prompt: to begin rejected outputs with.
-        request: that it answers; None for encoded prompts without one.
-        trace: record the verified trees.
-        logprobs: record each token's log probability and those of so many alternatives; None records none.
+        request: that it answers; None for encoded prompts without one, of which trees and log probabilities are not
+            recorded.
         logits: record the logits of each token.
         on_change: called in the worker thread after a step in which the sequence got tokens or ended.
 
@@ -53,8 +52,6 @@ class RequestState(Sampled):
         *,
         prompt: Prompt | None = None,
         request: Request | None = None,
-        trace: bool = False,
-        logprobs: int | None = None,
         logits: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -65,9 +62,9 @@ class RequestState(Sampled):
         self.cancelled = False
         self.added = clock()
         self.prompt, self.request, self.on_change = prompt, request, on_change
-        self.trees: list[TreeRecord] | None = [] if trace else None
+        self.trees: list[TreeRecord] | None = [] if request and request.options.trace else None
         self.logprobs: list[TokenLogprob] = []
-        self._top_logprobs = logprobs
+        self._top_logprobs = request.options.logprobs if request else None
         self.logits: list[Tensor] | None = [] if logits else None
         self.rejected = False
         self._read = len(history)

@@ -15,8 +15,8 @@ from transformers.generation import logits_process as hf
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
-from mmspec.sampling.additive import AdditiveTerms
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
+from mmspec.sampling.processors import AdditiveTerms
 from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 MODELS, LIBRARYS = "auto", "mmspec"

@@ -112,9 +112,9 @@ class SamplingParams(Checked):
         grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
             ``mmspec.sampling.aligned``): outputs that leave the grammar are rejected and begun anew. Without an effect
             where there is no grammar.
-        lossy: above 0, greedy outputs may differ from the model's (see ``mmspec.sampling.lossy``): a drafted token is
-            accepted if the model's negative log probability of it, in nats, is at most this. ``Stats.lossless`` of the
-            answer is then False.
+        lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if the model's negative
+            log probability of it, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer is
+            then False.
 
     Raises:
         UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``

@@ -43,7 +43,7 @@ def test_drafting_and_verification_are_timed_on_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(core, "mark", lambda device: stats.mark(torch.device("cuda")))
     pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
-    stats = pipe.generate("Say: ", max_new_tokens=6, nodes=3).stats
-    assert stats.num_spec_steps > 0
-    assert stats.draft_seconds == pytest.approx(0.08 * stats.num_spec_steps)  # sequences that join, drafting
-    assert stats.verify_seconds == pytest.approx(0.04 * stats.num_spec_steps)
+    found = pipe.generate("Say: ", max_new_tokens=6, nodes=3).stats
+    assert found.num_spec_steps > 0
+    assert found.draft_seconds == pytest.approx(0.08 * found.num_spec_steps)  # sequences that join, drafting
+    assert found.verify_seconds == pytest.approx(0.04 * found.num_spec_steps)

@@ -21,7 +21,7 @@ from mmspec import SamplingParams, UserError, plugins
 from mmspec.drafters.recycle.drafter import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
-from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.sampler import Matcher
 from mmspec.sampling.syntax import FORMATS, LIMITS
 from tests.tiny import byte_model, byte_tokenizer
 
