@@ -24,8 +24,12 @@ from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
+<<<<<<< HEAD
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.drift import MeasuredBudget
+=======
+from mmspec.engine.budget import MeasuredBudget
+>>>>>>> main
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.request import SEQ_COUNT, Request, parse
 from mmspec.engine.request_state import RequestState
@@ -146,21 +150,22 @@ class Pipeline:
 
     @property
     def budget(self) -> MeasuredBudget | None:
-        return self._speculation.budget
+        return self._speculation.budgets.adaptive
 
     @budget.setter
     def budget(self, budget: MeasuredBudget | None) -> None:
-        self._speculation.budget = budget
+        self._speculation.budgets.adaptive = budget
 
     def calibrate(self, *, refresh: bool = False) -> None:
         """Measure the target's verify times, if adaptive budgets need them and they are not stored.
 
-        The first request does so otherwise, before it starts.
+        The first request does so otherwise, before it starts. Waits until sequences that are running have ended.
 
         Args:
             refresh: measure again.
         """
-        self._speculation.calibrate(refresh=refresh)
+        with self.engine.drained():
+            self._speculation.budgets.calibrate(refresh=refresh)
 
     def warm_up(
         self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)
