@@ -56,7 +56,6 @@ class Piece:
 class ActiveRequest:
     """A request in the engine, and the text of its answer.
 
-<<<<<<< HEAD
     Args:
         engine: decodes it.
         add: queues it; takes ``on_change``.
@@ -66,43 +65,6 @@ class ActiveRequest:
     def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], detokenizer: Detokenizer) -> None:
         self._engine, self._add, self._detokenizer = engine, add, detokenizer
         self.started = self.ended = False
-=======
-    def __init__(self, pipe: Pipeline, call: Call) -> None:
-        self.pipe = pipe
-        self.started = False
-        call, packed = pipe.engine.core.pack(call)
-        params, extras = pipe.defaults.complete(call.params), call.extras
-        constraint = pipe.grammar(params)
-        rendered = extras.chat_template and not is_token_ids(call.request["prompt"])
-        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
-        prompt = pipe.encode([call.request], **call.inputs, **rendering)
-        length, limit = prompt.input_ids.shape[1], pipe.context_limit
-        if limit is not None and length >= limit:
-            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        assert params.max_new_tokens is not None
-        stopper = Stopper(
-            params.max_new_tokens,
-            context_limit=limit,
-            eos_token_ids=() if params.ignore_eos else pipe.target.eos_token_ids,
-            stop=params.stop_strings,
-            criteria=extras.stopping_criteria,
-            device=pipe.target.device,
-            tokenizer=pipe.io.tokenizer,
-            max_time=extras.max_time,
-        )
-        sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
-        recorded = {"trace": extras.trace, "logprobs": extras.logprobs, "call": packed}
-        self._add = partial(pipe.add, prompt, sampler, stopper, extras.num_draft_tokens, **recorded)
-        self.ended = False
-        decode = partial(pipe.io.decode, **rendering)
-        if constraint is not None:
-            ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
-            trigger = params.grammar_trigger
-            decode = partial(_decode_without, ends, partial(decode, verbatim=trigger is None))
-            if trigger is not None and (token := pipe.io.special_token(trigger)) is not None:
-                decode = partial(_decode_with, token, trigger, decode)
-        self._detokenizer = Detokenizer(decode, params.stop_strings)
->>>>>>> main
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
 

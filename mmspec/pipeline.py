@@ -24,12 +24,8 @@ from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
-<<<<<<< HEAD
-from mmspec.engine.distributed import DistributedEngine
-from mmspec.engine.drift import MeasuredBudget
-=======
 from mmspec.engine.budget import MeasuredBudget
->>>>>>> main
+from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.request import SEQ_COUNT, Request, parse
 from mmspec.engine.request_state import RequestState

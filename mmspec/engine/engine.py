@@ -14,15 +14,8 @@ import torch
 
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
-<<<<<<< HEAD
-from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
-from mmspec.engine.request import Request
-=======
 from mmspec.engine.idle import IDLE_DELAY_SECONDS, IDLE_TIME_SHARE, IdleTask, run_idle
-from mmspec.engine.lockstep import LockstepCore
-from mmspec.engine.openmp import release_threads
-from mmspec.engine.request import Call
->>>>>>> main
+from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.scheduler import BatchKey, PromptBatch
 from mmspec.engine.speculation import Speculation
