@@ -102,7 +102,7 @@ class AnswerGenerator:
         self.pipe, self.seed, self.params, self.greedy = pipe, seed, params, greedy
         self.answers = self.tokens = 0
         self.failures: list[str] = []
-        self._text_only = not pipe.io.reads_media
+        self._text_only = not pipe.processor.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
         """Yield conversations as they are completed, some batches at a time."""
@@ -154,7 +154,7 @@ def draw_prompts(
         done: ids of conversations that exist, which are not drawn again.
         chunk: prompts drawn at a time.
     """
-    opening = user_opening(pipe.io.tokenizer)
+    opening = user_opening(pipe.processor.tokenizer)
     seen: set[str] = set()
     left = [number for number in numbers if prompt_id(number) not in done]
     for start in range(0, len(left), chunk):
@@ -203,7 +203,7 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     for sequence in sequences:
         if sequence.error is not None:
             raise sequence.error
-    return [_usable(pipe.io.tokenizer, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
+    return [_usable(pipe.processor.tokenizer, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
 
 
 def _usable(tokenizer: Any, token_ids: list[int]) -> str | None:

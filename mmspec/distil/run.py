@@ -188,7 +188,7 @@ def _uses_bfloat16(precision: str, target: Any) -> bool:
 
 def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:
     """The token ids of a draft vocabulary of ``count`` tokens, (n,) int64; None for the whole vocabulary."""
-    target, tokenizer = pipe.target, pipe.io.tokenizer
+    target, tokenizer = pipe.target, pipe.processor.tokenizer
     if count is None or count >= target.config.vocab_size:
         return None
 

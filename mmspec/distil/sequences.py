@@ -60,7 +60,7 @@ class Encoder:
     """
 
     def __init__(self, pipe: Pipeline, max_length: int | None = None) -> None:
-        self.pipe, target, processor = pipe, pipe.target, pipe.io
+        self.pipe, target, processor = pipe, pipe.target, pipe.processor
         limits = [limit for limit in (max_length, target.context_limit) if limit is not None]
         self.max_length = min(limits, default=None)
         self._reasons: dict[str, str] = {}
@@ -101,7 +101,7 @@ class Encoder:
         return shorter.cut(self.max_length)
 
     def _encode(self, conversation: Conversation) -> EncodedConversation | None:
-        processor: Any = self.pipe.io
+        processor: Any = self.pipe.processor
         media: dict[str, Any] = {}
         if processor.reads_media:
             shown, media["images"], media["videos"] = processor.place_media(conversation.messages, **_VIDEO)
@@ -127,8 +127,8 @@ class Encoder:
         return self._render(messages, add_generation_prompt=generation_prompt, tokenize=False)
 
     def _ids(self, text: str, whole: bool = True) -> list[int]:
-        special = whole and self.pipe.io.adds_special_tokens(text)
-        return self.pipe.io.tokenizer(text, add_special_tokens=special)["input_ids"]
+        special = whole and self.pipe.processor.adds_special_tokens(text)
+        return self.pipe.processor.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _tokens(self, messages: list[dict[str, Any]], answers: Sequence[tuple[int, ...] | None]) -> list[_Token]:
         """The sequence up to the last answer, before placeholders are expanded."""
@@ -142,7 +142,7 @@ class Encoder:
             ended = recorded is None or answer[-1] in self.stops
             if number == len(spans) - 1:
                 own = [answer.pop()] if recorded is not None and ended else written
-                close = own or [self.pipe.io.tokenizer.eos_token_id]
+                close = own or [self.pipe.processor.tokenizer.eos_token_id]
                 close, after = close if ended else [], []
             else:
                 # Between turns, a recorded end-of-sequence token counts only if the template writes one too.

@@ -77,7 +77,9 @@ def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetu
     with torch.no_grad():
         model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
     network = model.to(pipe.target.device, torch.float32)
-    return DrafterSetup(network, partial(distillation_loss, options.loss), partial(DraftModel, pipe.io.tokenizer))
+    return DrafterSetup(
+        network, partial(distillation_loss, options.loss), partial(DraftModel, pipe.processor.tokenizer)
+    )
 
 
 def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:

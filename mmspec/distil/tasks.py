@@ -118,7 +118,9 @@ class DrafterTask:
         self.optimisers = drafter_optimisers(self.network, options.optimiser, rate)
         self._options, self._bfloat16 = options, bfloat16
         prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
-        self._prompts = prompt_messages if pipe.io.reads_media else [data.as_text(one) for one in prompt_messages]
+        self._prompts = (
+            prompt_messages if pipe.processor.reads_media else [data.as_text(one) for one in prompt_messages]
+        )
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:
@@ -166,7 +168,7 @@ class DrafterTask:
     def _acceptance(self) -> dict[str, float]:
         """Mean acceptance length over all prompts, greedy, with trees of the drafter's own size."""
         drafter = self._drafter()
-        pipe = Pipeline(self.pipe.target, self.pipe.io, drafter)
+        pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
         emitted = steps = 0
         for prompt in self._prompts:
             try:
@@ -247,7 +249,7 @@ def mask_token(pipe: Pipeline) -> int:
 
     Its embedding is not zero, which attention could not turn.
     """
-    tokenizer, vocab = pipe.io.tokenizer, pipe.target.config.vocab_size
+    tokenizer, vocab = pipe.processor.tokenizer, pipe.target.config.vocab_size
     named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
     for token in [*(token for token in named if token is not None and token < vocab), *reversed(range(vocab))]:
         embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.checks import again
+from mmspec.checks import inherited
 from mmspec.distil.options import TreeOptions
 from mmspec.ssm.drafters.mamba import MambaConfig
 
@@ -13,9 +13,9 @@ from mmspec.ssm.drafters.mamba import MambaConfig
 class MambaOptions(TreeOptions):
     """The options: those of the run, and of the network."""
 
-    hidden_size: int = again(MambaConfig, "hidden_size", "Width.")
-    layers: int = again(MambaConfig, "layers", "Mamba-2 layers.")
-    heads: int = again(MambaConfig, "heads", "Heads per layer.")
-    head_dim: int = again(MambaConfig, "head_dim", "Channels per head.")
-    state: int = again(MambaConfig, "state", "State size per channel.")
-    window: int = again(MambaConfig, "window", "Width of its convolution.")
+    hidden_size: int = inherited(MambaConfig, "hidden_size", "Width.")
+    layers: int = inherited(MambaConfig, "layers", "Mamba-2 layers.")
+    heads: int = inherited(MambaConfig, "heads", "Heads per layer.")
+    head_dim: int = inherited(MambaConfig, "head_dim", "Channels per head.")
+    state: int = inherited(MambaConfig, "state", "State size per channel.")
+    window: int = inherited(MambaConfig, "window", "Width of its convolution.")

@@ -187,9 +187,9 @@ CONVERSATIONS = {
 
 def generated(pipe, text):
     """Generated tokens of an answer: those of its text."""
-    space = " " if "ASSISTANT:" in pipe.processor.chat_template else ""
-    ids = pipe.io.tokenizer(space + text, add_special_tokens=False)["input_ids"]
-    return [*ids, pipe.io.tokenizer.eos_token_id]
+    space = " " if "ASSISTANT:" in pipe.hf_processor.chat_template else ""
+    ids = pipe.processor.tokenizer(space + text, add_special_tokens=False)["input_ids"]
+    return [*ids, pipe.processor.tokenizer.eos_token_id]
 
 
 def inference_path(pipe, conversation, index):
@@ -229,7 +229,7 @@ def test_recorded_tokens_are_kept():
     """Recorded tokens that differ from the tokenizer's are kept; all other tokens are unchanged."""
     pipe = tiny_llava()
     plain = CONVERSATIONS["three turns"]
-    split = [*(pipe.io.tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "Blue"), 2]
+    split = [*(pipe.processor.tokenizer(c, add_special_tokens=False)["input_ids"][0] for c in "Blue"), 2]
     encoder = Encoder(pipe)
     want = encoder(plain)
     got = encoder(replace(plain, answers=(None, tuple(split), None)))
@@ -253,7 +253,7 @@ def test_a_truncated_answer_has_no_end_token():
 
 def test_tokens_across_a_boundary_are_split():
     processor = LlavaNextProcessor(
-        llava_next().processor.image_processor,
+        llava_next().hf_processor.image_processor,
         letters([(":", " ")]),
         patch_size=4,
         vision_feature_select_strategy="default",
@@ -262,10 +262,10 @@ def test_tokens_across_a_boundary_are_split():
     )
     pipe = vision_pipeline("llava_next", processor)
     encoded = Encoder(pipe)(CONVERSATIONS["words"])
-    text = pipe.io.tokenizer.decode(encoded.tokens)
+    text = pipe.processor.tokenizer.decode(encoded.tokens)
     assert text == "USER: Mix red and blue. ASSISTANT: That is purple. USER: Thanks. ASSISTANT: Bye.</s>"
-    assert pipe.io.tokenizer.decode(encoded.tokens[encoded.turn == 0]) == " That is purple."
-    colon = pipe.io.tokenizer.convert_tokens_to_ids(":")
+    assert pipe.processor.tokenizer.decode(encoded.tokens[encoded.turn == 0]) == " That is purple."
+    colon = pipe.processor.tokenizer.convert_tokens_to_ids(":")
     assert encoded.tokens[(encoded.turn == 0).nonzero()[0] - 1].tolist() == [colon]
 
 
@@ -277,7 +277,7 @@ def test_text_targets():
         start = pipe.encode([{"prompt": messages[: 2 * number + 1]}]).input_ids[0].tolist()
         assert encoded.tokens[: len(start)].tolist() == start
         answer = encoded.tokens[encoded.turn == number]
-        assert pipe.io.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
+        assert pipe.processor.tokenizer.decode(answer) == messages[2 * number + 1]["content"] + "</s>"
     features = Extractor(pipe)([conversation])
     hidden = pipe.model(encoded.tokens[None], output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(features.hidden, hidden.detach(), atol=1e-5, rtol=1e-5)
@@ -287,21 +287,21 @@ def test_text_targets():
 
 
 def test_processors_that_add_other_tokens_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().processor.image_processor, letters()))
-    pipe.processor.chat_template = QWEN
-    pipe.processor.video_processor = object()
-    pipe.processor.timestamps = True
+    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
+    pipe.hf_processor.chat_template = QWEN
+    pipe.hf_processor.video_processor = object()
+    pipe.hf_processor.timestamps = True
     assert Encoder(pipe)(CONVERSATIONS["one turn"]) is not None
     with pytest.raises(UserError, match="Qwen2VLForConditionalGeneration: expected a processor that only repeats"):
         Encoder(pipe)(CONVERSATIONS["video"])
 
 
 def test_templates_that_rewrite_messages_are_refused():
-    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().processor.image_processor, letters()))
-    pipe.processor.chat_template = "{{ messages|length }}" + QWEN
+    pipe = vision_pipeline("qwen2_vl", WithClips(qwen().hf_processor.image_processor, letters()))
+    pipe.hf_processor.chat_template = "{{ messages|length }}" + QWEN
     with pytest.raises(UserError, match="must render a message the same"):
         Encoder(pipe)(CONVERSATIONS["words"])
-    pipe.processor.chat_template = None
+    pipe.hf_processor.chat_template = None
     with pytest.raises(UserError, match="need a chat template"):
         Encoder(pipe)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, again, option, unset, whole
+from mmspec.checks import FLAG, NOT_NEGATIVE, POSITIVE, SHARE, inherited, inherited_optional, option, whole
 from mmspec.distil.options import HeadOptions, Passes, TreeOptions
 from mmspec.vision.drafters.msd import MSDConfig
 
@@ -46,16 +46,16 @@ class MSDOptions(Losses, HeadOptions):
         FLAG,
         "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
     )
-    decoupled: bool | None = unset(MSDConfig, "decoupled", "Off: plain EAGLE.")
-    visual_states: bool | None = unset(
+    decoupled: bool | None = inherited_optional(MSDConfig, "decoupled", "Off: plain EAGLE.")
+    visual_states: bool | None = inherited_optional(
         MSDConfig, "visual_states", "Visual positions take the target's hidden states too, by their own projection."
     )
-    hide_visual: bool | None = unset(MSDConfig, "hide_visual", "Visual positions are not read at all.")
-    reads: list[int] | None = unset(
+    hide_visual: bool | None = inherited_optional(MSDConfig, "hide_visual", "Visual positions are not read at all.")
+    reads: list[int] | None = inherited_optional(
         MSDConfig, "reads", "Also read the inputs of these layers of the target.", default_text="none"
     )
-    norm_output: bool | None = unset(MSDConfig, "norm_output", "Norm of predicted hidden states.")
-    confidence: bool | None = unset(
+    norm_output: bool | None = inherited_optional(MSDConfig, "norm_output", "Norm of predicted hidden states.")
+    confidence: bool | None = inherited_optional(
         MSDConfig, "confidence", "Predict the target's probability of a node's children together."
     )
 
@@ -64,21 +64,21 @@ class MSDOptions(Losses, HeadOptions):
 class FlashOptions(SlotLosses, MSDOptions):
     """Options of ``mmspec train flash``. Trees come from one pass; MSD's are wider and take a pass per level."""
 
-    passes: int = again(Passes, "passes", default=1)
-    top_k: int = again(TreeOptions, "top_k", default=4)
-    depth: int = again(TreeOptions, "depth", default=12)
-    slots: int = again(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
-    latents: int | None = unset(
+    passes: int = inherited(Passes, "passes", default=1)
+    top_k: int = inherited(TreeOptions, "top_k", default=4)
+    depth: int = inherited(TreeOptions, "depth", default=12)
+    slots: int = inherited(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
+    latents: int | None = inherited_optional(
         MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
     )
     ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
-    span: int | None = unset(
+    span: int | None = inherited_optional(
         MSDConfig,
         "span",
         "Visual tokens per image; longer runs are split.",
         default_text="that of the target's configuration, or 256",
         rule=whole(1, 2**20),
     )
-    rank: int | None = unset(
+    rank: int | None = inherited_optional(
         MSDConfig, "rank", "Rank of an output layer of their own for the slots after the first; 0: the target's head."
     )

@@ -21,7 +21,7 @@ def pipe(tmp_path_factory):
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     pipe = mmspec.load(str(folder), None, "cpu", max_num_seqs=8)
     with torch.no_grad():  # a letter in both cases, blanks and ends: short prompts that repeat
-        words = [pipe.io.tokenizer(text)["input_ids"][0] for text in ("a", "A", " ")]
+        words = [pipe.processor.tokenizer(text)["input_ids"][0] for text in ("a", "A", " ")]
         head = pipe.model.get_output_embeddings()
         allowed = torch.zeros(320, dtype=torch.bool).index_fill_(0, torch.tensor([2, *words]), True)
         head.weight.mul_(0.1)
@@ -68,7 +68,7 @@ def test_existing_conversations_are_not_drawn_again(pipe, monkeypatch):
 
 
 def test_the_opening_is_what_precedes_a_users_words(pipe):
-    tokenizer = pipe.io.tokenizer
+    tokenizer = pipe.processor.tokenizer
     assert tokenizer.decode(user_opening(tokenizer)) == "<s>user: "
     for template in (None, "{{ messages[0]['content'] }}", "no words"):
         tokenizer.chat_template = template
@@ -82,11 +82,11 @@ def test_the_opening_is_what_precedes_a_users_words(pipe):
     [("two words</s>", "two words"), (" one </s>", None), ("</s>", None), ("an <s> inside</s>", None)],
 )
 def test_usable_prompts(pipe, text, usable):
-    tokenizer = pipe.io.tokenizer
+    tokenizer = pipe.processor.tokenizer
     assert _usable(tokenizer, tokenizer(text)["input_ids"]) == usable
 
 
 def test_broken_characters_are_dropped(pipe):
-    tokenizer = pipe.io.tokenizer
+    tokenizer = pipe.processor.tokenizer
     half = tokenizer("é")["input_ids"][0]
     assert _usable(tokenizer, [*tokenizer("two words")["input_ids"], half, 2]) is None

@@ -37,7 +37,7 @@ def target(loaded):
 @pytest.fixture(scope="module")
 def conversations(loaded, tmp_path_factory):
     """Answers in batches of three, of which some join and leave; and the folder of their features."""
-    pipe = Pipeline(loaded.target, loaded.io, Recorder(), max_num_seqs=3)
+    pipe = Pipeline(loaded.target, loaded.processor, Recorder(), max_num_seqs=3)
     jobs = [PendingConversation(f"{k}", [[{"type": "text", "text": "ab " * (k + 1)}]], [0]) for k in range(11)]
     params = SamplingParams(temperature=4.0, max_new_tokens=150)
     found = [one for done in AnswerGenerator(pipe, 0, params).run(jobs) for one in done]
