@@ -31,7 +31,7 @@ from mmspec.demos.tab import Tab
 from mmspec.demos.turns import RUNNING, WAITING
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
-from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Limits
 
 _log = logging.getLogger("mmspec.demo")
 _PORT_ATTEMPTS = 5

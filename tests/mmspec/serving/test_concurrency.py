@@ -20,8 +20,8 @@ import pytest
 from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.settings import Limits
 from mmspec.vision.scenes.conversations import one_image
 from mmspec.vision.scenes.drawing import picture
 from mmspec.vision.scenes.scene import seeded
