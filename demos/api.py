@@ -9,8 +9,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.demos.models import ModelCache
-from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
+from mmspec.demos.models import RUNNING, WAITING, ModelCache, Turn, Turns
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
 from mmspec.serving.middleware import PROBES

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmspec import plugins
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
-from mmspec.demos.previews import write_video
+from mmspec.demos.storage import write_video
 from mmspec.vision.embedded import photograph, samples
 from mmspec.vision.scenes.clips import sample_clip
 from mmspec.vision.scenes.drawing import picture

@@ -18,10 +18,8 @@ from mmspec.serving.errors import APIError, as_events
 LIVE = "/livez"
 """Path of the liveness probe, which has status 200 as long as the process answers."""
 
-
 READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
-
 
 PROBES = (LIVE, *READY)
 

@@ -164,7 +164,6 @@ _CHOICE = Rule(
     '"none", "auto", "required" or {"type": "function", "name": NAME}', lambda value: CHOICE.holds(_deeper(value))
 )
 
-
 _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
 
 

@@ -35,7 +35,6 @@ from mmspec.targets.processor import is_token_ids
 MOST_ITEMS = 1024
 """Prompts, messages, parts of a message, or tools."""
 
-
 _MOST_VALUES = 1_000_000  # of a body, with the commas and brackets in its texts
 
 
@@ -361,7 +360,6 @@ def named_function(choice: Any) -> str | None:
 
 
 CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
-
 
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 HEAD_SECONDS = 10.0
 """Time in which the head of a request must arrive, from the beginning of the connection or the last response on."""
 
-
 READ_SECONDS, READ_BYTES = 30.0, 1 << 14
 """A client that is behind must read so many bytes of a response in this time."""
 
@@ -105,7 +104,6 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
-
 
 IDLE_CONNECTIONS = 256
 """Connections without a request: those that clients keep for their next one."""

@@ -87,23 +87,18 @@ def parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
 """``<tool_call>{json}</tool_call>`` of Hermes 2 Pro, Qwen2.5 and Qwen3."""
 
-
 LLAMA = ToolFormat("llama3_json", '{"name": "', key="parameters", in_call=True)
 """``{"name": ..., "parameters": ...}`` of Llama 3.1 and later: one call, which is the whole output."""
-
 
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]", id_length=9)
 """``[TOOL_CALLS][{json}, {json}]`` of Mistral's models up to version 7 of their tokenizers."""
 
-
 GENERIC = replace(HERMES, name="generic")
 """That of Hermes, which the prompt explains: for chat templates without tools, or with other formats."""
-
 
 FORMATS = {one.name: one for one in (HERMES, LLAMA, MISTRAL, GENERIC)}
 
 AUTO = "auto"
-
 
 _PROMPT = """You can call these functions. Each is a JSON object with a name and the JSON schema of its parameters:
 {tools}
