@@ -25,7 +25,7 @@ from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.decoder_layer import MergedLayer
+from mmspec.targets.merged_layers import MergedLayer
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.plan import CurriculumSampler, ExampleIndex, linear_ramp

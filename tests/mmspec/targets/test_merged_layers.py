@@ -21,8 +21,7 @@ from mmspec.core.target import Prompt, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.targets.decoder_layer import MergedLayer
-from mmspec.targets.merging import merge_layers
+from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
