@@ -12,11 +12,8 @@ from mmspec.drafters.registry import AUTO, PLAIN, Selection, drafter_spec, draft
 from mmspec.errors import UserError
 
 CHAIN = "@chain"
-
 _PLAIN = "the model alone, one token per pass; the others guess tokens, which it checks (arXiv 2211.17192)"
-
 _CHAIN = "the same method guesses one continuation, instead of a tree of several (arXiv 2305.09781)"
-
 FEWEST, MOST = 2, 4  # methods of a race
 
 

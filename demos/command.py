@@ -22,7 +22,6 @@ from mmspec.serving.settings import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]
-
 LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login for visitors.")
 
 

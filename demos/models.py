@@ -25,7 +25,6 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
-
 RUNNING = 8
 """Requests that are answered at the same time; further ones wait."""
 
@@ -111,10 +110,7 @@ class Turns:
             self.leave(joined)
 
 
-T = TypeVar("T")
-
 _PIPELINES = 8  # cached pipelines per model
-
 _TOKENS = 2048  # that each reserves on a GPU
 
 

@@ -24,12 +24,10 @@ from mmspec.demos.service import Service
 from mmspec.errors import UserError
 
 _OPENING_TOKENS = 64
-
 _LOST = "the connection to the server was lost before the answer was complete: ask again"
 
 # Requests wait for their turn in ``Turns.run``, which knows their place and rejects too many of them.
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
-
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 

@@ -207,7 +207,6 @@ AS_FAST = 1.05
 """Ratio of times within which two methods are as fast as each other."""
 
 _WARM_UP = 8  # tokens
-
 _PAUSES = 0.05, 0.5  # seconds between updates in the first run and in later ones: consumers slow the methods down
 
 

@@ -38,17 +38,11 @@ from mmspec.progress import show_steps
 from mmspec.serving.settings import Limits
 
 _API = "/gradio_api"
-
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
-
 _CALL_ROUTES = ("/call/", "/run/")  # followed by an endpoint; "/run" serves the page's unqueued events
-
 _CLOSED_ROUTES = ("/proxy=", "/deep_link", "/stream", "/custom_component")
-
 _ALIVE = "/alive"  # answered with an id of this server, which differs after a restart
-
 _MAX_FORM_BYTES = 64 * 2**10  # bytes of an upload's form besides the file
-
 _MAX_REQUEST_BYTES = 2**20  # bytes of any other request
 
 
@@ -132,15 +126,10 @@ async def refuse_urls(block: Block, url_or_file_path: str | Path | None) -> str 
 _log = logging.getLogger("mmspec.demo")
 
 _PORT_ATTEMPTS = 5
-
 _GRACE = Limits().shutdown_timeout
-
 _CSS = Path(__file__).with_name("style.css")
-
 _SCRIPTS = Path(__file__).with_name("scripts")
-
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
 
 

@@ -21,9 +21,7 @@ from mmspec.demos.chat_request import MAX_VIDEO_SECONDS, Kind, Upload, decoder
 from mmspec.files import atomic
 
 _PREFIX = "mmspec-demo-"
-
 _IN_USE_SECONDS = 300  # seconds after its last use in which an upload is not evicted: its request may be queued
-
 _MIN_COUNTED_BYTES = 1 << 16  # bytes that each file counts at least, which limits the number of files
 
 
@@ -183,11 +181,8 @@ def _try_lock(folder: Path) -> int | None:
 
 
 PREVIEW_SPACE = 1 << 20  # bytes that a preview may take
-
 _SUFFIXES: dict[Kind, str] = {"image": ".preview.png", "video": ".preview.mp4"}
-
 _SIDE = 400  # pixels of the longer side, at most
-
 _FRAMES = 48
 
 
@@ -217,7 +212,7 @@ def write_preview(upload: Upload, kind: Kind) -> None:
             options: dict[str, Any] = {"frames": _FRAMES, "max_duration": MAX_VIDEO_SECONDS}
             video: Any = decoder().load(upload.path, "video", name=upload.name, **options)
             rate = Fraction(len(video.frames) / max(video.duration, 0.1)).limit_denominator(1000)
-            write_video([_small(frame) for frame in video.frames], part, rate)
+            _write_video([_small(frame) for frame in video.frames], part, rate)
 
 
 def _small(image: Image.Image) -> Image.Image:
@@ -228,7 +223,7 @@ def _small(image: Image.Image) -> Image.Image:
     return copy.resize((width, height))
 
 
-def write_video(frames: Sequence[Image.Image], path: Path, rate: int | Fraction) -> None:
+def _write_video(frames: Sequence[Image.Image], path: Path, rate: int | Fraction) -> None:
     """Write frames of one size, of even width and height, as an H.264 video."""
     with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=rate)

@@ -19,9 +19,7 @@ from mmspec.drafters.registry import PLAIN
 from mmspec.engine.stats import Stats
 
 _WIDTH, _HEIGHT = 360, 168
-
 _LEFT, _BASE = 34, 128
-
 _PHASES = {"prefill": "read prompt", "draft": "guess", "verify": "check", "commit": "store"}
 
 
@@ -93,7 +91,6 @@ _CHECKPOINTS: dict[Kind, str] = {
 }
 
 _LINKS = {"source": "Code", "documentation": "Docs"}  # labels of the package's addresses, on the page
-
 _PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 
 
@@ -142,7 +139,6 @@ _LEGEND = {
 }
 
 _EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one method."
-
 _TIMING = (
     "How the race is timed: same weights, same process, no other request meanwhile. After a short warm-up, the methods "
     f"take turns, each alone, up to {RUNS} times; shown is each method's run of median time. Plain decoding is this "

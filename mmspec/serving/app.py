@@ -46,7 +46,6 @@ from mmspec.serving.tools import AUTO, ToolPlanner
 _log = logging.getLogger("mmspec.serving")
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
 _STORED_SECONDS = 3600
-
 BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
 
@@ -220,7 +219,7 @@ _INSTEAD = {
 
 def _endpoints(app: FastAPI) -> list[str]:
     """Methods and paths of the endpoints."""
-    return [f"{next(iter(route.methods))} {route.path}" for route in app.routes if isinstance(route, APIRoute)]
+    return [f"{min(route.methods or ())} {route.path}" for route in app.routes if isinstance(route, APIRoute)]
 
 
 async def _respond(request: Request, error: Exception) -> Response:

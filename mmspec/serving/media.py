@@ -109,7 +109,6 @@ SECONDS = 20.0
 """Time limit of a download, redirects included."""
 
 REDIRECTS = 3
-
 _REDIRECTED = (301, 302, 303, 307, 308)
 
 

@@ -108,7 +108,6 @@ class Slots:
 
 
 _WORKERS = 2
-
 _KEPT = 64  # results, of at most 128 KiB each
 
 

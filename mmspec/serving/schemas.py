@@ -360,14 +360,12 @@ def named_function(choice: Any) -> str | None:
 
 
 CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
-
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 )
 
 NO_MODERATION = "the server does not moderate"
-
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
 
 
@@ -404,9 +402,7 @@ class ResponseFormat(Fields):
 
 
 MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
-
 _OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
-
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
 
 _Sampling = create_model(

@@ -104,7 +104,6 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
-
 IDLE_CONNECTIONS = 256
 """Connections without a request: those that clients keep for their next one."""
 

@@ -97,9 +97,7 @@ GENERIC = replace(HERMES, name="generic")
 """That of Hermes, which the prompt explains: for chat templates without tools, or with other formats."""
 
 FORMATS = {one.name: one for one in (HERMES, LLAMA, MISTRAL, GENERIC)}
-
 AUTO = "auto"
-
 _PROMPT = """You can call these functions. Each is a JSON object with a name and the JSON schema of its parameters:
 {tools}
 To call one, write its name and arguments as a JSON object between <tool_call> and </tool_call>, and nothing after:
@@ -185,7 +183,6 @@ def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
 
 
 _HEAD = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-
 _LONGEST_HEAD = 200  # characters; more are no call
 
 
