@@ -97,6 +97,30 @@ def test_rooms_have_no_circles() -> None:
         assert list(TopologicalSorter(rooms(package)).static_order())
 
 
+def test_files_have_no_circles() -> None:
+    """Imports for type checkers, and those within functions, count too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    names = {name if name.startswith("mmspec") else f"mmspec.{name}": path for name, path in names.items()}
+    files = {}
+    for name, path in names.items():
+        found = list(imported(path.read_text(), for_checkers=True))
+        files[name] = {
+            next((part for part in (one, one.rpartition(".")[0]) if part in names), name) for one in found
+        } - {name}
+    assert list(TopologicalSorter(files).static_order())
+
+
+LARGEST = {"modules": 451, "lines": 61_000, "lines of tests": 57_000}
+"""What the project has grown to. Lower a number when it can be lowered; raise one only for a feature of users."""
+
+
+def test_the_project_does_not_grow() -> None:
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if not path.is_symlink()]
+    lines, tested = (sum(path.read_text().count("\n") for path in paths) for paths in (FILES, tests))
+    size = {"modules": len(FILES), "lines": lines, "lines of tests": tested}
+    assert {name: size[name] for name in size if size[name] > LARGEST[name]} == {}
+
+
 def test_rooms_of_the_core_import_from_lower_layers_only() -> None:
     level = {room: number for number, layer in enumerate(LAYERS) for room in layer}
     found = rooms("mmspec")

@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`, `dflash`, `medusa`, `kangaroo`, `small`: drafters of any target, best on its own answers."""
+"""``mmspec train`` eagle3, dflash, medusa, kangaroo and small: drafters of any target, best on its own answers."""
 
 from __future__ import annotations
 

@@ -31,18 +31,16 @@ class PendingConversation:
     """A conversation whose answers are being generated.
 
     Attributes:
-        questions: content of each user message, as in `data.Conversation`.
+        questions: content of each user message, as in ``data.Conversation``.
         expected: estimated length of each answer, in characters.
-        known: reference answers, if there are any.
     """
 
     id: str
     questions: list[list[dict[str, Any]]]
     expected: list[int]
     system: tuple[dict[str, Any], ...] = ()
-    known: tuple[str, ...] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[tuple[int, ...] | None] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.messages += self.system
@@ -60,22 +58,22 @@ class PendingConversation:
         return media, self.expected[len(self.answers)]
 
     def prompt(self) -> list[dict[str, Any]]:
-        """Returns the messages up to the next question."""
+        """The messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
-    def add_answer(self, text: str, token_ids: Sequence[int] | None) -> None:
-        """Appends the next question and its answer; `token_ids` are None where only the text is known."""
+    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
+        """Append the next question and its answer."""
         self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
         self.messages.append({"role": "assistant", "content": text.strip()})
-        self.answers.append(None if token_ids is None else tuple(token_ids))
+        self.answers.append(tuple(token_ids))
 
     def result(self) -> data.Conversation:
-        """Returns the conversation so far."""
+        """The conversation so far."""
         return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
 
 
 def without_answers(conversation: data.Conversation) -> PendingConversation:
-    """Returns the conversation's questions, to be answered by a target."""
+    """The conversation's questions, to be answered by a target."""
     questions, expected = [], []
     for message in conversation.messages:
         if message["role"] == "user":
@@ -107,7 +105,7 @@ class AnswerGenerator:
         self._text_only = not pipe.io.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
-        """Yields conversations as they are completed, some batches at a time."""
+        """Yield conversations as they are completed, some batches at a time."""
         stream, size = iter(jobs), _GROUP * self.pipe.max_num_seqs
         while pool := list(islice(stream, _POOL * self.pipe.max_num_seqs)):
             while pool:
@@ -148,7 +146,7 @@ _MARK = "mmspec-user-turn"
 def draw_prompts(
     pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
 ) -> Iterator[PendingConversation]:
-    """Draws prompts and yields them as conversations to be answered; repeated and unusable ones are dropped.
+    """Draw prompts and yield them as conversations to be answered; repeated and unusable ones are dropped.
 
     Args:
         pipe: of a target with a chat template.
@@ -173,7 +171,7 @@ def prompt_id(number: int) -> str:
 
 
 def user_opening(tokenizer: Any) -> list[int]:
-    """Returns the tokens of a chat template before a user's first words.
+    """The tokens of a chat template before a user's first words.
 
     Raises:
         UserError: there is no chat template, or it does not show a user's words as they are.
@@ -188,7 +186,7 @@ def user_opening(tokenizer: Any) -> list[int]:
 
 
 def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
-    """Samples prompts; None for unusable ones."""
+    """Sample prompts; None for unusable ones."""
     target = pipe.target
     prompt = torch.tensor([opening], device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)

@@ -7,7 +7,7 @@ A record of a JSON array or of a JSON Lines file:
                        {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
 
 Placeholders in the human values are the positions of the media. Media without a placeholder come first in the first
-human turn. `token_ids`, optional and our extension, are the generated tokens of an answer, end of sequence included.
+human turn. ``token_ids``, optional and our extension, are the generated tokens of an answer, end of sequence included.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Conversation:
 
     Attributes:
         id: unique in its file.
-        messages: `{"role": "user" | "assistant" | "system", "content": ...}`; a user's content is a list of items
-            (`{"type": "image", "path": ...}`, `{"type": "video", "path": ...}`, `{"type": "text", "text": ...}`),
+        messages: ``{"role": "user" | "assistant" | "system", "content": ...}``; a user's content is a list of items
+            (``{"type": "image", "path": ...}``, ``{"type": "video", "path": ...}``, ``{"type": "text", "text": ...}``),
             that of the others is a string.
         answers: generated tokens of each assistant message; None where only the text is known.
     """
@@ -75,7 +75,7 @@ class ConversationFile:
 
 
 def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
-    """Reads a file of conversations.
+    """Read a file of conversations.
 
     Args:
         path: a JSON array or JSON Lines.
@@ -105,7 +105,7 @@ def read(path: Path, images: Path | None = None, *, answered: bool = True) -> Co
 
 
 def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
-    """Returns the record of a conversation, with media paths relative to `root`."""
+    """The record of a conversation, with media paths relative to ``root``."""
     record: dict[str, Any] = {"id": conversation.id}
     for kind in MEDIA:
         paths = [os.path.relpath(item["path"], root) for item in conversation.media if item["type"] == kind]
@@ -126,7 +126,7 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Splits into training and held-out conversations by a hash of their ids, the same in every run.
+    """Split into training and held-out conversations by a hash of their ids, the same in every run.
 
     Args:
         share: of held-out conversations; at least one if it is above 0.
@@ -141,12 +141,12 @@ def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Con
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message's content."""
+    """The text of a message's content."""
     return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages with strings as content, the format of text models' chat templates.
+    """Messages with strings as content, the format of text models' chat templates.
 
     Raises:
         UserError: a message contains images or videos.
@@ -207,7 +207,7 @@ def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
 
 
 def _merged(turns: list[Any]) -> list[Any]:
-    """Merges consecutive turns of the same speaker: chat templates require alternating roles."""
+    """Merge consecutive turns of the same speaker: chat templates require alternating roles."""
     merged: list[Any] = []
     for role, text, ids in turns:
         if merged and merged[-1][0] == role:
@@ -240,7 +240,7 @@ def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, 
 
 
 def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Splits a question into items; each placeholder takes the next of the remaining media."""
+    """Split a question into items; each placeholder takes the next of the remaining media."""
     items: list[dict[str, Any]] = []
     parts = _PLACEHOLDER.split(text)  # text, kind of placeholder, text, ...
     for index, part in enumerate(parts):

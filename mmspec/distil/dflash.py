@@ -1,4 +1,4 @@
-"""`mmspec train dflash`: objective, and what sets up network and drafter to train."""
+"""``mmspec train dflash``: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     target, start = pipe.target, None
     if options.start is not None:
         start = DFlash.from_checkpoint(options.start)
@@ -115,7 +115,7 @@ class DFlashObjective(BlockLoss):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses, see ``mmspec.distil.tasks.Objective``; anchors are drawn."""
+        """The losses, see ``mmspec.distil.tasks.Objective``; anchors are drawn."""
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
         losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids)
         if not losses.count:

@@ -1,4 +1,4 @@
-"""`mmspec train eagle3`: objective, and what sets up network and drafter to train.
+"""``mmspec train eagle3``: objective, and what sets up network and drafter to train.
 
 Entry j of a drafter's sequence takes token j + 1 and the target's states at token j, and predicts token j + 2.
 """
@@ -29,7 +29,7 @@ from mmspec.training.loss import LossOutput
 
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     target, start = pipe.target, None
     if options.start is not None:
         start = Eagle3.from_checkpoint(options.start)
@@ -92,7 +92,7 @@ class Eagle3Objective(Eagle3Passes):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses, see ``mmspec.distil.tasks.Objective``; the chains that a pass keeps are drawn."""
+        """The losses, see ``mmspec.distil.tasks.Objective``; the chains that a pass keeps are drawn."""
         answer = batch.answer[:, 1:]
         wanted = answer & F.pad(answer[:, 1:], (0, 1))
         losses = TokenLosses(self.loss, target, batch.hidden[:, 1:], wanted, draft_ids)

@@ -1,4 +1,4 @@
-"""On-disk cache of the features of conversations, with the call interface of `Extractor`."""
+"""On-disk cache of the features of conversations, with the call interface of ``Extractor``."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _BY_TOKEN = ("tokens", "hidden", "visual", "answer")
 
 
 class FeatureCache:
-    """Features of conversations in a folder: safetensors shards of several conversations each, and `index.json`.
+    """Features of conversations in a folder: safetensors shards of several conversations each, and ``index.json``.
 
-    Calling the cache with conversations returns their `Features`. Shards are written atomically; `fill` computes those
-    that are missing. A folder that was created with more layers serves extractors of some of them.
+    Calling the cache with conversations returns their ``Features``. Shards are written atomically; ``fill`` computes
+    those that are missing. A folder that was created with more layers serves extractors of some of them.
 
     Args:
         folder: created if missing.
@@ -75,11 +75,11 @@ class FeatureCache:
     def fill(
         self, batch: int = 16, rank: int = 0, processes: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Computes the missing shards.
+        """Compute the missing shards.
 
         Args:
             batch: conversations per forward pass of the target.
-            rank, processes: computes every `processes`-th shard, from `rank` on.
+            rank, processes: computes every ``processes``-th shard, from ``rank`` on.
             progress: called with the number of conversations done and their total, over the shards to compute.
         """
         todo = [number for number in self.missing if number % processes == rank]
@@ -99,7 +99,7 @@ class FeatureCache:
             self._write(number, rows, self.extractor.skipped - before)
 
     def __call__(self, conversations: Sequence[Conversation]) -> Features:
-        """Returns the features of a batch.
+        """The features of a batch.
 
         Raises:
             UserError: a conversation is not in the cache, or a shard is damaged.

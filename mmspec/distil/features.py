@@ -49,7 +49,7 @@ class ConversationFeatures:
     """Features of one conversation, without padding.
 
     Attributes:
-        tokens, visual, answer: (length,) as in `Features`.
+        tokens, visual, answer: (length,) as in ``Features``.
         hidden: (length, hidden).
         shown: (visual positions, hidden), the visual features.
         layers: (length, n * hidden), or None.
@@ -64,12 +64,12 @@ class ConversationFeatures:
 
 
 class Extractor:
-    """Runs a target over conversations; calling it returns their `Features`.
+    """Runs a target over conversations; calling it returns their ``Features``.
 
-    A conversation whose first question exceeds `max_length` is skipped. A batch of skipped ones is a row of padding.
+    A conversation whose first question exceeds ``max_length`` is skipped. A batch of skipped ones is a row of padding.
 
     Args:
-        max_length: as for `Encoder`.
+        max_length: as for ``Encoder``.
         layers: further hidden states to read.
     """
 
@@ -92,7 +92,7 @@ class Extractor:
         return collate([row for row in self.rows(conversations) if row is not None], self.target)
 
     def rows(self, conversations: Sequence[Conversation]) -> list[ConversationFeatures | None]:
-        """Returns the features of each conversation; None for skipped ones."""
+        """The features of each conversation; None for skipped ones."""
         encoded = [self.encoder(conversation) for conversation in conversations]
         usable = [one for one in encoded if one is not None]
         batches = [usable] if _stackable(usable) else [[one] for one in usable]

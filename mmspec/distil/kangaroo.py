@@ -1,4 +1,4 @@
-"""`mmspec train kangaroo`: objective, and what sets up network and drafter to train."""
+"""``mmspec train kangaroo``: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KangarooObjective(NextTokenLoss):
     def __call__(
         self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
-        """Returns the loss, see ``mmspec.distil.tasks.Objective``; the layers of ``batch`` are the states at the
+        """The loss, see ``mmspec.distil.tasks.Objective``; the layers of ``batch`` are the states at the
         network's exit layer."""
 
         def states() -> Tensor:
@@ -42,7 +42,7 @@ class KangarooObjective(NextTokenLoss):
 
 
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     target = pipe.target
     FirstLayers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)

@@ -1,4 +1,4 @@
-"""`mmspec train medusa`, Hydra included: objective, and what sets up network and drafter to train."""
+"""``mmspec train medusa``, Hydra included: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mmspec.training.loss import LossOutput
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     target = pipe.target
     head = head_weight(target, draft_ids)
     config = MedusaConfig(
@@ -52,7 +52,7 @@ class MedusaObjective(HeadLoss):
     def __call__(
         self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
-        """Returns the losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
+        """The losses, see ``mmspec.distil.tasks.Objective``; nothing is drawn."""
         followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
         losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
         if not losses.count:

@@ -24,7 +24,7 @@ _ENTROPY, _DISTANCE = 0.1, 0.9  # shares of the two terms of the TV loss, in the
 
 
 def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
-    """Returns the mean loss of drafts.
+    """The mean loss of drafts.
 
     Args:
         kind: "kl", the cross-entropy with the target's distribution; "lk", ``w * kl + (1 - w) * (1 - a)`` with the
@@ -102,7 +102,7 @@ def next_token_loss(
     draft_ids: Tensor | None = None,
     output_layer: Any = None,
 ) -> LossOutput:
-    """Returns the loss against the target's next-token distributions at the same positions, over answer tokens that
+    """The loss against the target's next-token distributions at the same positions, over answer tokens that
     another answer token follows, and the metrics ``token_1`` and ``right_1``, loss and accuracy.
 
     Args:
@@ -133,11 +133,11 @@ class PassCache:
         self._starts: Tensor | None = None
 
     def start_chains(self, starts: Tensor) -> None:
-        """Sets the entries at which chains start, after the first pass: (batch, chains) int64."""
+        """Set the entries at which chains start, after the first pass: (batch, chains) int64."""
         self._starts = starts
 
     def keep_chains(self, places: Tensor) -> None:
-        """Drops all chains but those at these places, (batch, kept) int64."""
+        """Drop all chains but those at these places, (batch, kept) int64."""
         assert self._starts is not None, "start_chains comes first"
         self._starts = self._starts.gather(1, places)
         for parts in (self._keys, self._values):
@@ -146,7 +146,7 @@ class PassCache:
                 parts[number] = part.gather(2, index)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Appends the keys and values of a pass; returns the attention output of its queries.
+        """Append the keys and values of a pass; returns the attention output of its queries.
 
         Args:
             q: (batch, heads, entries, head_dim). The entries of later passes are ordered by chain: chains * slots.

@@ -60,7 +60,7 @@ class Recorder(Drafter):
             hidden.append(state)
 
     def save(self, file: Path, conversations: Sequence[Conversation], pipe: Any) -> None:
-        """Writes the features of conversations of one question and answer; forgets all sequences that have ended."""
+        """Write the features of conversations of one question and answer; forgets all sequences that have ended."""
         tensors = {}
         for one in conversations:
             answer = one.answers[-1]
@@ -76,10 +76,10 @@ class Recorder(Drafter):
 
 
 class RecordedFeatures:
-    """The features in folders that `Recorder` wrote, with the call interface of `Extractor`.
+    """The features in folders that ``Recorder`` wrote, with the call interface of ``Extractor``.
 
     Args:
-        folders: of files, as `make-data --record` writes them.
+        folders: of files, as ``make-data --record`` writes them.
         target: that generated the conversations.
 
     Raises:
@@ -105,7 +105,7 @@ class RecordedFeatures:
             raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
 
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yields the tokens of each conversation but the last, and the hidden states at them, (length, hidden),
+        """Yield the tokens of each conversation but the last, and the hidden states at them, (length, hidden),
         in the target's dtype."""
         for name in self._files:
             hidden = self._tensor(name, "hidden").to(self.target.device, self.target.dtype)

@@ -45,7 +45,7 @@ _KINDS = {TEXT: "text", MIXED: "data"}
 
 
 def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Tensor | None], DrafterSetup]) -> None:
-    """Trains a drafter, or resumes the run in `options.out`.
+    """Train a drafter, or resume the run in ``options.out``.
 
     Args:
         make_setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
@@ -123,7 +123,7 @@ def _settings(options: RunOptions) -> dict[str, Any]:
 
 
 def _load_conversations(options: RunOptions, console: Console) -> tuple[dict[str, list], list[Conversation]]:
-    """Reads the conversations; returns those to train on, by kind, and the held-out ones."""
+    """Read the conversations; returns those to train on, by kind, and the held-out ones."""
     if not options.text and not options.data:
         raise UserError("expected conversations in --text or --data, received neither")
     found = {kind: _read(getattr(options, name), options.images, console) for kind, name in _KINDS.items()}
@@ -187,7 +187,7 @@ def _uses_bfloat16(precision: str, target: Any) -> bool:
 
 
 def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:
-    """Returns the token ids of a draft vocabulary of `count` tokens, (n,) int64; None for the whole vocabulary."""
+    """The token ids of a draft vocabulary of ``count`` tokens, (n,) int64; None for the whole vocabulary."""
     target, tokenizer = pipe.target, pipe.io.tokenizer
     if count is None or count >= target.config.vocab_size:
         return None

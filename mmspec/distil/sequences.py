@@ -1,6 +1,6 @@
 """Encodes conversations as the token sequences that a target processes while it answers them, with answers marked.
 
-Tokens outside of answers equal those of `pipe.encode` on the messages before the answer. Answers with recorded tokens
+Tokens outside of answers equal those of ``pipe.encode`` on the messages before the answer. Answers with recorded tokens
 keep these, even if the tokenizer would encode their text differently.
 """
 
@@ -33,9 +33,9 @@ class EncodedConversation:
 
     Attributes:
         tokens: (length,) int64, media placeholders expanded.
-        turn: (length,) int64, index of the answer that a token belongs to, or `CONTEXT`.
+        turn: (length,) int64, index of the answer that a token belongs to, or ``CONTEXT``.
         visual: (length,) bool, positions of image and video features.
-        inputs: other arguments of the model's forward (`pixel_values`, ...), on its device.
+        inputs: other arguments of the model's forward (``pixel_values``, ...), on its device.
     """
 
     tokens: Tensor
@@ -44,7 +44,7 @@ class EncodedConversation:
     inputs: dict[str, Any]
 
     def cut(self, length: int) -> EncodedConversation:
-        """Returns the first `length` positions, which must include all media."""
+        """The first ``length`` positions, which must include all media."""
         return replace(self, tokens=self.tokens[:length], turn=self.turn[:length], visual=self.visual[:length])
 
 
@@ -185,11 +185,11 @@ class Encoder:
             )
 
     def _runs(self, ids: list[int]) -> list[list[int]]:
-        """Splits a sequence into runs of visual tokens and of other tokens."""
+        """Split a sequence into runs of visual tokens and of other tokens."""
         return [list(run) for _, run in groupby(ids, key=lambda token: token in self.visual_ids)]
 
     def _expanded(self, tokens: list[_Token], processed: list[int]) -> list[_Token]:
-        """Replaces each run of placeholders by the processor's expansion of it."""
+        """Replace each run of placeholders by the processor's expansion of it."""
         runs = iter([run for run in self._runs(processed) if run[0] in self.visual_ids])
         result: list[_Token] = []
         for visual, group in groupby(tokens, key=lambda token: token[0] in self.visual_ids):
@@ -198,7 +198,7 @@ class Encoder:
 
 
 def _first_turns(conversation: Conversation, count: int) -> Conversation:
-    """The conversation up to and including its `count`-th answer."""
+    """The conversation up to and including its ``count``-th answer."""
     answers = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     messages = conversation.messages[: answers[count - 1] + 1]
     return replace(conversation, messages=messages, answers=conversation.answers[:count])

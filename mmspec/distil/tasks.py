@@ -46,7 +46,7 @@ class Objective(Protocol):
         progress: float = 1.0,
         /,
     ) -> LossOutput:
-        """Returns the losses on the answers of ``batch``.
+        """The losses on the answers of ``batch``.
 
         Args:
             target: for its frozen embedding and output layer.
@@ -71,7 +71,7 @@ class DrafterSetup:
     Attributes:
         network: to train, in float32 on the target's device.
         objective: called with network, target, features, draft ids, generator and the run's progress.
-        drafter: called with a network, draft ids and `tree`; returns the drafter.
+        drafter: called with a network, draft ids and ``tree``; returns the drafter.
         draft_ids: token ids of a reduced draft vocabulary, (n,) int64; None drafts all tokens.
         tree: settings of the drafter's trees.
         fit: called with the features of some training conversations before a run begins; initialises the network.
@@ -88,15 +88,15 @@ class DrafterSetup:
 
 
 class DrafterTask:
-    """Trains a drafter's network to predict what its target generates. Implements `TrainingTask`.
+    """Trains a drafter's network to predict what its target generates. Implements ``TrainingTask``.
 
     Args:
         pipe: holds the frozen target.
-        training: conversations by kind: `plan.TEXT` without and `plan.MIXED` with images or videos.
+        training: conversations by kind: ``plan.TEXT`` without and ``plan.MIXED`` with images or videos.
         extract: returns the target's features of conversations.
         options: of the run. Evaluations have the same batch size. "muon" trains matrices by Muon and the rest by AdamW
             at half the rate; "adamw" is the setting of arXiv 2505.14260. After the share of the run on text only (stage
-            1), that of `MIXED` examples rises linearly to 1 (section 3.3).
+            1), that of ``MIXED`` examples rises linearly to 1 (section 3.3).
         bfloat16: compute losses under autocast; weights stay in float32.
     """
 
@@ -122,29 +122,29 @@ class DrafterTask:
         self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
 
     def batch(self, examples: list[ExampleIndex]) -> Features:
-        """Returns the features of these examples, padded to the longest."""
+        """The features of these examples, padded to the longest."""
         return self._extract([self.training[kind][index] for kind, index in examples])
 
     def weight(self, batch: Features) -> int:
-        """Returns the number of answer tokens that follow another answer token: the loss is a mean over them."""
+        """The number of answer tokens that follow another answer token: the loss is a mean over them."""
         return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
 
     def loss(
         self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
     ) -> LossOutput:
-        """Returns the objective's loss of a batch at a progress from 0 to 1."""
+        """The objective's loss of a batch at a progress from 0 to 1."""
         with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
             return self.setup.objective(network, self.pipe.target, batch, self.setup.draft_ids, generator, progress)
 
     def evaluate(self) -> dict[str, float]:
-        """Returns mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
+        """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
         metrics = self._held_out_losses()
         if self._prompts:
             metrics |= self._acceptance()
         return metrics
 
     def save(self, folder: Path) -> None:
-        """Writes the drafter's checkpoint."""
+        """Write the drafter's checkpoint."""
         self._drafter().save(folder, self.pipe.target)
 
     def _drafter(self) -> Any:
@@ -180,22 +180,20 @@ class DrafterTask:
 
 
 def drafter_optimisers(network: nn.Module, optimiser: Literal["muon", "adamw"], rate: float) -> Optimisers:
-    """Returns the optimisers of all parameters of a drafter's network."""
+    """The optimisers of all parameters of a drafter's network."""
     muon = LearningRates(matrix=rate, other=rate / 2)
     rates = muon if optimiser == "muon" else LearningRates(matrix=None, other=rate, clip=0.5)
-    # An embedding's rows are updated one by one: not a matrix in Muon's sense.
-    is_matrix = lambda name, parameter: parameter.ndim == 2 and "embed" not in name  # noqa: E731
-    return Optimisers([(network, 1.0)], rates, is_matrix)
+    return Optimisers(network, rates)
 
 
 def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
-    """Returns the messages before the first answer."""
+    """The messages before the first answer."""
     roles = [message["role"] for message in conversation.messages]
     return list(conversation.messages[: roles.index("assistant")])
 
 
 def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int], vocab: int) -> Tensor:
-    """Returns a draft vocabulary of `count` tokens, sorted, int64: `always`, the most frequent tokens of answers, and,
+    """A draft vocabulary of ``count`` tokens, sorted, int64: ``always``, the most frequent tokens of answers, and,
     where these have fewer, the first of the vocabulary, which a tokenizer learnt first."""
     seen = Counter(token for answer in answers for token in answer)
     ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
@@ -203,7 +201,7 @@ def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequen
 
 
 def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """Up to `count` conversations, evenly spaced in the list."""
+    """Up to ``count`` conversations, evenly spaced in the list."""
     count = min(count, len(conversations))
     return [conversations[place * len(conversations) // count] for place in range(count)]
 
@@ -259,7 +257,7 @@ def mask_token(pipe: Pipeline) -> int:
 
 
 def load_shared_weights(start: HiddenStateDrafter, network: nn.Module, folder: Path | None) -> None:
-    """Loads the weights of another drafter that the network has too; all others keep their random initialisation."""
+    """Load the weights of another drafter that the network has too; all others keep their random initialisation."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     shared = {name: tensor for name, tensor in start.network.state_dict().items() if name in wanted}
     for name, tensor in shared.items():

@@ -1,4 +1,4 @@
-"""`mmspec train mamba`: trains a small Mamba-2 drafter of any target, best on the target's own answers."""
+"""``mmspec train mamba``: trains a small Mamba-2 drafter of any target, best on the target's own answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mmspec train mamba`: objective, and what sets up network and drafter to train."""
+"""``mmspec train mamba``: objective, and what sets up network and drafter to train."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmspec.training.loss import LossOutput
 
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
-    """What `train_drafter` trains with these options."""
+    """What ``train_drafter`` trains with these options."""
     chosen = options.part(MambaConfig.__dataclass_fields__)
     network = MambaNetwork(MambaConfig(pipe.target.config.vocab_size, **chosen)).to(pipe.target.device, torch.float32)
     return DrafterSetup(network, forward_kl, Mamba, draft_ids, options.part(TREE))

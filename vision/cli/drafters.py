@@ -1,4 +1,4 @@
-"""`mmspec train msd` and `flash`: train drafters of any target, best on the target's own answers."""
+"""``mmspec train msd`` and ``flash``: train drafters of any target, best on the target's own answers."""
 
 from __future__ import annotations
 

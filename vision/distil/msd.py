@@ -1,4 +1,4 @@
-"""`mmspec train msd` and `mmspec train flash`: set up the network, objective and drafter to train."""
+"""``mmspec train msd`` and ``mmspec train flash``: set up the network, objective and drafter to train."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
 
 
 msd, flash = partial(_setup, MSD), partial(_setup, Flash)
-"""What `train_drafter` trains, by the class of the drafter."""
+"""What ``train_drafter`` trains, by the class of the drafter."""
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens:
 
 
 def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
-    """Values of `MSDConfig.latents` and `span` for commands that have `--ratio`."""
+    """Values of ``MSDConfig.latents`` and ``span`` for commands that have ``--ratio``."""
     if not isinstance(options, FlashOptions):
         return {}
     # LLaVA's configurations state the number of tokens per image; in other families it varies.

@@ -53,7 +53,7 @@ class HiddenStateObjective(SlotLosses):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """Returns the losses, see ``mmspec.distil.tasks.Objective``. Noise, the first chain, and the predictions that
+        """The losses, see ``mmspec.distil.tasks.Objective``. Noise, the first chain, and the predictions that
         glancing replaces are drawn."""
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
@@ -196,7 +196,7 @@ class _LossSum:
     def add(
         self, state: Tensor, carried: Tensor, own: bool, entry: Tensor, valid: Tensor, depth: int, weight: float
     ) -> Tensor:
-        """Adds the losses of predicted states.
+        """Add the losses of predicted states.
 
         Args:
             state: (batch, chains, hidden), the predictions; not predicted by slots with an output layer of their own.

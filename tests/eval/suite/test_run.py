@@ -322,7 +322,7 @@ def test_the_command(folder, tmp_path, monkeypatch):
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output
-    assert " accuracy " in result.output  # the score's name is in the header, methods are not shortened
+    assert " reference in answer " in result.output  # the score's name is in the header, methods are not shortened
     assert "ngram@chain" in result.output
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())

@@ -75,6 +75,11 @@ def test_texts_in_parts_are_those_of_the_whole(model, tmp_path, monkeypatch):
     processor = mmspec.load(model, drafter=None).io
     whole = [token for part in commands._texts(tmp_path / "a.txt", processor, 9) for token in part]
     assert whole == processor.text_ids("one two\nthree\n\nfour", add_special_tokens=False)
-    monkeypatch.setattr(commands, "_CHARACTERS", 1)
-    lines = [processor.text_ids(line, add_special_tokens=False) for line in ("one two\n", "three\n", "\n", "four", "")]
-    assert list(commands._texts(tmp_path / "a.txt", processor, 9)) == lines
+    for characters, texts in {
+        1: ("one two\n", "three\n", "\n", "four", ""),
+        8: ("one two\n", "three\n\nfour", ""),
+        9: ("one two\nthree\n", "\nfour"),
+    }.items():
+        monkeypatch.setattr(commands, "_CHARACTERS", characters)
+        parts = [processor.text_ids(text, add_special_tokens=False) for text in texts]
+        assert list(commands._texts(tmp_path / "a.txt", processor, 9)) == parts
