@@ -24,8 +24,8 @@ def test_interpreted_kernels_say_what_generate_says():
     llava, *hybrids = run("tests.mmspec.ops.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
     assert [part.split("=")[0] for part in llava.split()] == [
         "llava",
-        "compact_kv",
         "accepted_path",
+        "compact_kv",
         "keep_best",
         "next_beam",
         "top_log_probs",
