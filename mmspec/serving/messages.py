@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -117,8 +118,10 @@ class ChatMessage(Fields):
 
     @property
     def texts(self) -> list[str]:
-        arguments = [call.function.arguments for call in self.tool_calls or ()]
-        return [*(part.text for part in self.content if isinstance(part, TextPart | RefusalPart)), *arguments]
+        """What a chat template may write of the message."""
+        parts = [part.text for part in self.content if isinstance(part, TextPart | RefusalPart)]
+        called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""
