@@ -38,13 +38,10 @@ BUILTIN = {
         "mamba": "mmspec.ssm.drafters.mamba:SPEC",
     },
     "adapt": {
-        "medusa": "mmspec.distil.online:medusa",
-        "hydra": "mmspec.distil.online:medusa",
-        "msd": "mmspec.vision.distil.online:msd",
-        "flash": "mmspec.vision.distil.online:flash",
-    },
-    "prompts": {
-        "scenes": "mmspec.vision.distil.scenes:caption_requests",
+        "medusa": "mmspec.training.online:medusa",
+        "hydra": "mmspec.training.online:medusa",
+        "msd": "mmspec.vision.training.online:msd",
+        "flash": "mmspec.vision.training.online:flash",
     },
     "models": {
         "tiny-llava": "mmspec.vision.embedded:tiny_llava",
@@ -70,9 +67,6 @@ BUILTIN = {
         "datastore": "mmspec.cli.datastore:datastore",
     },
     "train": {
-        "tiny-llava": "mmspec.vision.cli.models:tiny_llava",
-        "smol-llava": "mmspec.vision.cli.models:smol_llava",
-        "tiny-hybrid": "mmspec.ssm.cli.models:tiny_hybrid",
         "recycle": "mmspec.cli.recycle:recycle",
         "msd": "mmspec.vision.cli.drafters:msd",
         "flash": "mmspec.vision.cli.drafters:flash",

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec import ops
-from mmspec.cache.static_buffers import SlotBounds
+from mmspec.cache.buffers import SlotBounds
 from mmspec.errors import UserError
 from mmspec.targets.masks import window_of
 from mmspec.targets.support import decoder_of
@@ -155,7 +155,7 @@ class PassAttention:
 
     @contextmanager
     def applied(self, name: str | None = None) -> Iterator[None]:
-        """Applies the implementation, or a named one, during one pass. Passes of all targets through one decoder are
+        """Apply the implementation, or a named one, during one pass. Passes of all targets through one decoder are
         serialised: they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]

@@ -23,8 +23,8 @@ from mmspec.targets.attention import NAME, PassAttention
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
+from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.stack import first_layers
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 
 
@@ -224,7 +224,7 @@ class Decoder:
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:
-        """Records the inputs and outputs of the named layers during one pass."""
+        """Record the inputs and outputs of the named layers during one pass."""
         features: dict[Feature, Tensor] = {}
 
         def record_input(name: Feature, _: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ _SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict", "logit
 
 
 class _DecoderReachedError(Exception):
-    """Ends a model's forward when it calls the decoder."""
+    """End a model's forward when it calls the decoder."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs

@@ -1,1 +1,1 @@
-"""Training of the embedded hybrid language model from scratch, on generated texts."""
+"""Training of Mamba drafters."""

@@ -1,1 +1,1 @@
-"""Training of the embedded vision-language model from scratch, on drawn scenes."""
+"""Training of MSD and FLASH drafters."""

@@ -13,8 +13,8 @@ import torch
 import mmspec
 from mmspec import plugins
 from mmspec.quantisation.blocks import BlockLinear
-from mmspec.targets.decoder_layer import MergedLayer
 from mmspec.targets.gguf import file_in
+from mmspec.targets.merged_layers import MergedLayer
 from tests.compiled import needs_kernels
 
 missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
@@ -52,7 +52,7 @@ def test_layers_have_the_formats_of_the_file() -> None:
 )
 def test_it_decodes_as_generate_does(prompt: str) -> None:
     pipe = pipeline()
-    inputs = pipe.processor(prompt, return_tensors="pt")
+    inputs = pipe.hf_processor(prompt, return_tensors="pt")
     with torch.no_grad():
         expected = pipe.model.generate(**inputs, max_new_tokens=40, do_sample=False)
     found = pipe.generate(prompt, max_new_tokens=40, nodes=8)
