@@ -48,7 +48,7 @@ class EngineCore:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[RequestState] = []
-        self.mode: BatchKey | None = None
+        self.key: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
         self._lock = lock
         self._prefilling: PromptBatch | None = None
@@ -87,24 +87,24 @@ class EngineCore:
         self._prefilling = None
         self._hold(None)
 
-    def _hold(self, mode: BatchKey | None) -> None:
-        """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
-        held = self.mode.speculation if self.mode else None
-        new = mode.speculation if mode else None
+    def _hold(self, key: BatchKey | None) -> None:
+        """Use the drafter of a batch key from now on, exclusively, and free the previous drafter."""
+        held = self.key.speculation if self.key else None
+        new = key.speculation if key else None
         if held is not new:
-            self.mode = None
+            self.key = None
             if held is not None:
                 held.release()
             if new is not None:
                 new.acquire()
-        self.mode = mode
+        self.key = key
         self.target.features = features(new.drafter if new else None)
-        if mode is not None and not self.running:
-            mode.speculation.budgets.calibrate(adaptive=mode.num_draft_tokens is None)
+        if key is not None and not self.running:
+            key.speculation.budgets.calibrate(adaptive=key.num_draft_tokens is None)
 
     @property
     def _drafter(self) -> Guard | None:
-        return self.mode.speculation.guard if self.mode else None
+        return self.key.speculation.guard if self.key else None
 
     def step(self) -> None:
         """Prefill waiting prompts while rows are free, then run one decode step."""
@@ -177,8 +177,8 @@ class EngineCore:
 
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
-        assert self.mode is not None
-        budget = self.mode.speculation.budgets.of(len(self.running), self.mode.num_draft_tokens)
+        assert self.key is not None
+        budget = self.key.speculation.budgets.of(len(self.running), self.key.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:
@@ -228,13 +228,13 @@ class EngineCore:
 
     def _schedule(self, tokens: int) -> PromptBatch | None:
         """Take the next prompts to prefill from the queue, at most ``tokens`` tokens if they are stacked."""
-        if self.running and self.mode and self.mode.speculation.wanted:
+        if self.running and self.key and self.key.speculation.wanted:
             return None  # another engine waits for the drafter
         with self._lock:
-            batch = self._prefilling = self.scheduler.next(len(self.running), self.mode, tokens)
+            batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
         if batch is not None:
             self.touched |= dict.fromkeys(batch.sequences)
-            self._hold(batch.mode)
+            self._hold(batch.key)
         return batch
 
     def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
@@ -266,9 +266,9 @@ class EngineCore:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
             self.target.retain(ended, [self.running[row].history for row in ended])
         if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
-            assert self.mode is not None
+            assert self.key is not None
             with self._lock:
-                self.scheduler.add_rejected(rejected, self.mode)
+                self.scheduler.add_rejected(rejected, self.key)
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)

@@ -177,7 +177,7 @@ class LockstepCore(EngineCore):
             return
         if self.broken is not None:
             raise RankError(str(self.broken)) from self.broken
-        if batch.sequences[0].request is None or self._speculation is not batch.mode.speculation:
+        if batch.sequences[0].request is None or self._speculation is not batch.key.speculation:
             raise UserError(
                 "a sharded model answers requests of one pipeline, after follow() was called on it on all ranks: got "
                 "one of another pipeline or before"

@@ -96,14 +96,14 @@ class Engine:
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together.
-            **options: of ``RequestState``: what is recorded, and who is notified.
+            **options: ``request``, ``logits`` and ``on_change`` of ``RequestState``.
 
         Raises:
             UserError: called by a logits processor or a stopping criterion of this engine.
         """
         caller: Engine | None = getattr(_LOCAL, "engine", None)
-        mode = caller.core.mode if caller else None
-        if caller is self or (mode and mode.speculation.shares(speculation)):
+        held = caller.core.key if caller else None
+        if caller is self or (held and held.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
         release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()

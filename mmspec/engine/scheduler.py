@@ -38,7 +38,7 @@ class PromptBatch:
 
     prompt: Prompt
     sequences: list[RequestState]
-    mode: BatchKey
+    key: BatchKey
     seconds: float = 0.0
     passes: abc.Iterator[TargetOutput | None] | None = None
     parts: list[PromptBatch] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Scheduler:
     def add(self, batch: PromptBatch) -> None:
         self._waiting.append(batch)
 
-    def add_rejected(self, sequences: abc.Iterable[RequestState], mode: BatchKey) -> None:
+    def add_rejected(self, sequences: abc.Iterable[RequestState], key: BatchKey) -> None:
         """Append the prompts of rejected outputs, which begin anew."""
         for sequence in sequences:
             sequence.restart()
             assert sequence.prompt is not None
-            self.add(PromptBatch(sequence.prompt, [sequence], mode))
+            self.add(PromptBatch(sequence.prompt, [sequence], key))
 
     def unstack(self, batch: PromptBatch) -> None:
         """Queue stacked prompts again, before all others, to be prefilled one by one."""
@@ -91,11 +91,11 @@ class Scheduler:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def next(self, running: int, mode: BatchKey | None, tokens: int) -> PromptBatch | None:
+    def next(self, running: int, key: BatchKey | None, tokens: int) -> PromptBatch | None:
         """Remove the next prompts from the queue; None if none of them can join.
 
         Args:
-            mode: theirs.
+            key: theirs.
             tokens: stacked prompts have at most so many, padding included.
         """
         chosen: list[PromptBatch] = []
@@ -109,10 +109,10 @@ class Scheduler:
             longest = max(longest, batch.prompt.input_ids.shape[1])
             if running or chosen:
                 fits = not chosen or (longest * (rows - running) <= tokens and not (batch.alone or chosen[0].alone))
-                joins = batch.mode == mode and fits and rows <= self.max_num_seqs
+                joins = batch.key == key and fits and rows <= self.max_num_seqs
                 if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
                     break
-            mode = batch.mode
+            key = batch.key
             chosen.append(self._waiting.popleft())
         if len(chosen) > 1:
             prompt = Prompt.stack([batch.prompt for batch in chosen])
@@ -120,5 +120,5 @@ class Scheduler:
                 self._waiting.extendleft(reversed(chosen[1:]))
             else:
                 sequences = [sequence for batch in chosen for sequence in batch.sequences]
-                return PromptBatch(prompt, sequences, chosen[0].mode, parts=chosen)
+                return PromptBatch(prompt, sequences, chosen[0].key, parts=chosen)
         return chosen[0] if chosen else None
