@@ -24,11 +24,10 @@ from torch import distributed
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.engine.core import EngineCore
+from mmspec.engine.core import EngineCore, PromptBatch
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
