@@ -35,7 +35,7 @@ from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 
 _API = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")

@@ -26,6 +26,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.builder import GenerationJob, JobBuilder
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import Format
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import PROBES, Drain, Drained, Guard
@@ -40,7 +41,6 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
-from mmspec.serving.settings import Limits
 from mmspec.serving.tools import AUTO, ToolPlanner
 
 _log = logging.getLogger("mmspec.serving")

@@ -9,6 +9,7 @@ from typing import Any
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, Format, TextFormat
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses
 from mmspec.serving.schemas import (
@@ -21,7 +22,6 @@ from mmspec.serving.schemas import (
     Tool,
     conversation,
 )
-from mmspec.serving.settings import Limits
 from mmspec.serving.tools import ToolPlan, ToolPlanner
 
 Constraint = tuple[str, str]

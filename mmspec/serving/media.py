@@ -17,7 +17,7 @@ import httpcore
 from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 from mmspec.targets.processor import Processor
 
 _SECONDS, _MEMORY = 20, 2 << 30  # of a decoding worker, per file

@@ -28,8 +28,8 @@ from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
 from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import Medium
-from mmspec.serving.settings import Limits
 from mmspec.targets.processor import is_token_ids
 
 MOST_ITEMS = 1024

@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mmspec.errors import UserError
+from mmspec.serving.limits import Limits
 from mmspec.serving.middleware import Unready
-from mmspec.serving.settings import Limits
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine

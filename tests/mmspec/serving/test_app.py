@@ -16,7 +16,7 @@ import mmspec
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

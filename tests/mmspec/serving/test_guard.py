@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mmspec.serving.limits import host_names, server_url
 from mmspec.serving.middleware import Guard
-from mmspec.serving.settings import host_names, server_url
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 ORIGINS = ["http://app.example"]
