@@ -273,7 +273,7 @@ def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """Returns the port that a socket can bind to (0: any free one).
+    """The port that a socket can bind to (0: any free port).
 
     Raises:
         OSError: there is none; more specific than gradio's error.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mmspec.checks import Checked, option, whole
 
 SPARE_REQUESTS = 64
-"""Requests beside those that run or wait: they are read, refused, or ask for metrics."""
+"""Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ _OTHERS = [
 def is_public(address: str) -> bool:
     """Whether an IP address is globally reachable unicast.
 
-    IPv4-mapped addresses and those of NAT64 are judged by the IPv4 address in them; 6to4 and Teredo are refused.
+    IPv4-mapped addresses and addresses of NAT64 are judged by the IPv4 address in them; 6to4 and Teredo are refused.
     """
     found = ipaddress.ip_address(address.partition("%")[0])  # without a scope such as %eth0
     if isinstance(found, ipaddress.IPv6Address):

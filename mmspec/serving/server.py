@@ -105,7 +105,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 IDLE_CONNECTIONS = 256
-"""Connections without a request: those that clients keep for their next one."""
+"""Connections without a request, which clients keep for their next request."""
 
 
 def listen(host: str, port: int) -> socket.socket:
