@@ -235,7 +235,7 @@ def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
     """The 9 values of a frame's display matrix, or None if it has none.
 
     PyAV's ``frame.side_data`` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19)
-    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter removes all other types first.
+    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter first removes all others.
     """
     if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
         return None

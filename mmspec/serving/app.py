@@ -79,8 +79,7 @@ def create_app(
         scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
         slots: lets requests in; None for slots of its own.
     """
-    if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
-        pipe.context_limit = limits.max_model_len
+    pipe = pipe.limited(limits.max_model_len) if limits.max_model_len else pipe
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
     metrics = Metrics(names[0], lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)

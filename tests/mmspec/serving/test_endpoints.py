@@ -76,7 +76,7 @@ def test_mistakes_in_prompts(server: Served, pipe: Pipeline, fields: dict[str, A
 
 
 def test_an_images_token_needs_its_image(pipe: Pipeline) -> None:
-    token = pipe.io.tokenizer.convert_tokens_to_ids(pipe.processor.image_token)
+    token = pipe.io.tokenizer.convert_tokens_to_ids(pipe.hf_processor.image_token)
     with pytest.raises(UserError, match=f"images and videos need chat messages: got their token {token}"):
         pipe.generate([1, token])
 
