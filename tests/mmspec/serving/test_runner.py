@@ -16,7 +16,6 @@ from mmspec.serving.limits import Limits
 from mmspec.serving.runner import Deadline, Slots
 from tests.served import LONG, Served, eventually, question, served
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MESSAGE = "a request must end within 5 s (--request-timeout): this one had not"
