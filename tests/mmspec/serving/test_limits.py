@@ -16,10 +16,10 @@ from mmspec.errors import UserError
 from mmspec.serving import app
 from mmspec.serving.builder import JobBuilder
 from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium, _limited
 from mmspec.serving.responses import StoredResponses
 from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
-from mmspec.serving.settings import Limits
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
