@@ -38,7 +38,6 @@ LAYERS = [
     {"compare", "hook", "loading"},
     {"mmspec"},
     {"training"},
-    {"distil"},
     {"cli"},
     {"serving"},
     {"__main__"},
