@@ -26,7 +26,7 @@ _DRAWN: dict[Kind, dict[str, str]] = {
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
 """Labels of the package's samples. A tab opens on the first one: of this picture, both embedded models write 40 tokens or
-more (``smol-llava`` 17 of a photograph), with drafts in about a quarter of the passes."""
+more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
 
 _PHOTOGRAPHS = {
     photograph(): "A goldfish",
@@ -84,7 +84,7 @@ def media(kind: Kind, folder: Path) -> list[Example]:
 
 
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
-    """The examples for models that know photographs, as many as ``drawn``, of which they have the first and the last."""
+    """The examples for models that know photographs: as many as ``drawn``, and its first and last."""
     found = []
     for source, label in _PHOTOGRAPHS.items():
         if source.is_file():

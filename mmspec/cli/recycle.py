@@ -60,6 +60,7 @@ def recycle(
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
+    assert prompts is not None
     requests = list(_read(prompts))
     with show_progress(console, "answering") as show:
         for start in range(0, len(requests), _BATCH):

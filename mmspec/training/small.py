@@ -47,7 +47,8 @@ class DraftModel(Small):
 
     def save(self, folder: Path, target: Target) -> None:
         """Write weights in bfloat16, configuration and tokenizer; each file is replaced atomically."""
-        small: Any = copy.deepcopy(self.model).to(torch.bfloat16)
+        small: Any = copy.deepcopy(self.model)
+        small.to(torch.bfloat16)
         tokens = {name: getattr(self.model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         small.generation_config = GenerationConfig(**tokens, max_new_tokens=256, do_sample=False)
         with temporary(folder) as part:
