@@ -21,10 +21,9 @@ from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
-from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
-from mmspec.engine.timing import mark, seconds
+from mmspec.engine.scheduler import BatchKey, PromptBatch, Scheduler
+from mmspec.engine.stats import mark, seconds
 from mmspec.engine.trace import record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
 
@@ -43,18 +42,13 @@ class EngineCore:
         scheduler: prompts that wait.
         running: decoding sequences; their indices are the rows of target and drafter.
         touched: sequences that may have changed in this step.
-        leads: whether this process has the clients; False on other ranks than 0 of a sharded target.
-        broken: why no further steps can be run; None while they can.
     """
-
-    leads = True
-    broken: Exception | None = None
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[RequestState] = []
-        self.mode: Mode | None = None
+        self.mode: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
         self._lock = lock
         self._prefilling: PromptBatch | None = None
@@ -78,11 +72,7 @@ class EngineCore:
         """Whether any sequence is unfinished."""
         return bool(self.running) or not all(batch.done for batch in self.queued)
 
-    def pack(self, call: Call) -> tuple[Call, bytes]:
-        """A request, and its form for other ranks, which ``add`` takes."""
-        return call, b""
-
-    def add(self, batch: PromptBatch, call: bytes) -> None:
+    def add(self, batch: PromptBatch) -> None:
         """Queue prompts; the lock is held."""
         self.scheduler.add(batch)
 
@@ -91,30 +81,26 @@ class EngineCore:
         for sequence in sequences:
             sequence.cancelled = True
 
-    def close(self) -> None:
-        """Called after the last step."""
-
     def clear(self) -> None:
         """Forget finished prompts and give up the drafter."""
         self.scheduler.clear()
         self._prefilling = None
         self._hold(None)
 
-    def _hold(self, mode: Mode | None) -> None:
+    def _hold(self, mode: BatchKey | None) -> None:
         """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
         held = self.mode.speculation if self.mode else None
         new = mode.speculation if mode else None
-        self.mode = mode
         if held is not new:
+            self.mode = None
             if held is not None:
-                held.__exit__()
+                held.release()
             if new is not None:
-                try:
-                    new.__enter__()
-                except BaseException:
-                    self.mode = None
-                    raise
+                new.acquire()
+        self.mode = mode
         self.target.features = features(new.drafter if new else None)
+        if mode is not None and not self.running:
+            mode.speculation.budgets.calibrate(adaptive=mode.num_draft_tokens is None)
 
     @property
     def _drafter(self) -> Guard | None:
@@ -181,7 +167,10 @@ class EngineCore:
         tree = drafter.propose(self._token, budget) if drafting else root
         tree = budget.prune(constrain(rows, tree, budget, drafter))
         # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
-        tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
+        if tree.nodes == 1:
+            tree = root
+        else:
+            tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
         for number, row in enumerate(rows):
             row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
         return tree, drafting
@@ -189,7 +178,7 @@ class EngineCore:
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
         assert self.mode is not None
-        budget = self.mode.speculation.budget_of(len(self.running), self.mode.num_draft_tokens)
+        budget = self.mode.speculation.budgets.of(len(self.running), self.mode.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:

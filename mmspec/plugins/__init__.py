@@ -93,7 +93,7 @@ class PackagedTower:
     """A vision tower whose weights a package carries, which is not imported.
 
     Attributes:
-        package: what contains the weights, one file `models/*.pth`.
+        package: what contains the weights, one file ``models/*.pth``.
         install: the command that installs it.
         read: reads the file: tensors by name.
     """
@@ -103,7 +103,7 @@ class PackagedTower:
     read: Callable[[Path], dict[str, Any]]
 
     def file(self) -> Path:
-        """Returns the path of the weights.
+        """The path of the weights.
 
         Raises:
             UserError: the package is not installed, or does not hold one such file.
