@@ -21,6 +21,7 @@ from mmspec.errors import UserError
 
 _LONGEST = 80  # characters of a value that a message repeats
 _CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
@@ -74,8 +75,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]
-            value = setting.metadata["rule"].check(setting.name, getattr(self, setting.name))
-            object.__setattr__(self, setting.name, value)
+            if (value := getattr(self, setting.name)) is not setting.default:  # which ``option`` has checked
+                object.__setattr__(self, setting.name, setting.metadata["rule"].check(setting.name, value))
 
     @classmethod
     def rule(cls, name: str) -> Rule:
@@ -119,11 +120,9 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
         more: ``default_text``: the default as help shows it; ``declared``: names of the option.
     """
     metadata = {"rule": rule, "text": text, **more}
-    return (
-        field(default_factory=default, metadata=metadata)
-        if callable(default)
-        else field(default=default, metadata=metadata)
-    )
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default if default is MISSING else rule.check("a default", default), metadata=metadata)
 
 
 def required(rule: Rule, text: str = "", **more: Any) -> Any:
@@ -131,7 +130,7 @@ def required(rule: Rule, text: str = "", **more: Any) -> Any:
     return option(MISSING, rule, text, **more)
 
 
-def again(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+def inherited(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
     """A field with the rule of another class's field, and the default and help if no others are given.
 
     Args:
@@ -147,9 +146,9 @@ def again(kind: type[Checked], name: str, text: str | None = None, **changes: An
     return option(**about)
 
 
-def unset(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
-    """``again`` with the default None, which stands for the other class's default."""
-    return again(kind, name, text, default=None, **changes)
+def inherited_optional(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+    """``inherited`` with the default None, which stands for the other class's default."""
+    return inherited(kind, name, text, default=None, **changes)
 
 
 def is_required(one: Field[Any]) -> bool:
@@ -219,7 +218,7 @@ def settable(rule: Rule) -> Rule:
 
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and not _SURROGATE.search(value)
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

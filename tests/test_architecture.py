@@ -38,7 +38,6 @@ LAYERS = [
     {"compare", "hook", "loading"},
     {"mmspec"},
     {"training"},
-    {"distil"},
     {"cli"},
     {"serving"},
     {"__main__"},
@@ -80,18 +79,21 @@ def rooms(package: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_imports_follow_the_arrows(path: Path) -> None:
-    package, room = home(path)
-    places = [place(name) for name in imported(path.read_text())]
-    assert {to[0] for to in places if to} - {package} <= PACKAGES[package]
-    if not {package, room, path.stem} & COMMANDS:
-        assert ("mmspec", "cli") not in places
+def test_imports_follow_the_arrows() -> None:
+    wrong = []
+    for path in FILES:
+        package, room = home(path)
+        for name in imported(path.read_text()):
+            to = place(name)
+            command = to == ("mmspec", "cli") and not {package, room, path.stem} & COMMANDS
+            if command or (to and to[0] not in {package, *PACKAGES[package]}):
+                wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_rooms_have_no_circles(package: str) -> None:
-    assert list(TopologicalSorter(rooms(package)).static_order())
+def test_rooms_have_no_circles() -> None:
+    for package in PACKAGES:
+        assert list(TopologicalSorter(rooms(package)).static_order())
 
 
 def test_files_have_no_circles() -> None:
@@ -147,7 +149,7 @@ def later():
 
 def test_packages_of_a_user_do_no_harm(tmp_path: Path) -> None:
     """A script's own packages may be called as our folders are."""
-    for name in ("vision", "ssm", "eval", "demos"):
+    for name in PACKAGES.keys() - {"mmspec"}:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('a package of the user')")
     (tmp_path / "script.py").write_text("import mmspec; print(mmspec.load('tiny-llava', drafter=None).model.device)")

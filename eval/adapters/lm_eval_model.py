@@ -53,7 +53,7 @@ class MmspecLM(HFLM):
         self._nodes = None if nodes is None else int(nodes)
         # The model's own limit would take precedence over the harness's.
         self.pipe.model.generation_config.max_new_tokens = None
-        super().__init__(pretrained=self.pipe.model, tokenizer=self.pipe.io.tokenizer, **options)
+        super().__init__(pretrained=self.pipe.model, tokenizer=self.pipe.processor.tokenizer, **options)
 
     def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> list[str]:
         """Answers in the order of the requests."""

@@ -10,7 +10,7 @@ import click
 
 from mmspec.cli.help import TrainingCommand
 from mmspec.cli.options import derived
-from mmspec.distil.options import (
+from mmspec.training.options import (
     DFlashOptions,
     Eagle3Options,
     KangarooOptions,
@@ -33,11 +33,11 @@ def training_command(name: str, kind: type[RunOptions], setup: str, text: str) -
     module, _, function = setup.partition(":")
 
     def train(**options: Any) -> None:
-        from mmspec.distil.run import train_drafter
+        from mmspec.training.run import train_drafter
 
         train_drafter(kind(**options), getattr(import_module(module), function))
 
-    launched = f"{module.partition('.distil')[0]}.cli.drafters"
+    launched = f"{module.partition('.training')[0]}.cli.drafters"
     text += "\n\n" + _RUNS.format(module=launched, name=name)
     return click.command(name, cls=TrainingCommand, help=text)(derived(kind)(train))
 
@@ -45,7 +45,7 @@ def training_command(name: str, kind: type[RunOptions], setup: str, text: str) -
 eagle3 = training_command(
     "eagle3",
     Eagle3Options,
-    "mmspec.distil.eagle3:setup",
+    "mmspec.training.eagle3:setup",
     """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
 
     With --parallel, a P-EAGLE head, which drafts all levels in one pass. Image positions are placeholder tokens to
@@ -54,7 +54,7 @@ eagle3 = training_command(
 dflash = training_command(
     "dflash",
     DFlashOptions,
-    "mmspec.distil.dflash:setup",
+    "mmspec.training.dflash:setup",
     """Train a DFlash drafter, which drafts a block of tokens in one pass.
 
     It reads several layers of the target, at image positions too.""",
@@ -62,19 +62,19 @@ dflash = training_command(
 medusa = training_command(
     "medusa",
     MedusaOptions,
-    "mmspec.distil.medusa:setup",
+    "mmspec.training.medusa:setup",
     "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
 )
 kangaroo = training_command(
     "kangaroo",
     KangarooOptions,
-    "mmspec.distil.kangaroo:setup",
+    "mmspec.training.kangaroo:setup",
     "Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.",
 )
 small = training_command(
     "small",
     SmallOptions,
-    "mmspec.distil.small:setup",
+    "mmspec.training.small:setup",
     """Train a small language model of the target's vocabulary, which drafts as small:OUT/drafter (FastDraft).
 
     It is a checkpoint of transformers. Images and videos are left out.""",

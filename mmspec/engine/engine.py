@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import os
-import sys
+import logging
 import threading
 from collections import abc
-from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter as clock
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from mmspec.core.target import Prompt, Target
-from mmspec.engine.core import EngineCore
-from mmspec.engine.idle import IDLE_DELAY_SECONDS, IDLE_TIME_SHARE, IdleTask, run_idle
-from mmspec.engine.lockstep import LockstepCore
-from mmspec.engine.openmp import release_threads
-from mmspec.engine.request import Call
+from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
+from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import Mode, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
-from mmspec.engine.threads import TorchThreads
+from mmspec.engine.threads import TorchThreads, release_threads
 from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
-from mmspec.targets.transformers_target import sharded
 
 MAX_NUM_SEQS = 32
 """Default maximum batch size."""
@@ -37,10 +30,31 @@ MAX_NUM_SEQS = 32
 CHUNK = 512
 """Default prefill chunk while other sequences decode, in tokens per step."""
 
+IDLE_DELAY_SECONDS = 0.25
+"""Seconds without a sequence before idle work begins: clients that send the next request at once never wait for it."""
+
+IDLE_TIME_SHARE = 0.1
+"""Share of idle time that idle work takes: a sequence that comes then rarely waits for the end of a turn."""
+
+_log = logging.getLogger("mmspec")
 _ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the target, which the engine keeps alive
 _ALL: WeakSet[Engine] = WeakSet()
 _LOCK = threading.Lock()
 _LOCAL = threading.local()  # the engine whose worker this thread is
+
+
+class IdleTask(Protocol):
+    """Work in short turns. Between two turns, the worker looks for new sequences."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is work."""
+
+    def turn(self) -> None:
+        """Work for some milliseconds."""
+
+    def close(self) -> None:
+        """Called at the end of the process, after the last turn."""
 
 
 class Engine:
@@ -57,13 +71,15 @@ class Engine:
         threads: chooses the number of torch's threads.
     """
 
+    core_class: ClassVar[type[EngineCore]] = EngineCore
+
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
-        self.core = (LockstepCore if sharded(target) else EngineCore)(target, max_num_seqs, chunk, self._changed)
+        self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self.idle: WeakSet[IdleTask] = WeakSet()
-        self.threads = TorchThreads(adapts=target.device.type == "cpu" and not sharded(target))
+        self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = self._closed = False
         self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
         self._task: IdleTask | None = None  # of this turn
@@ -91,12 +107,7 @@ class Engine:
         stopper: Stopper,
         speculation: Speculation,
         num_draft_tokens: int | None = None,
-        *,
-        trace: bool = False,
-        logprobs: int | None = None,
-        logits: bool = False,
-        call: bytes = b"",
-        on_change: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
 
@@ -105,39 +116,38 @@ class Engine:
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together.
-            logprobs: record each token's log probability and those of so many alternatives; None records none.
-            logits: record the logits of each token.
-            call: the request for other ranks; see ``EngineCore.pack``.
-            on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
+            **options: ``request``, ``logits`` and ``on_change`` of ``RequestState``.
 
         Raises:
             UserError: called by a logits processor or a stopping criterion of this engine.
         """
         caller: Engine | None = getattr(_LOCAL, "engine", None)
-        mode = caller.core.mode if caller else None
-        if caller is self or (mode and mode.speculation.shares(speculation)):
+        held = caller.core.key if caller else None
+        if caller is self or (held and held.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
         release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
+        prompts: abc.Sequence[Prompt | None] = prompt.singles if sampler.aligned else [None] * len(histories)
         sequences = [
-            RequestState(history, sampler, stopper, index, generator)
-            for index, (history, generator) in enumerate(zip(histories, generators, strict=True))
+            RequestState(history, sampler, stopper, index, generator, prompt=own, **options)
+            for index, (history, generator, own) in enumerate(zip(histories, generators, prompts, strict=True))
         ]
-        for sequence in sequences:
-            sequence.trees = [] if trace else None
-            sequence.prompt = prompt.singles[sequence.index] if sampler.aligned else None
-            sequence.top_logprobs = logprobs
-            sequence.logits = [] if logits else None
-            sequence.on_change = on_change
-        batch = PromptBatch(prompt, sequences, Mode(speculation, num_draft_tokens, self.target.kind(prompt)))
+        key = BatchKey(speculation, num_draft_tokens, self.target.batch_key(prompt))
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")
-            self.core.add(batch, call)
-            if self.core.leads:
-                self._wake()
+            self.core.add(PromptBatch(prompt, sequences, key))
+            self._wake()
         return sequences
+
+    def admit(self, request: Request) -> Request:
+        """A request as this engine decodes it; called before it is encoded.
+
+        Raises:
+            UserError: the engine cannot decode it.
+        """
+        return request
 
     def together(self) -> AbstractContextManager[Any]:
         """A block whose sequences are scheduled together: the next step begins after it."""
@@ -146,24 +156,6 @@ class Engine:
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
         self.core.cancel(sequences)
-
-    def follow(self, speculation: Speculation, start: Callable[[Call], RequestState]) -> bool:
-        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
-
-        Args:
-            speculation: drafts for all requests.
-            start: queues a request.
-        """
-        core = self.core
-        if not isinstance(core, LockstepCore):
-            return False
-        if core.leads:
-            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
-            core.begin(speculation)
-        else:
-            with self._on_device():
-                core.follow(start)
-        return not core.leads
 
     def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
         """Warm up decode steps, where these are captured, once there are no sequences; see ``Pipeline.warm_up``."""
@@ -193,17 +185,9 @@ class Engine:
         with self._changed:
             self._closed = True
             self.remove(self.core.sequences)
-        if self.waits_for_lost_rank:
-            return
         self.drain()
         for task in list(self.idle):
-            run_idle(task, task.close)
-        self.core.close()
-
-    @property
-    def waits_for_lost_rank(self) -> bool:
-        """Whether the worker may never end, as it waits for a rank that is lost."""
-        return self.core.broken is not None and self._worker is not None
+            _run_idle(task, task.close)
 
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
@@ -257,7 +241,7 @@ class Engine:
 
     def _idle_turn(self, task: IdleTask) -> None:
         start = clock()
-        if not run_idle(task, task.turn):
+        if not _run_idle(task, task.turn):
             self.idle.discard(task)
         self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
 
@@ -294,13 +278,18 @@ class Engine:
                 self._changed.notify_all()
 
 
+def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
+    """Run a part of a task; an error is logged and ends the task, never the engine. Returns whether it succeeded."""
+    try:
+        work()
+    except Exception:
+        _log.exception("%s was stopped by an error; answers do not depend on it", type(task).__name__)
+        return False
+    return True
+
+
 @atexit.register
 def _close_all() -> None:
     """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
-    engines = list(_ALL)
-    for engine in engines:
+    for engine in list(_ALL):
         engine.close()
-    if any(engine.waits_for_lost_rank for engine in engines):  # for ever: so would the interpreter's end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

@@ -38,10 +38,10 @@ BUILTIN = {
         "mamba": "mmspec.ssm.drafters.mamba:SPEC",
     },
     "adapt": {
-        "medusa": "mmspec.distil.online:medusa",
-        "hydra": "mmspec.distil.online:medusa",
-        "msd": "mmspec.vision.distil.online:msd",
-        "flash": "mmspec.vision.distil.online:flash",
+        "medusa": "mmspec.training.online:medusa",
+        "hydra": "mmspec.training.online:medusa",
+        "msd": "mmspec.vision.training.online:msd",
+        "flash": "mmspec.vision.training.online:flash",
     },
     "models": {
         "tiny-llava": "mmspec.vision.embedded:tiny_llava",

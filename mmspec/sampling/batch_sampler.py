@@ -18,9 +18,7 @@ from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.aligned import RejectedError
-from mmspec.sampling.histories import Histories, NodeHistories
-from mmspec.sampling.lossy import lossy_choices
-from mmspec.sampling.processors import TreeProcessor
+from mmspec.sampling.processors import Histories, NodeHistories, TreeProcessor
 from mmspec.sampling.sampler import Sampled, Sampler
 
 _ROUND = {True: 2**20, False: 2**23}
@@ -330,3 +328,28 @@ def _stars(tree: TokenTree, at: Tensor) -> TokenTree:
     parents = torch.zeros_like(children, dtype=torch.long).masked_fill(root, -1)
     probs = None if tree.draft_probs is None else tree.draft_probs[row, node][:, None]
     return TokenTree(tree.tokens[row], parents, children | root, probs, check=False)
+
+
+def lossy_choices(tree: TokenTree, scores: Tensor, limit: float) -> Tensor:
+    """The token after each node, (batch, nodes) int64: the target's, or a drafted one.
+
+    BiLD's rollback policy (Big Little Decoder, arXiv 2302.07863, section 3.3) on trees: the most probable child of a
+    node is chosen if its negative log probability is at most the limit; it is the target's own token where that is
+    among the children. Where BiLD's small model hands over by a threshold on its own confidence, the drafters' tree
+    sizes decide.
+
+    Args:
+        tree: the draft, not drawn at random.
+        scores: (batch, nodes, vocab), of the target after each node, after all logits processors.
+        limit: in nats, above 0.
+    """
+    choices = ops.greedy(scores).tolist()
+    rows = torch.arange(tree.batch, device=scores.device)[:, None]
+    own = scores.float().log_softmax(-1)[rows, tree.parents, tree.tokens].tolist()  # of the root: unused
+    for row, nodes in enumerate(tree.children):
+        for node, children in enumerate(nodes):
+            if children:
+                token, child = max(children.items(), key=lambda item: own[row][item[1]])
+                if own[row][child] >= -limit:
+                    choices[row][node] = token
+    return on_device(choices, scores.device)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from mmspec.checks import Rule, is_text
@@ -55,15 +56,16 @@ JSON_SCHEMA = Rule(
     lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
     word="text file",
 )
-TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
+TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
 
 
 class CheckedText(str):
     """Text of a grammar that ``check_grammar`` has accepted: sampling parameters do not check it again."""
 
 
+@lru_cache(64)
 def check_grammar(kind: str, text: str) -> CheckedText:
-    """Check a grammar by compiling it for a tokenizer of bytes.
+    """Check a grammar by compiling it for a tokenizer of bytes, once for the last ones that were valid.
 
     Args:
         kind: one of ``KINDS``.

@@ -1,13 +1,14 @@
-"""Limits on requests to the server."""
+"""Limits on requests to the server, and its address: without torch or packages of servers."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from mmspec.checks import Checked, option, whole
 
 SPARE_REQUESTS = 64
-"""Requests beside those that run or wait: they are read, refused, or ask for metrics."""
+"""Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,25 @@ class Limits(Checked):
     def requests(self) -> int:
         """Requests at a time, probes excepted."""
         return self.max_running + self.max_waiting + SPARE_REQUESTS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host to listen on is reached from this machine only; False for names, which may resolve to any
+    address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def host_names(host: str) -> set[str] | None:
+    """Names by which requests may call a server that listens on ``host``, as in the Host header without its port; None
+    for any, if it is not on a loopback address."""
+    return {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
+
+
+def server_url(host: str, port: int) -> str:
+    """Address of a server that listens on ``host``, without a path."""
+    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -10,7 +10,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.jobs import ranks
 from mmspec.serving.limits import Limits
 
-if TYPE_CHECKING:  # a process that only deploys replicas needs no torch
+if TYPE_CHECKING:
     from fastapi import FastAPI
     from prometheus_client.registry import Collector
 
@@ -22,11 +22,11 @@ class Settings:
     """Settings of a server, which can be pickled for other processes.
 
     Attributes:
-        loading: keywords of ``open_pipeline``, those of ``LOADING``.
+        loading: keywords of ``open_pipeline`` named in ``LOADING``.
         limits: as for ``create_app``.
         access: its keywords ``api_key``, ``hosts``, ``origins``, ``names``, ``tool_parser`` and ``allow_urls``.
         prefix_cache: memory for the states of earlier prompts, in MiB.
-        adapt: drafters learn from all requests; None copies those that learn for each sequence.
+        adapt: drafters learn from all requests; None copies learning drafters for each sequence.
     """
 
     loading: Mapping[str, Any]

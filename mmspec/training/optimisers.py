@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -45,15 +46,15 @@ class Optimisers:
         self.parameters = matrices + others
         self.all: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = {"lr": rates.matrix, "weight_decay": rates.decay, "adjust_lr_fn": "match_rms_adamw"}
-            self.all.append(torch.optim.Muon(matrices, **muon))
+            muon = partial(torch.optim.Muon, weight_decay=rates.decay, adjust_lr_fn="match_rms_adamw")
+            self.all.append(muon(matrices, lr=rates.matrix or 0.0))
         if others:
-            adamw = {"lr": rates.other, "weight_decay": rates.decay, "betas": (0.9, 0.95), "fused": True}
-            self.all.append(torch.optim.AdamW(others, **adamw))
+            adamw = partial(torch.optim.AdamW, weight_decay=rates.decay, betas=(0.9, 0.95), fused=True)
+            self.all.append(adamw(others, lr=rates.other))
         self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
 
     def step(self, factor: float) -> None:
-        """Clip the gradients, takes a step at ``factor`` times the learning rates, and clears the gradients."""
+        """Clip the gradients, take a step at ``factor`` times the learning rates, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.parameters, self.rates.clip)
         for optimiser, base in zip(self.all, self._base, strict=True):
             for group, own in zip(optimiser.param_groups, base, strict=True):

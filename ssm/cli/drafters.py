@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from mmspec.cli.drafters import training_command
-from mmspec.ssm.distil.options import MambaOptions
+from mmspec.ssm.training.options import MambaOptions
 
 mamba = training_command(
     "mamba",
     MambaOptions,
-    "mmspec.ssm.distil.mamba:setup",
+    "mmspec.ssm.training.mamba:setup",
     """Train a Mamba drafter: a small language model distilled from the target's next-token distribution.
 
     Its input is tokens only: images and videos in --data are placeholder tokens to the drafter.""",

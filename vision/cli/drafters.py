@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 
 from mmspec.cli.drafters import training_command
-from mmspec.vision.distil.options import FlashOptions, MSDOptions
+from mmspec.vision.training.options import FlashOptions, MSDOptions
 
 msd = training_command(
     "msd",
     MSDOptions,
-    "mmspec.vision.distil.msd:msd",
+    "mmspec.vision.training.msd:msd",
     "Train an MSD drafter: first on text, then on a growing share of images and videos.",
 )
 flash = training_command(
     "flash",
     FlashOptions,
-    "mmspec.vision.distil.msd:flash",
+    "mmspec.vision.training.msd:flash",
     """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
 
     --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.""",

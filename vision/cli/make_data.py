@@ -16,16 +16,16 @@ import click
 from mmspec.checks import POSITIVE, SHARE, shown
 from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
-from mmspec.distil import data
-from mmspec.distil.options import RunOptions
 from mmspec.errors import UserError
 from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text
 from mmspec.sampling.params import SamplingParams
+from mmspec.training import data
+from mmspec.training.options import RunOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mmspec.distil.answering import AnswerGenerator, PendingConversation
+    from mmspec.training.answering import AnswerGenerator, PendingConversation
 
 DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
@@ -76,9 +76,9 @@ def make_data(
     from rich.console import Console
 
     from mmspec.cli.session import open_pipeline
-    from mmspec.distil.answering import AnswerGenerator, draw_prompts
-    from mmspec.distil.recorded import Recorder
     from mmspec.pipeline import Pipeline
+    from mmspec.training.answering import AnswerGenerator, draw_prompts
+    from mmspec.training.recorded import Recorder
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
@@ -96,7 +96,7 @@ def make_data(
 
 
 def _read_prompts(path: Path, images: Path | None) -> list[PendingConversation]:
-    from mmspec.distil.answering import without_answers
+    from mmspec.training.answering import without_answers
 
     file = data.read(path, images, answered=False)
     for reason, count in file.skipped.items():
@@ -150,8 +150,8 @@ def _answer_all(
     answering: AnswerGenerator, jobs: Iterable[PendingConversation], total: int, dataset: Dataset, console: Console
 ) -> None:
     """Generates the answers of missing conversations, with a progress bar."""
-    from mmspec.distil.recorded import Recorder
     from mmspec.progress import show_progress
+    from mmspec.training.recorded import Recorder
 
     start = time.perf_counter()
     with show_progress(console, "answering") as show:

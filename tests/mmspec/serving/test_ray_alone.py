@@ -18,8 +18,8 @@ from prometheus_client.exposition import generate_latest
 
 from mmspec.errors import UserError
 from mmspec.serving import on_ray
-from mmspec.serving.drain import LostReplica
 from mmspec.serving.limits import SPARE_REQUESTS, Limits
+from mmspec.serving.middleware import LostReplica
 from mmspec.serving.settings import Settings
 
 

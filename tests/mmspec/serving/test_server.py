@@ -232,7 +232,7 @@ def test_the_first_line_says_what_is_in_force(
             pipe.model.generation_config.update(**config)
             return pipe
 
-    monkeypatch.setattr("mmspec.serving.settings.Settings", Changed)
+    monkeypatch.setattr("mmspec.serving.command.Settings", Changed)
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
     main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "bfloat16", "--max-tokens", limit])
     line = capsys.readouterr().out

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("llguidance")
@@ -13,10 +14,10 @@ pytest.importorskip("llguidance")
 import mmspec
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.formats import TextFormat
-from mmspec.serving.protocol import CompletionRequest
+from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor
 from tests.mmspec.targets.test_user_text import _TOKENIZERS
-from tests.served import Served, served
+from tests.served import Served, events, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,9 +36,8 @@ def hybrid(one_thread: None) -> Iterator[Served]:
         yield running
 
 
-def chunks(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    return [chunk["choices"][0] for chunk in events(response)]
 
 
 def test_bytes_spell_the_text(hybrid: Served) -> None:
@@ -47,7 +47,7 @@ def test_bytes_spell_the_text(hybrid: Served) -> None:
     assert json.loads(choice["message"]["content"]) == WORD
     assert b"".join(bytes(one["bytes"]) for one in tokens).decode() == f'"{WORD}"</s>'
     assert "bytes:\\xc3" in [one["token"] for one in tokens]
-    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}).text)]
+    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}))]
     assert [one for part in streamed if part for one in part["content"]] == tokens
 
 
@@ -60,7 +60,7 @@ def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
     before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
     assert found["text_offset"] == [len(one) for one in before]
     assert all(len(top) == 5 for top in found["top_logprobs"])
-    streamed = chunks(hybrid.post({**body, "stream": True}, "completions").text)
+    streamed = chunks(hybrid.post({**body, "stream": True}, "completions"))
     assert [at for chunk in streamed for at in chunk["logprobs"]["text_offset"]] == found["text_offset"]
 
 
@@ -79,8 +79,8 @@ def test_a_dropped_blank_and_tokens_of_one_text() -> None:
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    form.answers[0].text = "the a"
-    form.answers[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
+    form.choices[0].text = "the a"
+    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 3, 5]
