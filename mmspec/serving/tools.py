@@ -199,7 +199,7 @@ class Delta:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a delta or message: those that there are."""
+        """The fields of a delta or message that are not empty."""
         content = {"content": self.content} if self.content else {}
         return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
 
