@@ -14,9 +14,8 @@ from mmspec.demos.catalog import drafter_of, label
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.models import LoadedModel
 from mmspec.drafters.registry import AUTO, PLAIN, registered_name
-from mmspec.engine.stats import Stats
+from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
-from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 

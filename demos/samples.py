@@ -25,8 +25,8 @@ _DRAWN: dict[Kind, dict[str, str]] = {
     },
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
-"""Labels of the package's samples. A tab opens on the first one: of this picture, both embedded models write 40
-tokens or more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
+"""Labels of the package's samples. A tab opens on the first: of this picture, both embedded models write 40 tokens or
+more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
 
 _PHOTOGRAPHS = {
     photograph(): "A goldfish",
@@ -36,7 +36,6 @@ _PHOTOGRAPHS = {
 """Of this package and of gradio; smol-llava did not see them in training."""
 
 _LARGEST = 640
-
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
     "A Python function": (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic_core
@@ -281,8 +281,10 @@ class ChatMessage(Fields):
 
     @property
     def texts(self) -> list[str]:
-        arguments = [call.function.arguments for call in self.tool_calls or ()]
-        return [*(part.text for part in self.content if isinstance(part, TextPart | RefusalPart)), *arguments]
+        """What a chat template may write of the message."""
+        parts = [part.text for part in self.content if isinstance(part, TextPart | RefusalPart)]
+        called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from mmspec.errors import UserError
+from mmspec.sampling.grammar import AT_START
 from mmspec.sampling.syntax import json_rule
-from mmspec.sampling.trigger import AT_START
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import Tool, named_function
 from mmspec.targets.processor import Processor

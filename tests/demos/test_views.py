@@ -19,8 +19,7 @@ from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.endpoints import answer_result
 from mmspec.demos.racing import Race, StreamedAnswer, Token, recording
 from mmspec.demos.views import claim_html, histogram, result_html, stopped_html, time_split, tokens_html
-from mmspec.engine.stats import Stats
-from mmspec.engine.trace import TreeRecord
+from mmspec.engine.stats import Stats, TreeRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
