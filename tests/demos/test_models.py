@@ -16,7 +16,7 @@ from mmspec.demos import turns
 from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import race
 from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

@@ -13,7 +13,7 @@ from mmspec import TokenTree, UserError
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.unrolled import UnrolledTarget

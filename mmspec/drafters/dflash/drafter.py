@@ -30,10 +30,10 @@ from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
 from mmspec.drafters.dflash.published import convert, read_published
 from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.drafters.hidden_state.native import Native, NativeLayers
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu_growth
@@ -70,7 +70,7 @@ class DFlash(PositionedDrafter):
             raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
         self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
         head = network.lm_head if network.config.head else self.target_head(target)
-        drafted = head(self.like).shape[-1]
+        drafted = head(self.sample_embedding).shape[-1]
         if network.config.markov_outputs not in (0, drafted):
             raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
         self._markov = NativeMarkov.of(network, self.draft_ids)
@@ -84,12 +84,12 @@ class DFlash(PositionedDrafter):
         if rows := self.network.config.embedding:
             # A target may have more tokens than the drafter was trained for.
             return self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
-        return plain_embedding(self.target, tokens).to(self.like.dtype)
+        return plain_embedding(self.target, tokens).to(self.sample_embedding.dtype)
 
     def reserve(self, width: int) -> None:
         block = self.network.config.block_size
         self.cache.reserve_nodes(width + block)
-        self._rotary.reserve(max(map(len, self._history)) + self.beyond + width + block, self.like)
+        self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width + block, self.sample_embedding)
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         config = self.network.config

@@ -24,6 +24,7 @@ from torch import Tensor
 from mmspec.checks import FLAG, choice, whole
 from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
 from mmspec.drafters.published import (
     LAYER,
@@ -76,6 +77,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     common = PublishedConfig.read(layer, f"{source}/config.json", others=True)
     vocab = common.vocab_size
     network = _network(common, config, layer, tensors, vocab, source)
+    rotary_of(network)  # raises
     parts = published_parts(network, renamed=any(name.startswith("encoder.") for name in tensors))
     shapes = shapes_of(parameters(DFlashNetwork, network), parts, network)
     draft, vocabularies = network.head, {"d2t", "t2d"}

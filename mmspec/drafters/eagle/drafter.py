@@ -21,8 +21,8 @@ from mmspec.drafters.eagle import EagleConfig
 from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, Layout, read_published
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
-from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.hidden_state.layer import Rotary, TokenLinear, rotary_frequencies
+from mmspec.drafters.hidden_state.native import NativeCell
 from mmspec.drafters.published import Published
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -75,10 +75,10 @@ class Eagle(HiddenStateDrafter):
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
         self.keep_to((self.published or {}).get("vocab_size"), target)
         head = self.target_head(target)
-        self.fuse = TokenLinear(self.network.fc, target.embed, self.draft_ids)
+        self.node_inputs = TokenLinear(self.network.fc, target.embed, self.draft_ids)
         if self.slots > 1:
-            self.into = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
-        self.native = NativeCell.of(self.network, self.into, head) if self.slots > 1 else None
+            self.cell_input = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
+        self.native = NativeCell.of(self.network, self.cell_input, head) if self.slots > 1 else None
         return head
 
     @property

@@ -22,8 +22,8 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.network import Eagle3Network, read_published
 from mmspec.drafters.growth import grow_slots
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import allowed_slots, causal
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.shape import TreeShape
 from mmspec.errors import UserError
 
@@ -62,7 +62,7 @@ class Eagle3(PositionedDrafter):
         self._embedded = network.config.embedding or decoder.vocab_size
         if (network.config.mask_token_id or 0) >= self._embedded:
             raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
-        self.fuse = self._fuse
+        self.node_inputs = self._node_inputs
         if network.config.head:
             head = network.retrieve if network.config.candidates else network.lm_head
         else:
@@ -74,7 +74,7 @@ class Eagle3(PositionedDrafter):
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
         return self.network.combine(embeds, self.network.project(states))
 
-    def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
         return self.network.combine(self._embed(self.target_tokens(tokens)), predicted)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from mmspec.checks import whole
 from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation, rotary_of
 from mmspec.drafters.parts import check_tensors, parameters, rows_of, shapes_of, stack
 from mmspec.drafters.published import (
     LAYER,
@@ -181,6 +181,7 @@ def convert(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     vocab = whole(1).check(f"{source}/config.json: vocab_size", common.vocab_size)
     draft = common.draft_vocab_size or rows_of(tensors, "lm_head.weight") or vocab
     network = _network(common, config, layer, tensors, draft, source)
+    rotary_of(network)  # raises
     prefix = "midlayer" if any(name.startswith("midlayer.") for name in tensors) else "layers.0"
     parts = published_parts(network, prefix)
     shapes = shapes_of(parameters(Eagle3Network, network), parts, network)

@@ -18,10 +18,9 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state.entries import allowed_slots
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.kangaroo import KangarooConfig
 from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
 from mmspec.drafters.published import EAGLE_PARTS, Published, PublishedConfig, read_layout
@@ -96,18 +95,14 @@ class Kangaroo(PositionedDrafter):
         return *super()._version, *self._first.target.version
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        self.cache.offset = 0
-        passes, reach = self._first.passes(self.features[0]), Reach()
-        rotations = iter(zip(*(x.split(1, dim=1) for x in self.rotation(len(token), self.depth)), strict=True))
+        passes, state = self._first.passes(self.features[0]), self._tree_state(len(token), self.depth)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            allowed = allowed_slots(self.cache, reach(origin))
-            states = self.run(passes(beam, origin), next(rotations), allowed, self.cache)
-            self.cache.offset += beam.shape[1]
+            states = state.run(self.run, passes(beam, origin), origin)
             tokens, log_probs = self.children(states, states)
             return self.target_tokens(tokens), log_probs
 
         tree = grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         passes.end()
-        self.cache.offset = 0
+        state.end()
         return tree

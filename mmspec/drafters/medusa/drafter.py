@@ -23,9 +23,9 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
 from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.medusa.network import MedusaNetwork, read_published
 from mmspec.drafters.published import Published
@@ -72,7 +72,7 @@ class Medusa(PositionedDrafter):
 
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width)
-        self._rotary.reserve(max(map(len, self._history)) + self.beyond + width, self.like)
+        self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width, self.sample_embedding)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         config, nodes = self.network.config, min(self.total_tokens, budget.nodes)

@@ -11,7 +11,7 @@ from PIL import Image
 import mmspec
 from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown

@@ -17,7 +17,7 @@ from mmspec.distil import online
 from mmspec.distil.features import ConversationFeatures, collate
 from mmspec.distil.tasks import drafter_optimisers
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import engine as engines
 from mmspec.engine.request_state import Wakeup

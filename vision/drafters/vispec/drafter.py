@@ -105,10 +105,10 @@ class ViSpec(MSD):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         head = super().scoring(target)
-        self._fc, self.fuse = self.fuse, self._fuse
+        self._fc, self.node_inputs = self.node_inputs, self._node_inputs
         return head
 
-    def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
         return self._fc(tokens, self._with_image(predicted))
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
