@@ -18,9 +18,8 @@ from mmspec.distil.tasks import DrafterSetup, decoder_weights, load_shared_weigh
 from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
 from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import published_parts
 from mmspec.drafters.hidden_state.layer import rotary_of
-from mmspec.drafters.parts import shapes_of, stack
+from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -79,7 +78,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
-        for ours, some in published_parts(network.config).items()
+        for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
         if not ours.startswith(_OWN) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
     }
     for name, expected in shapes_of(own, parts, network.config).items():

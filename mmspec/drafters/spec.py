@@ -17,10 +17,10 @@ Weights = Literal["none", "optional", "required", "published", "target"]
 
 
 def published_as(*layouts: str) -> Callable[[Path], bool]:
-    """Whether a folder has one of these layouts, see ``mmspec.drafters.published``; for ``DrafterSpec.recognises``."""
+    """``DrafterSpec.recognises`` of drafters with these layouts, see ``mmspec.drafters.layouts``."""
 
     def recognises(folder: Path) -> bool:
-        from mmspec.drafters.published import recognise
+        from mmspec.drafters.layouts import recognise
 
         return recognise(folder) in layouts
 

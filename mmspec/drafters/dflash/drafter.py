@@ -28,7 +28,6 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.dflash import DFlashConfig
 from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import convert, read_published
 from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
@@ -48,7 +47,7 @@ class DFlash(PositionedDrafter):
 
     config_class = DFlashConfig
     network_class = DFlashNetwork
-    read_published = staticmethod(read_published)
+    layout = "dflash"
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
     features = ()  # known when attached
     _markov: NativeMarkov | None = None
@@ -57,7 +56,7 @@ class DFlash(PositionedDrafter):
     def from_model(cls, model: PreTrainedModel) -> Self:
         """The drafter of a model of transformers (``MuseGlimmerAssistantModel``); raises ``UserError`` as above."""
         name = type(model).__name__
-        config, tensors, draft_ids, found = convert(model.config.to_dict(), model.state_dict(), name)
+        config, tensors, draft_ids, found = cls.convert(model.config.to_dict(), model.state_dict(), name)
         drafter = cls(checkpoint.load_network(DFlashNetwork, config, tensors, Path(name)), draft_ids)
         drafter.published = found
         return drafter

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,12 +17,11 @@ from torch.nn import functional as F
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
 from mmspec.drafters.eagle import EagleConfig
-from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, Layout, read_published
+from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
 from mmspec.drafters.hidden_state.layer import Rotary, TokenLinear, rotary_frequencies
 from mmspec.drafters.hidden_state.native import NativeCell
-from mmspec.drafters.published import Published
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 
@@ -51,7 +49,7 @@ class Eagle(HiddenStateDrafter):
     """EAGLE drafter, for any target that provides hidden states."""
 
     name: ClassVar[str] = "eagle"
-    layout: ClassVar[Layout] = EAGLE
+    layout: ClassVar[str | None] = "eagle"
     config_class = EagleConfig
     network_class: ClassVar[type[EagleNetwork]] = EagleNetwork
 
@@ -64,10 +62,6 @@ class Eagle(HiddenStateDrafter):
         if config.head and draft_ids is not None and len(draft_ids) != config.head:
             raise UserError(f"head must have a row per draft token, {len(draft_ids)}: got {config.head}")
         self.features = ("last", *config.reads)
-
-    @classmethod
-    def read_published(cls, folder: Path) -> Published:
-        return read_published(folder, cls.layout)
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         layers = getattr(getattr(target, "config", None), "num_hidden_layers", 0)

@@ -67,6 +67,15 @@ class Eagle3Config(HeadShape):
         """The target's hidden size."""
         return self.target_size or self.hidden_size
 
+    @property
+    def parallel(self) -> bool:
+        """Whether all levels are one pass (P-EAGLE)."""
+        return self.mask_token_id is not None
+
+    def inputs_read(self, layers: int) -> list[int]:
+        """``reads`` of a target with ``layers`` layers; by default 2, L/2 and L - 3."""
+        return self.reads or sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
+
     def features(self, layers: int) -> tuple[Feature, ...]:
         """The hidden states that the network reads of a target with ``layers`` layers.
 
@@ -75,7 +84,7 @@ class Eagle3Config(HeadShape):
         """
         from mmspec.core.target import output_of
 
-        reads = self.reads or default_reads(layers)
+        reads = self.inputs_read(layers)
         if max(reads) > layers - self.outputs:
             raise UserError(
                 f"the drafter reads {'outputs' if self.outputs else 'inputs'} of layers {', '.join(map(str, reads))}: "
@@ -84,11 +93,6 @@ class Eagle3Config(HeadShape):
         if self.outputs:
             return tuple(output_of(layer) for layer in reads)
         return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
-
-
-def default_reads(layers: int) -> list[int]:
-    """Layers whose inputs EAGLE-3 reads of a target with ``layers`` layers."""
-    return sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from mmspec.core.target import Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.network import Eagle3Network, read_published
+from mmspec.drafters.eagle3.network import Eagle3Network
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import allowed_slots, causal
@@ -39,7 +39,7 @@ class Eagle3(PositionedDrafter):
 
     config_class = Eagle3Config
     network_class = Eagle3Network
-    read_published = staticmethod(read_published)
+    layout = "eagle3"
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
     features = ()  # known when attached
     _passes, _emitted = 0, 0.0  # with drafts, while watched

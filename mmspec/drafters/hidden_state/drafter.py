@@ -37,7 +37,7 @@ from mmspec.drafters.hidden_state.entries import (
 )
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation, TokenLinear, rotary_of
 from mmspec.drafters.hidden_state.native import NativeCell, NativeLayers
-from mmspec.drafters.published import check_target
+from mmspec.drafters.layouts import check_target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels

@@ -9,7 +9,6 @@ little, in place of the paper's confidence threshold for chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,12 +21,6 @@ from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.kangaroo import KangarooConfig
-from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
-from mmspec.drafters.published import EAGLE_PARTS, Published, PublishedConfig, read_layout
-from mmspec.errors import UserError
-
-_PARTS = {f"layers.0.{name}": EAGLE_PARTS[name] for name in ("qkv.weight", "out.weight", "input_norm.weight")}
-_PARTS["norm.weight"] = ["norm.weight"]
 
 
 class KangarooNetwork(nn.Module):
@@ -49,34 +42,11 @@ class KangarooNetwork(nn.Module):
         return self.norm(self.layers[0](x, rotation, attend))
 
 
-def read_published(folder: Path) -> Published:
-    """Read a published adapter (Equationliu/Kangaroo) strictly, without running its code.
-
-    A folder has the configuration of a Llama of one layer, of which the layer's attention, its norm and the final norm
-    are kept. Rotary positions have the base 10,000 whatever it says. The layer at which the target is left is not in
-    it.
-
-    Raises:
-        UserError: a damaged or unsupported checkpoint, or a tensor that is missing, unexpected or does not match
-            ``config.json``.
-    """
-    config, tensors = read_layout(folder, "kangaroo", "a Kangaroo adapter")
-    source = f"{folder}/config.json"
-    common = PublishedConfig.read(config, source, others=True)
-    if common.num_hidden_layers != 1:
-        raise UserError(f"{source}: num_hidden_layers must be 1: got {common.num_hidden_layers}")
-    network = KangarooConfig.read({**common.shape(), "mlp": 0}, source)
-    shapes = shapes_of(parameters(KangarooNetwork, network), _PARTS, network)
-    check_tensors(tensors, shapes, "a Kangaroo adapter", str(folder))
-    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": common.vocab_size}
-    return network, stack(tensors, _PARTS), None, verifier
-
-
 class Kangaroo(PositionedDrafter):
     name: ClassVar[str] = "kangaroo"
     config_class = KangarooConfig
     network_class = KangarooNetwork
-    read_published = staticmethod(read_published)
+    layout = "kangaroo"
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -27,8 +26,7 @@ from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.medusa import MedusaConfig
-from mmspec.drafters.medusa.network import MedusaNetwork, read_published
-from mmspec.drafters.published import Published
+from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.drafters.shape import RotaryShape
 from mmspec.errors import UserError
 
@@ -37,13 +35,10 @@ class Medusa(PositionedDrafter):
     """Medusa drafter; trees have at most a level per head."""
 
     name: ClassVar[str] = "medusa"
+    layout: ClassVar[str | None] = "medusa"
 
     config_class = MedusaConfig
     network_class = MedusaNetwork
-
-    @classmethod
-    def read_published(cls, folder: Path) -> Published:
-        return read_published(folder, cls.name)
 
     @staticmethod
     def shape_of(network: MedusaNetwork) -> RotaryShape:
@@ -96,6 +91,7 @@ class Hydra(Medusa):
     """Hydra drafter; arguments as for ``Medusa``."""
 
     name: ClassVar[str] = "hydra"
+    layout: ClassVar[str | None] = "hydra"
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         heads = self.network.heads

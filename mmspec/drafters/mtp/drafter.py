@@ -34,8 +34,8 @@ from mmspec.drafters.hidden_state.entries import (
     following_embeds,
     take,
 )
+from mmspec.drafters.layouts import check_target
 from mmspec.drafters.mtp.network import read_mtp
-from mmspec.drafters.published import check_target
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -52,7 +52,7 @@ class MTP(TreeDrafter):
         **tree: top_k, depth, total_tokens: see ``TreeDrafter``.
 
     Attributes:
-        published: the target, for ``published.check_target``, if it is known.
+        published: the target, for ``layouts.check_target``, if it is known.
     """
 
     name: ClassVar[str] = "mtp"

@@ -142,7 +142,7 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
     """Read the MTP layers of a target's checkpoint; other tensors are not read.
 
     Returns:
-        The layers, in their original dtype, and the target, for ``published.check_target``.
+        The layers, in their original dtype, and the target, for ``layouts.check_target``.
 
     Raises:
         UserError: there are none, they cannot draft trees, or a tensor is missing, unexpected or of the wrong shape.

@@ -17,7 +17,7 @@ from mmspec.distil.medusa import MedusaObjective
 from mmspec.distil.tasks import head_weight
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork, convert
+from mmspec.drafters.medusa.network import MedusaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.medusa import HEADS, LAYERS, MAP, logits, parts, plain_chain, prefix, published
 from tests.tiny import shared_model
@@ -65,7 +65,7 @@ def plain_losses(layout, tensors, target, batch, loss, ids):
 def test_heads_equal_those_run_alone(layout, loss, tmp_path):
     config, tensors = published(layout)
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
-    shape, ours, ids, _ = convert(config, tensors, "hydra" if layout.startswith("hydra") else "medusa", tmp_path)
+    shape, ours, ids, _ = (Hydra if layout.startswith("hydra") else Medusa).convert(config, tensors, str(tmp_path))
     network = load_network(MedusaNetwork, shape, ours, tmp_path)
     if layout == "hydra-prefix":
         network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))

@@ -12,7 +12,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.drafters.eagle3 import Eagle3Config, default_reads
+from mmspec.drafters.eagle3 import Eagle3Config
 from mmspec.drafters.eagle3.drafter import Eagle3
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
@@ -133,14 +133,19 @@ def test_hybrids(name, tmp_path):
     config, model = cut(LLAMA3), shared_model(name)
     layers = model.config.get_text_config().num_hidden_layers
     drafter, tensors = head(tmp_path, config)
-    check_head(model, text_inputs(3), drafter, config, tensors, default_reads(layers), new=8)
+    check_head(model, text_inputs(3), drafter, config, tensors, drafter.network.config.inputs_read(layers), new=8)
 
 
 # ---------------------------------------------------------------------- the layers that are read
 
 
 def test_default_layers_are_eagles():
-    assert [default_reads(layers) for layers in (32, 36, 2, 1)] == [[2, 16, 29], [2, 18, 33], [0, 1, 2], [0, 0, 1]]
+    assert [Eagle3Config(48, 4, 4, 12, 40).inputs_read(layers) for layers in (32, 36, 2, 1)] == [
+        [2, 16, 29],
+        [2, 18, 33],
+        [0, 1, 2],
+        [0, 0, 1],
+    ]
 
 
 def test_layers_may_be_given_with_the_folder(tmp_path):

@@ -6,33 +6,23 @@ One class runs all networks; ``MSDConfig`` enables decoupling, compression and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from mmspec.drafters.eagle.drafter import Eagle, Entries
-from mmspec.drafters.eagle.network import EagleNetwork, Layout
+from mmspec.drafters.eagle.network import EagleNetwork
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.latents import Images
 from mmspec.vision.drafters.msd.network import MSDNetwork
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    # Drafters for Qwen2-VL are full Qwen2-VL layers; all others lack the first norm.
-    whole = {"input_norm": True, "qkv_bias": True} if config.get("model_type") == "qwen2_vl" else {}
-    return {"decoupled": True, **whole}
-
-
-LAYOUT = Layout("msd", MSDConfig, MSDNetwork, _settings, embedding=True)
-
-
 class MSD(Eagle):
     """MSD drafter, for any target that provides hidden states and the mask of visual positions; see ``Eagle``."""
 
     name: ClassVar[str] = "msd"
-    layout: ClassVar[Layout] = LAYOUT
+    layout: ClassVar[str | None] = "msd"
     config_class = MSDConfig
     network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
 
@@ -55,7 +45,7 @@ class Flash(MSD):
     """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
 
     name = "flash"
-    read_published = None  # type: ignore[assignment]
+    layout = None
 
 
 def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:

@@ -16,22 +16,10 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.eagle.network import Layout
 from mmspec.vision.drafters.msd import MSDConfig
 from mmspec.vision.drafters.msd.drafter import MSD
 from mmspec.vision.drafters.msd.latents import Images, find_runs
 from mmspec.vision.drafters.msd.network import MSDNetwork
-
-_PARTS = {
-    "adaptor.queries": ["imadpt.q"],
-    "adaptor.key.weight": ["imadpt.k_proj.weight"],
-    "adaptor.key.bias": ["imadpt.k_proj.bias"],
-    "adaptor.value.weight": ["imadpt.v_proj.weight"],
-    "adaptor.value.bias": ["imadpt.v_proj.bias"],
-    "adaptor.out.weight": ["imadpt.o_proj.weight"],
-    "img_fc.weight": ["img_fc.weight"],
-    "img_fc.bias": ["img_fc.bias"],
-}
 
 
 class Adaptor(nn.Module):
@@ -85,14 +73,11 @@ class ViSpecNetwork(MSDNetwork):
         return embeds.index_put(at, token), vectors
 
 
-LAYOUT = Layout("vispec", MSDConfig, ViSpecNetwork, parts=_PARTS)
-
-
 class ViSpec(MSD):
     """ViSpec drafter; see ``MSD``."""
 
     name = "vispec"
-    layout = LAYOUT
+    layout = "vispec"
     network_class = ViSpecNetwork
 
     def reset(self, static: bool = False) -> None:
