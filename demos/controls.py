@@ -33,7 +33,7 @@ class Controls:
     """The components of a tab.
 
     Args:
-        folder: where the examples are rendered.
+        folder: where the examples are copied to.
 
     Attributes:
         claim: the tab's headline.

@@ -1,4 +1,4 @@
-"""Examples on the page: held-out images and clips that are rendered at start, photographs, text prompts."""
+"""Examples on the page: held-out images and clips, photographs, text prompts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from PIL import Image
 
 from mmspec import plugins
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
-from mmspec.demos.previews import write_video
 from mmspec.vision.embedded import photograph, samples
-from mmspec.vision.scenes.clips import sample_clip
-from mmspec.vision.scenes.drawing import picture
-from mmspec.vision.scenes.scene import sample_scene, seeded
 from mmspec.vision.video import load_video
 
-_SCENES = {7_000_001: "Five shapes", 7_000_002: "Three shapes", 7_000_003: "Two rings"}
-_CLIPS = {7_000_100: "Another clip"}
+_DRAWN: dict[Kind, dict[str, str]] = {
+    "image": {
+        "scene.png": "A sign",
+        "five-shapes.png": "Five shapes",
+        "three-shapes.png": "Three shapes",
+        "two-rings.png": "Two rings",
+    },
+    "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
+}
+"""Labels of the package's samples."""
 
 _PHOTOGRAPHS = {
     photograph(): "A goldfish",
@@ -31,8 +35,6 @@ _PHOTOGRAPHS = {
 """Of this package and of gradio; smol-llava did not see them in training."""
 
 _LARGEST = 640
-_SCALE = 4  # of drawn images
-_FRAMES, _RATE = 32, 8  # of drawn clips, and how many of them per second
 
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
@@ -76,22 +78,9 @@ def texts(model: str) -> list[Example]:
 
 
 def media(kind: Kind, folder: Path) -> list[Example]:
-    """The images or clips, which are rendered into ``folder``, beside the samples of the package."""
-    if kind == "image":
-        shipped = shutil.copyfile(samples() / "scene.png", folder / "scene.png")
-        drawn = [Example("A sign", str(shipped), str(shipped))]
-        for index, label in _SCENES.items():
-            path = str(folder / f"scene-{index}.png")
-            picture(sample_scene(seeded("heldout", index)), _SCALE).save(path)
-            drawn.append(Example(label, path, path))
-        return drawn
-    clips = [("A clip", Path(shutil.copyfile(samples() / "clip.mp4", folder / "clip.mp4")))]
-    for index, label in _CLIPS.items():
-        clip = folder / f"clip-{index}.mp4"
-        frames = sample_clip(seeded("heldout", index)).frames(_FRAMES)
-        write_video([picture(scene, _SCALE) for scene in frames], clip, _RATE)
-        clips.append((label, clip))
-    return [Example(label, str(path), _still(path)) for label, path in clips]
+    """The images or clips of the package, copied to ``folder``."""
+    copies = {label: shutil.copyfile(samples() / name, folder / name) for name, label in _DRAWN[kind].items()}
+    return [Example(label, str(path), str(path) if kind == "image" else _still(path)) for label, path in copies.items()]
 
 
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:

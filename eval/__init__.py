@@ -3,7 +3,6 @@
 - ``harness``: interleaved timing, other engines, intervals, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports
 - ``decoding``: speed tables, unrolled verification, random drafts, every model class built small
-- ``pictures``: photographs and blank pictures, and how captions of them are judged
 - ``kernels``: kernels and models of the GPU benchmark
 - ``scale_up``: small trained models in big shapes
 - ``adapters``: lmms-eval and lm-evaluation-harness

@@ -23,7 +23,7 @@ from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.options import SIZES
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
-from mmspec.eval.harness.prompts import held_out_texts
+from mmspec.eval.harness.prompts import held_out_texts, warm_up_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, time_ratios, warm_up_methods
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -150,7 +150,7 @@ def main(model: str, drafters: str, dtype: str, **options: Any) -> dict[str, Any
     methods = [plain, *(m for kinds in by_drafter.values() for kind in kinds.values() for m in kind)]
     if temperature == 0:
         methods.insert(0, Method(TRANSFORMERS))  # when sampling, the same seed draws other tokens there
-    warm_up_methods(pipe, held_out_texts(options["warm_up"], 4_000_000), methods, max_new_tokens, temperature)
+    warm_up_methods(pipe, warm_up_requests(options["warm_up"], visual=False), methods, max_new_tokens, temperature)
     compare_methods(pipe, held_out_texts(options["prompts"]), methods, rounds, max_new_tokens, temperature)
     rows = print_speed_tables(methods, wide_console())
     for method, row in zip(methods, rows, strict=True):

@@ -59,7 +59,7 @@ def main(
     bodies = [chat_body(plain.name, request, max_new_tokens) for request in requests]
     options = {"model": model, "drafter": drafter, "dtype": dtype, "max_running": max_running}
     loads: dict[int, list[tuple[list[StreamedRequest], float, int | None]]] = {size: [] for size in clients}
-    with serving("serve", **options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
+    with serving(**options, max_waiting=max(clients), max_tokens=max_new_tokens) as server:
         load(server.url, bodies[:_WARM_UP], 2)
         for _ in range(rounds):
             for size in clients:

@@ -27,7 +27,7 @@ from mmspec.engine.calibrate import cost_table, describe
 from mmspec.eval.decoding.speed_tables import print_speed_tables
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.harness.output import benchmark, wide_console
-from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, drafter_methods, warm_up_methods
 from mmspec.eval.scale_up.axes import SHAPES
 from mmspec.eval.scale_up.drafters import prompt_tokens, scaled_pipeline
@@ -67,7 +67,7 @@ def main(model: str, shape: str | None, dtype: str, drafters: str, nodes: str, *
         cost = cost_table(pipe.target, refresh=True, prefix=max(prompt_tokens(pipe, request) for request in requests))
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(loaded, nodes, pipe.target)]
     rounds, max_new_tokens = options["rounds"], options["max_new_tokens"]
-    warm_up_methods(pipe, held_out_requests(options["warm_up"], 0, first=4000), methods, max_new_tokens)
+    warm_up_methods(pipe, warm_up_requests(options["warm_up"], visual=True), methods, max_new_tokens)
     compare_methods(pipe, requests, methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
     about = {**describe(pipe.target), "shape": shape, "parameters": pipe.model.num_parameters(), "rounds": rounds}

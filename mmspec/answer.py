@@ -83,8 +83,6 @@ class Answer:
         sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
         recorded = {"trace": extras.trace, "logprobs": extras.logprobs, "call": packed}
         self._add = partial(pipe.add, prompt, sampler, stopper, extras.num_draft_tokens, **recorded)
-        if extras.num_draft_tokens is None:
-            pipe.calibrate()
         self.ended = False
         decode = partial(pipe.io.decode, **rendering)
         if constraint is not None:

@@ -8,7 +8,7 @@ EXTRAS = {
     "cuda": ("causal_conv1d", "mamba_ssm", "torchao"),
     "decord": ("decord",),
     "demo": ("gradio",),
-    "eval": ("datasets", "jsonschema", "matplotlib", "pycocoevalcap"),
+    "eval": ("datasets", "matplotlib", "pycocoevalcap"),
     "peers": ("openvino_genai",),
     "ray": ("ray",),
     "real": ("gguf",),

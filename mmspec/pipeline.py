@@ -15,7 +15,7 @@ from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
-from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.engine.request import SEQ_COUNT, parse
 from mmspec.engine.request_state import RequestState
@@ -136,21 +136,22 @@ class Pipeline:
 
     @property
     def budget(self) -> MeasuredBudget | None:
-        return self._speculation.budget
+        return self._speculation.budgets.adaptive
 
     @budget.setter
     def budget(self, budget: MeasuredBudget | None) -> None:
-        self._speculation.budget = budget
+        self._speculation.budgets.adaptive = budget
 
     def calibrate(self, *, refresh: bool = False) -> None:
         """Measure the target's verify times, if adaptive budgets need them and they are not stored.
 
-        The first request does so otherwise, before it starts.
+        The first request does so otherwise, before it starts. Waits until sequences that are running have ended.
 
         Args:
             refresh: measure again.
         """
-        self._speculation.calibrate(refresh=refresh)
+        with self.engine.drained():
+            self._speculation.budgets.calibrate(refresh=refresh)
 
     def warm_up(
         self, rows: int | None = None, tokens: int | None = None, num_draft_tokens: Sequence[int | None] = (None,)

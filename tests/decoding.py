@@ -1,6 +1,7 @@
 """Decoding step by step, by an engine of its own."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -20,7 +21,7 @@ class SteppedEngine(Engine):
     def __init__(self, target, drafter, budget, **settings):
         super().__init__(target, **settings)
         self.speculation = Speculation(target, drafter)
-        self.speculation.budget_of, self.speculation.calibrate = budget, lambda adaptive: None
+        self.speculation.budgets = SimpleNamespace(of=budget, calibrate=lambda adaptive: None)
 
     @property
     def drafter(self):

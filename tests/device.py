@@ -28,7 +28,7 @@ LAUNCHES = {
         *("follow", "choose_drawn", "quantile", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best"),
     ),
-    "mmspec.cache.static_buffers": ("compact_kv",),
+    "mmspec.cache.buffers": ("compact_kv",),
     "mmspec.ssm.convolutions": ("commit_conv", "tree_conv"),
     "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }

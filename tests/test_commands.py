@@ -153,7 +153,7 @@ def test_shell_completion(
     assert err == ""
 
 
-@pytest.mark.parametrize("typed", [["trian"], ["serve", "--prt", "3"], ["train", "tiny-lava"]])
+@pytest.mark.parametrize("typed", [["trian"], ["serve", "--prt", "3"], ["train", "kangaro"]])
 def test_a_misspelt_command_or_option(typed: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(typed) == 2
     assert "did you mean " in capfd.readouterr().err.lower()

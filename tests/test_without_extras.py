@@ -42,8 +42,6 @@ def test_what_needs_a_package_says_so_in_one_line(found: dict[str, Any]) -> None
             ("train kangaroo", "this command", "accelerate", "train"),
             ("train small", "this command", "accelerate", "train"),
             ("train mamba", "this command", "accelerate", "train"),
-            ("train tiny-llava", "this command", "accelerate", "train"),
-            ("train tiny-hybrid", "this command", "accelerate", "train"),
             ("demo", "the demo", "gradio", "demo"),
             ("serve", "this command", "uvicorn", "serve"),
             ("generate --regex", "structured output", "llguidance", "structured"),

@@ -85,8 +85,6 @@ def refusals(folder: Path) -> dict[str, tuple[int, str]]:
         for name in ("msd", "flash", "eagle3", "dflash", "medusa", "kangaroo", "small", "mamba")
     }
     others = {
-        "train tiny-llava": say("train", "tiny-llava", *out),
-        "train tiny-hybrid": say("train", "tiny-hybrid", *out),
         "demo": say("demo"),
         "serve": say("serve", "--port", "0"),
         "generate --regex": say("generate", "a", "--regex", "b"),

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from time import perf_counter as clock
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -30,18 +27,6 @@ def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: in
             if turn >= warm_up:
                 seconds[name].append(spent)
     return seconds
-
-
-def interleaved_medians(calls: Mapping[T, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[T, float]:
-    """Median seconds of each call, interleaved; see ``interleaved``."""
-
-    def timed(call: Callable[[], Any]) -> float:
-        start = clock()
-        call()
-        return clock() - start
-
-    times = interleaved({name: partial(timed, call) for name, call in calls.items()}, rounds, warm_up)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:

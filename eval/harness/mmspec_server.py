@@ -1,4 +1,4 @@
-"""``mmspec serve`` or ``demo`` in a process of its own, and clients that load the server."""
+"""``mmspec serve`` in a process of its own, and clients that load the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunningServer:
     """A server process.
 
     Attributes:
-        url: address that it prints: base URL of the API, or the page.
+        url: base URL of the API, as printed.
         pid: of the process.
     """
 
@@ -36,18 +36,17 @@ class RunningServer:
 
 
 @contextmanager
-def serving(command: str, **options: Any) -> Iterator[RunningServer]:
-    """Run ``mmspec serve`` or ``demo`` on a free port.
+def serving(**options: Any) -> Iterator[RunningServer]:
+    """Run ``mmspec serve`` on a free port.
 
     Args:
-        command: its name.
         **options: of the command; None leaves an option out.
 
     Raises:
         UserError: the server does not start, with its own message.
     """
     arguments = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
-    program = [sys.executable, "-m", "mmspec", command, "--port=0"]
+    program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
     program += [f"--{name}={value}" for name, value in arguments.items()]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,33 +1,35 @@
-"""Held-out prompts: synthetic scenes, clips and texts that no model was trained or tuned on.
+"""Conversations of studies and of the embedded suite, and the held-out prompts of the embedded models.
 
-Scenes come from ``seeded("heldout", index)``. Index ranges:
+A held-out set in ``eval/heldout`` was drawn once, as the training data of these models was, and no model was trained or
+tuned on it. ``NAME.jsonl`` has a row per conversation:
 
-- below 4,000: validation during training of the embedded models, samples in the package, ``mmspec.eval.batching`` and
-  ``mmspec.eval.serving``
-- from 4,000 and 5,000: warm-up and prompts of ``mmspec.eval.speed``
-- from 1,000,000: accuracy of the embedded models (``mmspec.vision.training.accuracy``)
-- from 2,200,000: ``mmspec.eval.prefix_cache``
-- from 4,000,000: the embedded suite of ``mmspec eval`` (``mmspec.eval.suite.tasks.drawn``), 100,000 per task
+- ``id``, the seed it was drawn from, and ``category``
+- ``turns``, its questions
+- ``images``, the number of images in the first question, or ``frames``, of a clip of one frame per second
+- ``references``, accepted answers by turn; they are letters of ``options`` where a row has these
+- ``parts``, instead: for each thing that the answer has to mention, its accepted wordings
 
-Texts come from ``mmspec.ssm.texts.example(index, "heldout")``. Index ranges:
-
-- below 100,000: validation during training of the embedded hybrid model
-- from 1,000,000: its accuracy (``mmspec.eval.tiny_hybrid``)
-- from 4,000,000 and 5,000,000: warm-up and prompts of ``mmspec.eval.hybrid``
-- from 6,000,000: the embedded suite of ``mmspec eval``
+``NAME.webp`` has all images and frames of a set, tiles of 96 x 96 pixels in the order of the rows, 32 side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
-from mmspec.ssm.texts import example
-from mmspec.vision.scenes.clips import sample_clip
-from mmspec.vision.scenes.conversations import one_image
-from mmspec.vision.scenes.drawing import picture
-from mmspec.vision.scenes.scene import Scene, sample_scene, seeded
+from PIL import Image
+
+from mmspec.errors import UserError
+from mmspec.files import read_rows
 from mmspec.vision.video import Video
+
+_HELD_OUT = Path(__file__).parents[1] / "heldout"
+_TILE, _COLUMNS = 96, 32
+_CLIPS = (8, 16)
+"""Numbers of frames in which each clip of ``clips`` is there."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +62,73 @@ class Conversation:
         return {"prompt": messages, "images": list(self.images), "videos": list(self.videos)}
 
 
-def held_out_texts(count: int, first: int = 5_000_000) -> list[dict[str, Any]]:
+def held_out(name: str) -> Iterator[tuple[dict[str, Any], Conversation]]:
+    """The rows of a held-out set, each with its conversation."""
+    sheet = _HELD_OUT / f"{name}.webp"
+    tiles = _tiles(sheet) if sheet.exists() else iter(())
+    for _, row in read_rows(_HELD_OUT / f"{name}.jsonl"):
+        images = tuple(islice(tiles, row.get("images", 0)))
+        frames = list(islice(tiles, row.get("frames", 0)))
+        yield row, Conversation(tuple(row["turns"]), images, (_video(frames),) if frames else ())
+
+
+def held_out_texts(count: int) -> list[dict[str, Any]]:
     """Requests of all kinds of text that the embedded hybrid model was trained on."""
-    return [{"prompt": example(index, "heldout").prompt} for index in range(first, first + count)]
+    return _first(_requests("prompts"), count, "texts")
 
 
-def held_out_requests(images: int, videos: int, frames: int = 8, first: int = 5000) -> list[dict[str, Any]]:
-    """Captioning requests on held-out scenes and clips, with one fixed prompt each."""
-    requests: list[dict[str, Any]] = []
-    for index in range(first, first + images):
-        requests.append({"prompt": "Describe the image.", "images": [picture(sample_scene(seeded("heldout", index)))]})
-    for index in range(first, first + videos):
-        scenes = sample_clip(seeded("heldout", index)).frames(frames)
-        requests.append({"prompt": "Describe the video.", "videos": [video(scenes)]})
-    return requests
+def held_out_requests(images: int, videos: int, frames: int = 8) -> list[dict[str, Any]]:
+    """Captioning requests on held-out scenes and clips, with one fixed prompt each.
+
+    Args:
+        frames: of each clip, at most 16.
+    """
+    longest = next((length for length in _CLIPS if frames <= length), None)
+    if longest is None:
+        raise UserError(f"expected at most {_CLIPS[-1]} frames of a held-out clip, got {frames}")
+    clips = [conversation for row, conversation in held_out("clips") if row["frames"] == longest]
+    return _first(_requests("images"), images, "images") + [
+        {"prompt": clip.questions[0], "videos": [_video(_spread(clip.videos[0].frames, frames))]}
+        for clip in _first(clips, videos, "clips")
+    ]
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
     """Captions of held-out scenes, every other one replaced by the first question of a conversation about it."""
-    requests = []
-    for index in range(count):
-        example = one_image(seeded("heldout", index))
-        prompt = "Describe the image." if index % 2 else example.turns[0][0]
-        requests.append({"prompt": prompt, "images": [picture(example.scenes[0])]})
-    return requests
+    return _first(_requests("mixed"), count, "requests")
 
 
-def video(scenes: list[Scene]) -> Video:
-    """A video of one frame per second."""
-    return Video(list(map(picture, scenes)), [float(k) for k in range(len(scenes))], float(len(scenes)), "clip")
+def warm_up_requests(count: int, visual: bool) -> list[dict[str, Any]]:
+    """Requests like those of ``held_out_requests`` or, not visual, ``held_out_texts``; repeated if there are fewer."""
+    return list(islice(cycle(_requests("warm-up-images" if visual else "warm-up-prompts")), count))
+
+
+def _requests(name: str) -> list[dict[str, Any]]:
+    """A set's first questions, each with its images if there are any."""
+    return [
+        {"prompt": one.questions[0]} | ({"images": list(one.images)} if one.images else {}) for _, one in held_out(name)
+    ]
+
+
+def _first(found: list[Any], count: int, noun: str) -> list[Any]:
+    if count > len(found):
+        raise UserError(f"expected at most {len(found)} held-out {noun}, got {count}")
+    return found[:count]
+
+
+def _tiles(sheet: Path) -> Iterator[Image.Image]:
+    with Image.open(sheet) as file:
+        image = file.convert("RGB")
+    for top in range(0, image.height, _TILE):
+        for left in range(0, _COLUMNS * _TILE, _TILE):
+            yield image.crop((left, top, left + _TILE, top + _TILE))
+
+
+def _spread(frames: list[Image.Image], count: int) -> list[Image.Image]:
+    """Some of the frames, evenly from the first to the last."""
+    step = (len(frames) - 1) / max(count - 1, 1)
+    return [frames[round(k * step)] for k in range(count)]
+
+
+def _video(frames: list[Image.Image]) -> Video:
+    return Video(frames, [float(k) for k in range(len(frames))], float(len(frames)), "clip")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mmspec.core.drafter import Drafter, fork, lend
-from mmspec.engine.drift import MeasuredBudget
+from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes

@@ -19,7 +19,7 @@ from mmspec.compare import first_difference
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.errors import first_line
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
-from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
 from mmspec.eval.suite.sample import Sample
@@ -110,7 +110,7 @@ class Evaluator:
         count = self.settings.warm_up
         for size in self.settings.batch_sizes:
             number = max(count, 1) * size
-            prompts = held_out_requests(number, 0, first=4000) if self.visual else held_out_texts(number, 4_000_000)
+            prompts = warm_up_requests(number, self.visual)
             for temperature in self.settings.temperatures:
                 options = DecodingOptions(_WARM_UP_TOKENS, temperature)
                 self._find_refused(prompts[:size], size, temperature)

@@ -130,6 +130,22 @@ rouge_l = _mean_over_turns("ROUGE-L", _rouge_l)
 last_number = _mean_over_turns("exact match", _last_number)
 
 
+def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of what answers have to mention that they do, and share of answers that mention all of it.
+
+    ``metadata`` has the accepted wordings of each thing to mention; samples without any are not counted.
+    """
+    found = [
+        [_contained(answers[0], wordings) for wordings in sample.metadata]
+        for sample, answers in answered
+        if sample.metadata
+    ]
+    return {
+        "mentioned": mean(share for shares in found for share in shares) if found else 0.0,
+        "all mentioned": mean(map(min, found)) if found else 0.0,
+    }
+
+
 def chosen_letter(answer: str, options: Sequence[str]) -> str | None:
     """The letter of the option that an answer names; None if it names none or several."""
     letters = [chr(ord("A") + k) for k in range(len(options))]

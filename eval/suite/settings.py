@@ -26,8 +26,7 @@ class SuiteSettings(Checked):
         "DRAFTER[@tree|@chain[N]|@NODES], optionally LABEL=...",
     )
     data: str | None = option(None, settable(TEXT))
-    limit: int | None = option(None, settable(whole(1)), "Samples per task; by default all, or 64 of drawn tasks.")
-    frames: int = option(8, whole(1, 512), "Per drawn video.")
+    limit: int | None = option(None, settable(whole(1)), "Samples per task; by default all.")
     temperatures: tuple[float, ...] = option(
         (0.0,), listed(SamplingParams.rule("temperature")), "0 is greedy.", default_text="0"
     )
@@ -46,4 +45,4 @@ class SuiteSettings(Checked):
     def samples(self, task: str) -> list[Sample]:
         from mmspec.eval.suite.tasks import TASKS
 
-        return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit, self.frames)
+        return TASKS[task].samples(None if self.data is None else Path(self.data), self.limit)

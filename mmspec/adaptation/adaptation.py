@@ -7,9 +7,8 @@ from time import monotonic
 from typing import Any
 
 from mmspec import plugins
-from mmspec.adaptation.heads import HeadAdaptation
+from mmspec.adaptation.heads import HeadAdaptation, Store
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.adaptation.store import Store
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
+from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, Protocol
 
@@ -18,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from mmspec import plugins
-from mmspec.adaptation.store import Store
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.hidden_state.entries import take
 from mmspec.drafters.trained import TrainedDrafter
+from mmspec.files import make_folder
 
 _WAITING = 64  # ended sequences that have not been learned from; further ones are not recorded
 _LONGEST = 4096  # tokens of a recorded prompt
@@ -274,3 +276,37 @@ class HeadAdaptation:
 
     def _drafter(self, network: nn.Module) -> TrainedDrafter:
         return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
+
+
+class Store:
+    """The newest generation of a checkpoint, in a numbered folder of ``folder``.
+
+    A new one is written beside the newest and renamed; only then the older is removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest(self) -> Path | None:
+        """Folder of the newest generation; None if there is none."""
+        return max(self._generations(), default=None)
+
+    def write(self, write: Callable[[Path], None]) -> None:
+        """Write a generation.
+
+        Args:
+            write: fills a folder.
+
+        Raises:
+            UserError: the folder cannot be written, or the disk is full.
+        """
+        before = self._generations()
+        number = int(max(before).name) + 1 if before else 0
+        make_folder(self.folder / f"{number:08}", write, hint="")
+        for one in before:
+            shutil.rmtree(one, ignore_errors=True)
+
+    def _generations(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if path.name.isdecimal() and len(path.name) == 8]

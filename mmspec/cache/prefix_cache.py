@@ -46,7 +46,7 @@ class Prefix:
 
 
 @dataclass
-class Answer:
+class RunningStates:
     """Features and inputs of a running sequence: of its prompt, and of each token committed after it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Answer:
         embeds: Tensor | None,
         positions: Tensor | None,
         features: dict[Feature, Tensor],
-    ) -> Answer:
+    ) -> RunningStates:
         """The answer to a row of a prefill of left-padded prompts.
 
         Args:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from mmspec.cache.buffers import KVBuffers
-from mmspec.cache.static_buffers import SlotBounds, StaticKVBuffers
+from mmspec.cache.buffers import KVBuffers, SlotBounds, StaticKVBuffers
 from mmspec.core.target import KeysValues
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device

@@ -25,7 +25,7 @@ _SECTIONS = {
         "demo": "Open the web demo.",
     },
     "Train": {
-        "train": "Train models and drafters.",
+        "train": "Train drafters.",
         "export": "Write a drafter for vLLM or SGLang.",
         "datastore": "Index texts on disk, to draft from.",
     },
@@ -37,10 +37,7 @@ _SECTIONS = {
     "Inspect": {
         "info": "Show devices, versions, models and drafters.",
     },
-    "Models and data": {
-        "tiny-llava": "The embedded vision-language model.",
-        "smol-llava": "A captioner of photographs on SmolLM2.",
-        "tiny-hybrid": "The embedded hybrid language model.",
+    "Data": {
         "make-data": "Generate training data for drafters with a model.",
     },
 }

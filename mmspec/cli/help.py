@@ -47,18 +47,9 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec train make-data --model smol-llava --prompts data.json --images photos --out made",
     ),
     "train recycle": (
-        "mmspec train recycle --out run",
+        "mmspec train recycle --model smollm2 --recorded made --out run",
         "mmspec train recycle --model smollm2 --prompts data.jsonl --out run",
     ),
-    "train tiny-llava": (
-        "mmspec train tiny-llava --out run",
-        "mmspec train tiny-llava --out run --minutes 10 --scenes 0",
-    ),
-    "train smol-llava": (
-        "mmspec train smol-llava --out run --fetch",
-        "mmspec train smol-llava --out run --start photos --seed 1",
-    ),
-    "train tiny-hybrid": ("mmspec train tiny-hybrid --out run", "mmspec train tiny-hybrid --out run --minutes 10"),
 }
 _TRAINING_EXAMPLES = (
     "mmspec {name} --model smollm2 --text made/data.jsonl --out run --minutes 60",
@@ -77,7 +68,7 @@ class Command(click.Command):
         ),
         "Loading": ("device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
         "Images and videos": (
-            *("frames", "fps", "video_backend", "images", "scenes", "pictures", "max_images", "max_videos"),
+            *("frames", "fps", "video_backend", "images", "max_images", "max_videos"),
             *("max_pixels", "max_video_seconds"),
         ),
         "Sampling": (

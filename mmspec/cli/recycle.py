@@ -10,7 +10,6 @@ import click
 import torch
 from rich.console import Console
 
-from mmspec import plugins
 from mmspec.checks import shown
 from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
@@ -27,14 +26,13 @@ _BATCH = 16
 @click.command(cls=Command)
 @model_option
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
-@click.option("--prompts", type=FILE, help="JSON lines: prompt, images, videos.")
+@click.option("--prompts", type=FILE, help="Answer these: JSON lines with prompt, images, videos.")
 @click.option("--recorded", type=FOLDER, multiple=True, help="Or features of `make-data --record`; repeatable.")
 @click.option(
     "--contexts",
     type=click.IntRange(1),
     help="With --recorded: number of contexts to keep, those that occur most often.",
 )
-@click.option("--scenes", default=800, show_default=True, help="Number of drawn scenes and clips without --prompts.")
 @click.option("--max-new-tokens", default=200, show_default=True)
 @click.option("--dtype", default="auto", show_default=True, help="Of the target, as in `mmspec generate`.")
 def recycle(
@@ -43,14 +41,13 @@ def recycle(
     prompts: Path | None,
     recorded: tuple[Path, ...],
     contexts: int | None,
-    scenes: int,
     max_new_tokens: int,
     dtype: str,
 ) -> None:
-    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts, or has answered.
-
-    Without --prompts and --recorded, the model captions drawn scenes and clips of tiny-llava's training data.
-    """
+    """Fill a recycle drafter's table with the top tokens of a model while it answers prompts, or has answered."""
+    if (prompts is None) == (not recorded):
+        received = "both" if recorded else "neither"
+        raise UserError(f"expected one of --prompts and --recorded, received {received}")
     if contexts and not recorded:
         raise UserError("--contexts counts occurrences in --recorded: expected both, received no --recorded")
     drafter = Recycle()
@@ -63,7 +60,7 @@ def recycle(
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
-    requests = list(_read(prompts) if prompts else plugins.find("prompts", "scenes")(scenes))
+    requests = list(_read(prompts))
     with show_progress(console, "answering") as show:
         for start in range(0, len(requests), _BATCH):
             show(start, len(requests))

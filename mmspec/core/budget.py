@@ -1,11 +1,15 @@
-"""Interface of tree budgets: the number of drafted nodes per step, and the measured cost of a verify pass."""
+"""Interface of tree budgets: the number of drafted nodes per step, the measured cost of a verify pass, and whether
+drafting pays."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import inf, sqrt
+from operator import mul
+from statistics import fmean
 
 from mmspec.core.tree import TokenTree
 
@@ -106,3 +110,52 @@ class Budget:
         commit_seconds: float = 0.0,
     ) -> None:
         """Update with a step's tree size (root included), accepted path per row, and times."""
+
+
+_RECENT_STEPS = 32  # whose gain is averaged
+_FEWEST_STEPS = 12  # that may show a loss
+_STAKE = 3.0  # what fewer may lose
+_HOPE = 1.0  # gain of another step: some drafts are accepted, although none were
+_REST = 28, 84  # fewest and most steps of a rest
+_STANDARD_ERRORS = 2.0  # that a mean loss must exceed
+_LOSS_SHARE = 0.03  # of the time, which the steps between rests may lose
+
+
+class DraftingPayoff:
+    """Whether drafting pays: it is tried, rests after losses beyond chance, and is tried anew.
+
+    Each draft step gains its tokens and loses its time, both in plain decode steps or both in tokens. While the mean
+    gain of recent steps is below zero by more than chance, drafting rests, the longer the more it loses.
+    """
+
+    def __init__(self) -> None:
+        self._gains: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.rest = 0
+
+    def rests(self) -> bool:
+        """Whether to rest in this step; called once per step."""
+        if not self.rest and self._loses():
+            fewest, most = _REST
+            self.rest = min(max(fewest, int(_FEWEST_STEPS * -fmean(self._gains) / _LOSS_SHARE)), most)
+            self._gains.clear()
+        if not self.rest:
+            return False
+        self.rest -= 1
+        return True
+
+    def add(self, gain: float) -> None:
+        """Add a draft step; the loss of a very slow one is limited."""
+        self._gains.append(max(gain, 1 - _STAKE))
+
+    def restart(self) -> None:
+        """Forget all steps."""
+        self._gains.clear()
+        self.rest = 0
+
+    def _loses(self) -> bool:
+        if len(self._gains) < _FEWEST_STEPS:
+            return sum(self._gains) < -_STAKE
+        count = len(self._gains) + 1  # and the hope; statistics.stdev takes a hundred times as long, in every step
+        mean = (sum(self._gains) + _HOPE) / count
+        variance = (sum(map(mul, self._gains, self._gains)) + _HOPE**2) / count - mean**2
+        return mean + _STANDARD_ERRORS * sqrt(max(variance, 0.0) / (count - 1)) < 0.0

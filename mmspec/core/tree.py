@@ -91,22 +91,19 @@ class TokenTree:
 
     def check_values(self) -> None:
         """Raises ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
-        parents, alive = self.parents, self.alive
-        if not alive[:, 0].all():
-            raise ValueError("the root must be valid in every row")
-        index = torch.arange(self.nodes, device=parents.device)
-        wrong = (parents >= index) | (parents < torch.where(index == 0, -1, 0))
-        if wrong.any():
-            b, i = wrong.nonzero()[0].tolist()
-            expected, got = "-1" if i == 0 else f">= 0 and < {i}", int(parents[b, i])
-            raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {got}, expected {expected}")
-        orphan = alive & ~alive.gather(1, parents.clamp(min=0))
-        if orphan.any():
-            b, i = orphan.nonzero()[0].tolist()
-            raise ValueError(
-                f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {int(parents[b, i])}"
-            )
-        if self.log_probs is not None and not (self.log_probs.where(alive, 0.0) < _ROUNDING).all():
+        # On the host: trees have dozens of nodes, and each tensor operation takes as long as a loop over ten of them.
+        for b, (parents, alive) in enumerate(zip(self.parents.tolist(), self.alive.tolist(), strict=True)):
+            if not alive[0]:
+                raise ValueError("the root must be valid in every row")
+            for i, parent in enumerate(parents):
+                if not (0 <= parent < i if i else parent == -1):
+                    expected = f">= 0 and < {i}" if i else "-1"
+                    raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {parent}, expected {expected}")
+                if i and alive[i] and not alive[parent]:
+                    raise ValueError(
+                        f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {parent}"
+                    )
+        if self.log_probs is not None and not (self.log_probs.where(self.alive, 0.0) < _ROUNDING).all():
             raise ValueError(f"log_probs must be at most 0: got {float(self.log_probs.max())}")
 
     @cached_property

@@ -33,16 +33,14 @@ class PendingConversation:
     Attributes:
         questions: content of each user message, as in `data.Conversation`.
         expected: estimated length of each answer, in characters.
-        known: reference answers, if there are any.
     """
 
     id: str
     questions: list[list[dict[str, Any]]]
     expected: list[int]
     system: tuple[dict[str, Any], ...] = ()
-    known: tuple[str, ...] = ()
     messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[tuple[int, ...] | None] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.messages += self.system
@@ -63,11 +61,11 @@ class PendingConversation:
         """Returns the messages up to the next question."""
         return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
 
-    def add_answer(self, text: str, token_ids: Sequence[int] | None) -> None:
-        """Appends the next question and its answer; `token_ids` are None where only the text is known."""
+    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
+        """Appends the next question and its answer."""
         self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
         self.messages.append({"role": "assistant", "content": text.strip()})
-        self.answers.append(None if token_ids is None else tuple(token_ids))
+        self.answers.append(tuple(token_ids))
 
     def result(self) -> data.Conversation:
         """Returns the conversation so far."""

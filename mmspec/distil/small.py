@@ -6,13 +6,15 @@ target instead, and learns its whole distributions over answers.
 
 from __future__ import annotations
 
+import copy
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
@@ -22,9 +24,9 @@ from mmspec.distil.tasks import DrafterSetup, decoder_weights, head_weight
 from mmspec.drafters.dflash.drafter import plain_embedding
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
+from mmspec.files import settle, temporary
 from mmspec.pipeline import Pipeline
 from mmspec.targets.head import Head
-from mmspec.training.embedded import export
 from mmspec.training.loss import LossOutput
 
 _HEAD_DIM = 64
@@ -44,8 +46,18 @@ class DraftModel(Small):
         self._tokenizer = tokenizer
 
     def save(self, folder: Path, target: Target) -> None:
-        """Writes weights in bfloat16, configuration and tokenizer."""
-        export(self.model, self._tokenizer, folder)
+        """Writes weights in bfloat16, configuration and tokenizer; each file is replaced atomically."""
+        small: Any = copy.deepcopy(self.model).to(torch.bfloat16)
+        tokens = {name: getattr(self.model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        small.generation_config = GenerationConfig(**tokens, max_new_tokens=256, do_sample=False)
+        with temporary(folder) as part:
+            part.mkdir()
+            small.save_pretrained(part)
+            self._tokenizer.save_pretrained(part)
+            settle(part)
+            folder.mkdir(exist_ok=True)
+            for path in sorted(part.iterdir()):
+                os.replace(path, folder / path.name)
 
 
 def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Features, *_: Any) -> LossOutput:

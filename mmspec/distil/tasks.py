@@ -25,7 +25,7 @@ from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
-from mmspec.targets.decoder_layer import MergedLayer
+from mmspec.targets.merged_layers import MergedLayer
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import LearningRates, Optimisers
 from mmspec.training.plan import CurriculumSampler, ExampleIndex, linear_ramp
@@ -183,9 +183,7 @@ def drafter_optimisers(network: nn.Module, optimiser: Literal["muon", "adamw"], 
     """Returns the optimisers of all parameters of a drafter's network."""
     muon = LearningRates(matrix=rate, other=rate / 2)
     rates = muon if optimiser == "muon" else LearningRates(matrix=None, other=rate, clip=0.5)
-    # An embedding's rows are updated one by one: not a matrix in Muon's sense.
-    is_matrix = lambda name, parameter: parameter.ndim == 2 and "embed" not in name  # noqa: E731
-    return Optimisers([(network, 1.0)], rates, is_matrix)
+    return Optimisers(network, rates)
 
 
 def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.ops import kernels
-from mmspec.targets.runner import Runner
+from mmspec.targets.runner import VerifyRunner
 
 State = TypeVar("State")
 Nodes = tuple[list[int], list[int], list[float]]
@@ -240,7 +240,7 @@ class LevelPasses:
         read: the feature that passes return.
     """
 
-    def __init__(self, runner: Runner, recurrent: bool, read: Feature = "last") -> None:
+    def __init__(self, runner: VerifyRunner, recurrent: bool, read: Feature = "last") -> None:
         self._runner, self._recurrent, self._read = runner, recurrent, read
         self._reach, self._levels = Reach(), 0
         self._nodes: tuple[Tensor, Tensor, Tensor] | None = None  # of all levels: tokens, depths and ancestors
@@ -271,7 +271,7 @@ class LevelPasses:
 def _joined(
     nodes: tuple[Tensor, Tensor, Tensor], level: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Earlier nodes and a level, each as of ``Runner.forward_nodes``."""
+    """Earlier nodes and a level, each as of ``VerifyRunner.forward_nodes``."""
     (tokens, depth, reach), (more, deeper, reached) = nodes, level
     reach = torch.cat([F.pad(reach, (0, more.shape[1])), reached], dim=1)
     return torch.cat([tokens, more], dim=1), torch.cat([depth, deeper], dim=1), reach

@@ -10,13 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mmspec.core.budget import Budget
+from mmspec.core.budget import Budget, DraftingPayoff
 from mmspec.core.drafter import Drafter, as_drafter
 from mmspec.core.guard import Guard
 from mmspec.core.merge import merge
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
-from mmspec.core.trial import Trial
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 
@@ -27,7 +26,7 @@ class Union(Drafter):
     """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
 
     Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
-    would have drafted, and rests alone while it loses (``Trial``). One that fails rests alone, too (``Guard``).
+    would have drafted, and rests alone while it loses (``DraftingPayoff``). One that fails rests alone (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -40,7 +39,7 @@ class Union(Drafter):
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters = drafters
-        self._trials = [Trial() for _ in drafters]
+        self._payoffs = [DraftingPayoff() for _ in drafters]
         self._drafts: dict[int, tuple[TokenTree, float]] = {}  # by drafter: its tree of this step, and seconds
         self._began = 0.0  # clock at this step's proposal
         self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
@@ -87,8 +86,8 @@ class Union(Drafter):
         adapts = budget.adapts
         self._began = start = clock()
         self._drafts, trees = {}, []
-        for place, (guard, trial) in enumerate(zip(self._guards, self._trials, strict=True)):
-            if guard.rests or (adapts and trial.rests()):
+        for place, (guard, payoff) in enumerate(zip(self._guards, self._payoffs, strict=True)):
+            if guard.rests or (adapts and payoff.rests()):
                 continue
             trees.append(guard.propose(token, budget))
             if adapts:
@@ -136,7 +135,7 @@ class Union(Drafter):
             others = [depths for other, depths in reached.items() if other != place]
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
             gains = [max(0, len(tokens) - 1 - most) for tokens, most in zip(emitted, best, strict=True)]
-            self._trials[place].add(fmean(gains) - seconds / pace)
+            self._payoffs[place].add(fmean(gains) - seconds / pace)
         self._drafts = {}  # not every step drafts
 
 

@@ -104,17 +104,16 @@ class EngineCore:
         """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
         held = self.mode.speculation if self.mode else None
         new = mode.speculation if mode else None
-        self.mode = mode
         if held is not new:
+            self.mode = None
             if held is not None:
-                held.__exit__()
+                held.release()
             if new is not None:
-                try:
-                    new.__enter__()
-                except BaseException:
-                    self.mode = None
-                    raise
+                new.acquire()
+        self.mode = mode
         self.target.features = features(new.drafter if new else None)
+        if mode is not None and not self.running:
+            mode.speculation.budgets.calibrate(adaptive=mode.num_draft_tokens is None)
 
     @property
     def _drafter(self) -> Guard | None:
@@ -181,7 +180,10 @@ class EngineCore:
         tree = drafter.propose(self._token, budget) if drafting else root
         tree = budget.prune(constrain(rows, tree, budget, drafter))
         # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
-        tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
+        if tree.nodes == 1:
+            tree = root
+        else:
+            tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
         for number, row in enumerate(rows):
             row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
         return tree, drafting
@@ -189,7 +191,7 @@ class EngineCore:
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
         assert self.mode is not None
-        budget = self.mode.speculation.budget_of(len(self.running), self.mode.num_draft_tokens)
+        budget = self.mode.speculation.budgets.of(len(self.running), self.mode.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:

@@ -17,7 +17,7 @@ import torch
 
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
-from mmspec.engine.idle import QUIET, SHARE, IdleTask, run_idle
+from mmspec.engine.idle import IDLE_DELAY_SECONDS, IDLE_TIME_SHARE, IdleTask, run_idle
 from mmspec.engine.lockstep import LockstepCore
 from mmspec.engine.openmp import release_threads
 from mmspec.engine.request import Call
@@ -117,7 +117,6 @@ class Engine:
         mode = caller.core.mode if caller else None
         if caller is self or (mode and mode.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
-        speculation.calibrate(adaptive=num_draft_tokens is None)
         release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
@@ -168,20 +167,19 @@ class Engine:
 
     def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
         """Warm up decode steps, where these are captured, once there are no sequences; see ``Pipeline.warm_up``."""
-        with self._on_device():
-            if captures_steps(self.target):
-                with self._drained():
-                    speculation.warm_up(rows, tokens, sizes)
+        if captures_steps(self.target):
+            with self.drained():
+                speculation.warm_up(rows, tokens, sizes)
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
-        with self._drained():
+        with self.drained():
             pass
 
     @contextmanager
-    def _drained(self) -> abc.Iterator[None]:
+    def drained(self) -> abc.Iterator[None]:
         """Run a block after all sequences have ended, and before others come."""
-        with self._changed:
+        with self._on_device(), self._changed:
             self._drains += 1
             try:
                 self._changed.notify_all()
@@ -261,7 +259,7 @@ class Engine:
         start = clock()
         if not run_idle(task, task.turn):
             self.idle.discard(task)
-        self._idle_from = clock() + (clock() - start) * (1 / SHARE - 1)
+        self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
 
     def _turn(self) -> None:
         """Run a step and notify the clients of its sequences; while there are none, do some idle work."""
@@ -278,7 +276,7 @@ class Engine:
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
         self.threads.end_step()
-        self._idle_from = clock() + QUIET
+        self._idle_from = clock() + IDLE_DELAY_SECONDS
         for sequence in core.touched:
             if sequence.has_output:
                 sequence.on_change()

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-QUIET = 0.25
+IDLE_DELAY_SECONDS = 0.25
 """Seconds without a sequence before idle work begins: clients that send the next request at once never wait for it."""
 
-SHARE = 0.1
+IDLE_TIME_SHARE = 0.1
 """Share of idle time that idle work takes: a sequence that comes then rarely waits for the end of a turn."""
 
 _log = logging.getLogger("mmspec")

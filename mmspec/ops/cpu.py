@@ -126,14 +126,40 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     batch, nodes, heads, head_dim = query.shape
     _, kv_heads, slots, _ = key.shape
     out = query.new_empty(batch, nodes, heads * head_dim)
-    masked = (None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(2))
-    task = Attention(
-        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), masked[0], out.data_ptr(), scale),
-        *(batch, nodes, slots, heads, kv_heads, head_dim),
-        *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), key.stride(2), *masked[1:]),
-    )
+    task = _attention(batch, nodes, slots, heads, kv_heads, head_dim, key.stride(), mask, scale)
+    task.query, task.key, task.value, task.read = (part.data_ptr() for part in (query, key, value, out))
+    task.query_row, task.query_node, *_ = query.stride()
     cpu_library.functions().attention(task, kernel_threads())
     return out
+
+
+def _attention(
+    batch: int,
+    nodes: int,
+    slots: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    strides: Sequence[int],
+    mask: Tensor | None,
+    scale: float,
+) -> Attention:
+    """Shapes, mask and scale of an attention; ``strides`` are those of (batch, kv_heads, slots, head_dim) keys."""
+    row, head, slot, _ = strides
+    masked = {} if mask is None else {"mask": mask.data_ptr(), "mask_row": mask.stride(0), "mask_node": mask.stride(2)}
+    return Attention(
+        batch=batch,
+        nodes=nodes,
+        slots=slots,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        key_row=row,
+        key_head=head,
+        key_slot=slot,
+        scale=scale,
+        **masked,
+    )
 
 
 def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
@@ -183,12 +209,9 @@ def decode(
     batch, nodes, _ = x.shape
     hidden = weights[0].read.outputs
     states = x.new_empty(len(weights), batch, nodes, hidden)
-    work = _pass(weights, x, rotation, cache, start)
-    work.hidden, work.states, work.attention.scale = hidden, states.data_ptr(), scale
+    work = _pass(weights, x, rotation, cache, start, mask, scale)
+    work.hidden, work.states = hidden, states.data_ptr()
     work.middle = None if middle is None else middle.data_ptr()
-    if mask is not None:
-        attention = work.attention
-        attention.mask, attention.mask_row, attention.mask_node = mask.data_ptr(), mask.stride(0), mask.stride(2)
     cpu_library.functions().decode(work, kernel_threads())
     return states
 
@@ -203,17 +226,22 @@ def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, 
     cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
 
 
-def _pass(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int) -> Pass:
+def _pass(
+    weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, start: int, mask: Tensor | None = None, scale: float = 0.0
+) -> Pass:
     """A pass that writes keys and values to a cache; arguments as for ``decode``."""
-    batch, nodes, _ = x.shape
-    layer = weights[0]
-    attention = Attention(
-        *(None,) * 5,
-        *(0.0, batch, nodes, start + nodes, layer.heads, layer.kv_heads, layer.head_dim),
-        *(0, 0, *cache.stride()[1:4], 0, 0),
+    (batch, nodes, _), layer = x.shape, weights[0]
+    heads = layer.heads, layer.kv_heads, layer.head_dim
+    return Pass(
+        layers=ctypes.addressof(weights),
+        count=len(weights),
+        start=start,
+        x=x.data_ptr(),
+        rotation=rotation.data_ptr(),
+        cache=cache.data_ptr(),
+        cache_part=cache.stride(0),
+        attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
     )
-    pointers = x.data_ptr(), rotation.data_ptr(), None, None, cache.data_ptr()
-    return Pass(ctypes.addressof(weights), len(weights), 0, start, *pointers, cache.stride(0), attention)
 
 
 def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tensor]:

@@ -43,9 +43,6 @@ BUILTIN = {
         "msd": "mmspec.vision.distil.online:msd",
         "flash": "mmspec.vision.distil.online:flash",
     },
-    "prompts": {
-        "scenes": "mmspec.vision.distil.scenes:caption_requests",
-    },
     "models": {
         "tiny-llava": "mmspec.vision.embedded:tiny_llava",
         "smol-llava": "mmspec.vision.embedded:smol_llava",
@@ -70,9 +67,6 @@ BUILTIN = {
         "datastore": "mmspec.cli.datastore:datastore",
     },
     "train": {
-        "tiny-llava": "mmspec.vision.cli.models:tiny_llava",
-        "smol-llava": "mmspec.vision.cli.models:smol_llava",
-        "tiny-hybrid": "mmspec.ssm.cli.models:tiny_hybrid",
         "recycle": "mmspec.cli.recycle:recycle",
         "msd": "mmspec.vision.cli.drafters:msd",
         "flash": "mmspec.vision.cli.drafters:flash",

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mmspec import ops
-from mmspec.cache.static_buffers import SlotBounds
+from mmspec.cache.buffers import SlotBounds
 from mmspec.errors import UserError
 from mmspec.targets.masks import window_of
 from mmspec.targets.support import decoder_of

@@ -23,8 +23,8 @@ from mmspec.targets.attention import NAME, PassAttention
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
+from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.stack import first_layers
 from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
 
 

@@ -13,7 +13,7 @@ from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, stored_layer
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
-from mmspec.targets.merging import merge_layers
+from mmspec.targets.merged_layers import merge_layers
 from mmspec.targets.support import lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {

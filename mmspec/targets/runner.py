@@ -23,7 +23,7 @@ from mmspec.targets.head import Head
 from mmspec.targets.masks import tail_mask
 
 
-class Runner(ABC):
+class VerifyRunner(ABC):
     """Verify passes of a decoder, and the cache of their sequences.
 
     Attributes:
@@ -142,7 +142,7 @@ class Runner(ABC):
         """Move the path's states to the prefix, and advance the positions."""
 
 
-class EagerRunner(Runner):
+class EagerRunner(VerifyRunner):
     """Passes over exactly the nodes and rows there are."""
 
     static_shapes = False
@@ -180,7 +180,7 @@ class EagerRunner(Runner):
         position += accepted[0] if len(set(accepted)) == 1 else on_device(accepted, position.device)
 
 
-class StaticRunner(Runner):
+class StaticRunner(VerifyRunner):
     """Passes padded to few shapes, over buffers that keep their addresses: captured as CUDA graphs."""
 
     static_shapes = True
@@ -244,7 +244,7 @@ class StaticRunner(Runner):
         return ()
 
 
-def new_runner(decoder: Decoder, head: Head) -> Runner:
+def new_runner(decoder: Decoder, head: Head) -> VerifyRunner:
     """A runner without sequences, of static shapes where the device pays for them and the layers can have them."""
     return (StaticRunner if decoder.static_shapes else EagerRunner)(decoder, head)
 

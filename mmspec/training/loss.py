@@ -1,17 +1,11 @@
-"""Training losses: output of a task, next-token cross-entropy and its batches, running means for the log."""
+"""Training losses: output of a task, running means for the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-
-IGNORE = -100
-"""Label of positions without a loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -25,50 +19,6 @@ class LossOutput:
 
     total: Tensor
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-def next_token_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor) -> tuple[Tensor, float]:
-    """Returns cross-entropy and accuracy of the next token; logits are computed at labelled positions only.
-
-    Args:
-        hidden: last hidden states, (batch, length, hidden).
-        head: language model head, from (labels, hidden) to logits (labels, vocab).
-        labels: (batch, length), as of `TokenBatch`.
-    """
-    labelled = labels != IGNORE
-    truth = labels[labelled]
-    logits = head(hidden[labelled]).float()
-    accuracy = (logits.detach().argmax(-1) == truth).float().mean().item()
-    return F.cross_entropy(logits, truth), accuracy
-
-
-@dataclass
-class TokenBatch:
-    """Token sequences, padded on the right; causal layers need no mask for that.
-
-    Attributes:
-        tokens: (batch, length) int64.
-        labels: (batch, length) int64, the next token, or `IGNORE` where there is no loss.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-
-    @property
-    def label_count(self) -> int:
-        return int((self.labels != IGNORE).sum())
-
-
-def pad_tokens(rows: Sequence[tuple[Any, Any]], pad: int, multiple: int) -> TokenBatch:
-    """Pads rows of token ids and, for each, whether it is to be predicted, to a multiple of a length."""
-    longest = max(len(ids) for ids, _ in rows) - 1
-    length = -(-longest // multiple) * multiple
-    tokens, labels = torch.full((len(rows), length), pad), torch.full((len(rows), length), IGNORE)
-    for index, row in enumerate(rows):
-        ids, predicted = (torch.as_tensor(column) for column in row)
-        tokens[index, : len(ids) - 1] = ids[:-1]
-        labels[index, : len(ids) - 1] = torch.where(predicted[1:], ids[1:].long(), IGNORE)
-    return TokenBatch(tokens, labels)
 
 
 class RunningMeans:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LearningRates:
-    """Learning rates, weight decay and gradient clipping. The defaults are those of the embedded vision tower.
+    """Learning rates, weight decay and gradient clipping.
 
     Attributes:
         matrix: of Muon, scaled to match AdamW's update RMS (`match_rms_adamw`); None trains matrices by AdamW too.
@@ -20,8 +19,8 @@ class LearningRates:
         clip: maximum norm of all gradients together.
     """
 
-    matrix: float | None = 4e-3
-    other: float = 2e-3
+    matrix: float | None
+    other: float
     decay: float = 0.01
     clip: float = 1.0
 
@@ -31,50 +30,26 @@ class LearningRates:
         return self.other if self.matrix is None else self.matrix
 
 
-def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter is a matrix of a layer or projector, not an embedding or a head."""
-    return parameter.ndim == 2 and (".layers." in f".{name}" or "projector" in name)
-
-
 class Optimisers:
-    """Muon and AdamW as one optimiser.
+    """Muon and AdamW as one optimiser of a network's parameters that require gradients."""
 
-    Args:
-        groups: modules, each with a factor on its learning rates. A parameter in two modules belongs to the first;
-            those that require no gradient are left out.
-        rates: learning rates; `LearningRates()` by default.
-        is_matrix: whether Muon trains a parameter, given its name in its module.
-    """
-
-    def __init__(
-        self,
-        groups: Iterable[tuple[nn.Module, float]],
-        rates: LearningRates | None = None,
-        is_matrix: Callable[[str, nn.Parameter], bool] = is_layer_matrix,
-    ) -> None:
-        rates = self.rates = rates or LearningRates()
-        matrices: list[dict] = []
-        others: list[dict] = []
-        taken: set[int] = set()
-        self.parameters: list[nn.Parameter] = []
-        for module, factor in groups:
-            inner: list[nn.Parameter] = []
-            outer: list[nn.Parameter] = []
-            for name, parameter in module.named_parameters():
-                if id(parameter) in taken or not parameter.requires_grad:
-                    continue
-                taken.add(id(parameter))
-                (inner if rates.matrix is not None and is_matrix(name, parameter) else outer).append(parameter)
-            self.parameters += inner + outer
-            if inner:
-                matrices.append({"params": inner, "lr": (rates.matrix or 0.0) * factor})
-            if outer:
-                others.append({"params": outer, "lr": rates.other * factor})
+    def __init__(self, network: nn.Module, rates: LearningRates) -> None:
+        self.rates = rates
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                # An embedding's rows are updated one by one: not a matrix in Muon's sense.
+                is_matrix = rates.matrix is not None and parameter.ndim == 2 and "embed" not in name
+                (matrices if is_matrix else others).append(parameter)
+        self.parameters = matrices + others
         self.all: list[torch.optim.Optimizer] = []
         if matrices:
-            self.all.append(torch.optim.Muon(matrices, weight_decay=rates.decay, adjust_lr_fn="match_rms_adamw"))
+            muon = {"lr": rates.matrix, "weight_decay": rates.decay, "adjust_lr_fn": "match_rms_adamw"}
+            self.all.append(torch.optim.Muon(matrices, **muon))
         if others:
-            self.all.append(torch.optim.AdamW(others, weight_decay=rates.decay, betas=(0.9, 0.95), fused=True))
+            adamw = {"lr": rates.other, "weight_decay": rates.decay, "betas": (0.9, 0.95), "fused": True}
+            self.all.append(torch.optim.AdamW(others, **adamw))
         self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
 
     def step(self, factor: float) -> None:

@@ -99,7 +99,7 @@ class TrainingTask(Protocol):
         """Returns metrics of the current network on held-out examples."""
 
     def save(self, folder: Path) -> None:
-        """Writes the trained model or drafter."""
+        """Writes the trained drafter."""
 
 
 TEXT, MIXED = "text", "mixed"

@@ -1,4 +1,4 @@
-"""The trainer of drafters and embedded models: one device or several, limited by steps or minutes, resumable.
+"""The trainer of drafters: one device or several, limited by steps or minutes, resumable.
 
 It is independent of what it trains: a `TrainingTask` provides network, optimisers, examples and loss. On the console,
 it has a progress bar and stops cleanly on SIGINT or SIGTERM.
@@ -32,7 +32,7 @@ from mmspec.training.optimisers import lr_factor
 from mmspec.training.plan import TrainingPlan, TrainingTask
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
-DRAFTER, MODEL = "drafter", "model"
+DRAFTER = "drafter"
 LOG_ROWS = 400
 """Rows of training metrics in the log of a complete run."""
 
@@ -45,9 +45,8 @@ class Trainer:
     """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
 
     Args:
-        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and `result`.
+        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and `drafter`.
         settings: of the run, as JSON values by name; resuming with other settings is an error.
-        result: subfolder that the task saves the trained model or drafter to.
 
     Attributes:
         notify: called with each row of the log, to which the run's `progress` is added.
@@ -64,13 +63,12 @@ class Trainer:
         task: TrainingTask,
         accelerator: Accelerator,
         settings: Mapping[str, Any] | None = None,
-        result: str = DRAFTER,
     ) -> None:
         if accelerator.distributed_type not in _REPLICATED:
             raise UserError(f"the network must be replicated on every device: received {accelerator.distributed_type}")
         self.folder, self.plan, self.task, self.accelerator = folder, plan, task, accelerator
         self.notify: Callable[[dict[str, Any]], None] = lambda row: None
-        self.settings, self.result = json.loads(json.dumps(settings or {})), folder / result
+        self.settings = json.loads(json.dumps(settings or {}))
         self.loss = accelerator.prepare(_LossModule(task))
         self.step, self.seconds = 0, 0.0
         self._means = RunningMeans()
@@ -118,11 +116,11 @@ class Trainer:
         self.save()
 
     def report(self) -> None:
-        """Evaluates on held-out examples, saves the result and draws the curve, in the main process."""
+        """Evaluates on held-out examples, saves the drafter and draws the curve, in the main process."""
         if not self.accelerator.is_main_process:
             return
         self._log({"event": "held-out", **self.task.evaluate()})
-        self.task.save(self.result)
+        self.task.save(self.folder / DRAFTER)
         draw(self.folder / LOG, self.folder / CURVE)
 
     def save(self) -> None:
@@ -234,15 +232,15 @@ class _LossModule(nn.Module):
         return output.total + unused, output.metrics
 
 
-def train_with_progress(trainer: Trainer, console: Console, title: str = "training") -> bool:
+def train_with_progress(trainer: Trainer, console: Console) -> bool:
     """Trains with a progress bar; returns whether the run is complete.
 
     SIGINT and SIGTERM stop the run after the current step and its checkpoint.
     """
-    with _progress_bar(console, title) as trainer.notify, _stop_signals() as stopped:
+    with _progress_bar(console) as trainer.notify, _stop_signals() as stopped:
         trainer.train(stopped)
     if not trainer.done:
-        console.print(f"{title} stopped at step {trainer.step}; run the same command again to resume", markup=False)
+        console.print(f"training stopped at step {trainer.step}; run the same command again to resume", markup=False)
     return trainer.done
 
 
@@ -264,9 +262,9 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def _progress_bar(console: Console, title: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _progress_bar(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields a function that shows a row of the training log."""
-    with show_progress(console, title) as bar:
+    with show_progress(console, "training") as bar:
         shown: dict[str, str] = {}
 
         def show(row: dict[str, Any]) -> None:

@@ -112,8 +112,9 @@ def test_requests_do_not_share_learned_drafts():
 def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(drafter, models):
     """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
     pipe, batches = models.get("a").pipeline(drafter), []
-    budget = pipe._speculation.budget_of
-    pipe._speculation.budget_of = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
+    budgets = pipe._speculation.budgets
+    budget = budgets.of
+    budgets.of = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
     both = Barrier(2)
 
     def visit(prompt, pieces=None):

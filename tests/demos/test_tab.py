@@ -111,7 +111,7 @@ def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
 def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
     sample = store_upload(service, samples() / "scene.png")
-    drawn = Upload(str(next((service.uploads.folder / "samples").glob("*.png"))), "drawn.png")
+    drawn = Upload(str(service.uploads.folder / "samples" / "two-rings.png"), "drawn.png")
     service.catalog = replace(service.catalog, models=("llava", "tiny-llava", "tiny-hybrid"))
     for kind, prompt, model, media in (
         ("image", "How many objects are there?", "tiny-llava", [sample]),

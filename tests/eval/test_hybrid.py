@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import GenerationConfig
+from transformers import BambaForCausalLM, GenerationConfig
 
 import mmspec
 from mmspec import TokenTree, UserError
@@ -18,26 +18,23 @@ from mmspec.eval import hybrid
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.unrolled import UnrolledTarget
 from mmspec.eval.harness.drafters import ProfiledDrafter
-from mmspec.eval.harness.prompts import held_out_texts
+from mmspec.eval.harness.prompts import held_out_texts, warm_up_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.eval.hybrid import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.ssm.training.architecture import Architecture, new_model
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.model_folders import tokenizer
+from tests.tiny.configs import HYBRID_CONFIGS
 from tests.tiny.models import mamba_network, msd_network
-
-SIZE = Architecture(
-    width=48, layers=3, attention=(1,), heads=2, mamba_heads=2, state=8, mlp=48, context=512, vocabulary=320
-)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("hybrid")
     torch.manual_seed(0)
-    model = new_model(SIZE)
+    config = HYBRID_CONFIGS["bamba"](vocab_size=320, num_hidden_layers=3, attn_layer_indices=[1])
+    model = BambaForCausalLM(config)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.25) if parameter.ndim > 1 else None
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
@@ -155,7 +152,7 @@ def test_trees_are_compared_with_the_fastest_chain():
 
 
 def test_texts_differ():
-    prompts = [request["prompt"] for request in held_out_texts(3) + held_out_texts(3, 4_000_000)]
+    prompts = [request["prompt"] for request in held_out_texts(3) + warm_up_requests(3, visual=False)]
     assert len(set(prompts)) == 6
 
 

@@ -7,13 +7,11 @@ import torch
 
 import mmspec
 from mmspec import UserError
+from mmspec.eval.suite.tasks import TASKS
 from mmspec.vision.embedded import samples, tiny_llava
-from mmspec.vision.scenes.drawing import picture
-from mmspec.vision.scenes.reading import read_objects
-from mmspec.vision.scenes.scene import sample_scene, seeded
-from mmspec.vision.training.accuracy import FIRST_SCENE
 
-SCENES = [sample_scene(seeded("heldout", FIRST_SCENE + 9000 + k), sign_share=0.0) for k in range(12)]
+CAPTIONS = TASKS["scenes-captions"]
+SCENES = CAPTIONS.samples(None, 12)
 
 
 @pytest.fixture(scope="module")
@@ -22,21 +20,19 @@ def pipe():
 
 
 def request(scene):
-    return {"prompt": "Describe the image.", "images": [picture(scene)]}
+    return {"prompt": "Describe the image.", "images": [scene.conversation.images[0]]}
 
 
 def test_captions_equal_generate_and_are_correct(pipe):
-    named = shown = 0
+    answered = []
     for scene in SCENES:
         answer = pipe.generate(**request(scene), max_new_tokens=200)
         prompt = pipe.encode([request(scene)])
         plain = pipe.model.generate(input_ids=prompt.input_ids, **prompt.inputs, max_new_tokens=200, do_sample=False)
         assert answer.token_ids == plain[0, prompt.input_ids.shape[1] :].tolist()
         assert answer.finish_reason == "stop"
-        mentioned = {(m.colour, m.shape, m.cell) for m in read_objects(answer.text)}
-        shown += len(scene.items)
-        named += sum((item.colour, item.shape, item.cell) in mentioned for item in scene.items)
-    assert named / shown > 0.8
+        answered.append((scene, [answer.text]))
+    assert CAPTIONS.score(answered)["mentioned"] > 0.9
 
 
 @pytest.mark.parametrize("drafter", ["flash", "msd"])

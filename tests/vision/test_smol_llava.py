@@ -12,21 +12,20 @@ import pytest
 
 import mmspec
 from mmspec import plugins
+from mmspec.eval.suite.tasks import TASKS
 from mmspec.pipeline import Pipeline
 from mmspec.targets.completed import LABELS
 from mmspec.targets.packing import weights_kind
 from mmspec.vision.efficientnet import lite0
 from mmspec.vision.embedded import photograph, samples, smol_llava
-from mmspec.vision.scenes.drawing import picture
-from mmspec.vision.scenes.reading import read_objects
-from mmspec.vision.scenes.scene import sample_scene, seeded
-from mmspec.vision.training.accuracy import FIRST_SCENE
 from tests.compiled import needs_kernels
 
 missing = [name for name in (*smol_llava.packages, "gguf", "accelerate") if find_spec(name) is None]
 needs_packages = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-SCENES = [sample_scene(seeded("heldout", FIRST_SCENE + 9000 + k), sign_share=0.0) for k in range(8)]
+CAPTIONS = TASKS["scenes-captions"]
+SCENES = CAPTIONS.samples(None, 8)
+IMAGES = [scene.conversation.images[0] for scene in SCENES]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_what_travels_has_no_matrix_of_the_language_model() -> None:
 def test_answers_equal_generate(pipe: Pipeline) -> None:
     assert weights_kind(pipe.model) == "Int4Blocks"
     described = {"prompt": "Describe the image.", "images": [photograph()]}
-    requests = [{"prompt": "List the objects.", "images": [picture(scene)]} for scene in SCENES[:3]]
+    requests = [{"prompt": "List the objects.", "images": [image]} for image in IMAGES[:3]]
     for request in (described, *requests):
         answer = pipe.generate(**request, max_new_tokens=160)
         prompt = pipe.encode([request])
@@ -77,13 +76,9 @@ def test_answers_equal_generate(pipe: Pipeline) -> None:
 @needs_kernels
 def test_a_photograph_and_drawn_scenes_are_described(pipe: Pipeline) -> None:
     assert "fish" in pipe.generate("Describe the image.", images=photograph()).text
-    named = shown = 0
-    for scene in SCENES:
-        answer = pipe.generate("List the objects.", images=picture(scene), max_new_tokens=160)
-        mentioned = {(m.colour, m.shape) for m in read_objects(answer.text)}
-        shown += len(scene.items)
-        named += sum((item.colour, item.shape) in mentioned for item in scene.items)
-    assert named / shown > 0.5
+    listed = [pipe.generate("List the objects.", images=image, max_new_tokens=160).text for image in IMAGES]
+    assert CAPTIONS.score is not None
+    assert CAPTIONS.score([(scene, [text]) for scene, text in zip(SCENES, listed, strict=True)])["mentioned"] > 0.5
 
 
 @pytest.mark.long
@@ -91,7 +86,7 @@ def test_a_photograph_and_drawn_scenes_are_described(pipe: Pipeline) -> None:
 def test_videos_several_images_and_text_are_answered(pipe: Pipeline) -> None:
     requests = [
         {"prompt": "Describe the video.", "videos": [samples() / "clip.mp4"]},
-        {"prompt": "Describe the images.", "images": [picture(scene) for scene in SCENES[:2]]},
+        {"prompt": "Describe the images.", "images": IMAGES[:2]},
         {"prompt": "What is the capital of France?"},
     ]
     together = pipe.generate_batch(requests, max_new_tokens=16)
@@ -112,7 +107,7 @@ def test_its_configuration_is_read_in_a_new_process() -> None:
 @needs_packages
 @needs_kernels
 @pytest.mark.long
-@pytest.mark.parametrize("image", [photograph(), picture(SCENES[0])], ids=["photograph", "drawn"])
+@pytest.mark.parametrize("image", [photograph(), IMAGES[0]], ids=["photograph", "drawn"])
 def test_its_drafter_drafts_from_the_first_request_on(image: Any) -> None:
     request = {"prompt": "Describe the image.", "images": [image], "nodes": 14}
     pipes = [mmspec.load("smol-llava", drafter, device="cpu") for drafter in ("auto", "recycle")]

@@ -32,10 +32,7 @@ DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 
 @click.command("make-data", cls=Command)
 @derived(RunOptions, "target", text="Target model that generates the answers.")
-@click.option("--as-told", is_flag=True, help="With --scenes: use their reference answers, without a model.")
 @click.option("--out", type=OUT_FOLDER, required=True, help="Folder to write.")
-@click.option("--scenes", type=click.IntRange(1), help="Draw conversations about this many training scenes.")
-@click.option("--pictures", type=click.IntRange(1), help="Draw conversations about this many pictures of packages.")
 @click.option("--prompts", type=FILE, help="Conversations (JSON or JSON Lines) whose answers are replaced.")
 @click.option("--images", type=FOLDER, help="Folder of the media in --prompts.")
 @click.option("--self-prompts", type=click.IntRange(1), help="Draw this many prompts from the target (text models).")
@@ -46,16 +43,13 @@ DATA, SETTINGS, FEATURES = "data.jsonl", "settings.json", "features"
 @derived(SamplingParams, "temperature", default=0.0)
 @click.option("--greedy", type=Value(SHARE), default=0.0, show_default=True, help="Share answered greedily.")
 @derived(SamplingParams, "seed", default=0)
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first of them.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="Index of the first self-prompt.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Add to the conversations in --out.")
 @click.option("--record", is_flag=True, help="With --self-prompts: keep hidden states for training, in OUT/features.")
 @device_options
 def make_data(
     target: str,
-    as_told: bool,
     out: Path,
-    scenes: int | None,
-    pictures: int | None,
     prompts: Path | None,
     images: Path | None,
     self_prompts: int | None,
@@ -72,23 +66,13 @@ def make_data(
     The questions of a conversation are answered one after another, each in the context of the target's own earlier
     answers. Run the same command again to resume an interrupted run.
     """
-    sources = {"--scenes": scenes, "--pictures": pictures, "--prompts": prompts, "--self-prompts": self_prompts}
-    chosen = [name for name, value in sources.items() if value is not None]
-    if len(chosen) != 1:
-        raise UserError(f"expected one of {', '.join(sources)}, received {' and '.join(chosen) or 'none'}")
-    if as_told and scenes is None:
-        raise UserError(f"--as-told keeps the answers of drawn scenes: expected --scenes, received {chosen[0]}")
+    if (prompts is None) == (self_prompts is None):
+        received = "neither" if prompts is None else "both"
+        raise UserError(f"expected one of --prompts and --self-prompts, received {received}")
     if record and self_prompts is None:
-        raise UserError(f"--record keeps features of text: expected --self-prompts, received {chosen[0]}")
+        raise UserError("--record keeps features of text: expected --self-prompts, received --prompts")
     click.get_current_context().with_resource(alone(out / ".lock", out))
-    dataset = Dataset(out, {"target": None if as_told else target, **settings}, resume)
-    from mmspec.vision.distil.scenes import KINDS, picture_kinds, training_conversations
-    from mmspec.vision.pictures.library import pictures as installed_pictures
-
-    if as_told:
-        drawn = training_conversations(range(first, first + (scenes or 0)), out)
-        dataset.append([_with_known_answers(job) for job in drawn if job.id not in dataset.done])
-        return
+    dataset = Dataset(out, {"target": target, **settings}, resume)
     from rich.console import Console
 
     from mmspec.cli.session import open_pipeline
@@ -100,15 +84,14 @@ def make_data(
     console = Console(stderr=True)
     pipe = open_pipeline(console, target, None, device, settings["dtype"], max_num_seqs=batch)
     params = SamplingParams(max_new_tokens=settings["max_new_tokens"], temperature=settings["temperature"])
-    total = len(asked) or scenes or pictures or self_prompts or 0
-    numbers = range(first, first + total)
-    kinds = picture_kinds(installed_pictures()) if pictures else KINDS
-    jobs: Iterable[PendingConversation] = asked or training_conversations(numbers, out, kinds)
+    jobs: Iterable[PendingConversation] = asked
     if self_prompts is not None:
+        numbers = range(first, first + self_prompts)
         sampling = SamplingParams(temperature=settings["prompt_temperature"], top_p=settings["prompt_top_p"], seed=seed)
         jobs = draw_prompts(pipe, numbers, dataset.done, sampling)
     if record:
         pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, max_num_seqs=batch)
+    total = self_prompts or len(asked)
     _answer_all(AnswerGenerator(pipe, seed, params, settings["greedy"]), jobs, total, dataset, console)
 
 
@@ -161,12 +144,6 @@ class Dataset:
         lines = [json.dumps(data.to_record(conversation, self.out)) + "\n" for conversation in conversations]
         self.done.update(conversation.id for conversation in conversations)
         append_text(self.path, "".join(lines))
-
-
-def _with_known_answers(job: PendingConversation) -> data.Conversation:
-    for answer in job.known:
-        job.add_answer(answer, None)
-    return job.result()
 
 
 def _answer_all(

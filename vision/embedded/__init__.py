@@ -26,7 +26,7 @@ smol_llava = EmbeddedModel(
 
 
 def samples() -> Path:
-    """Folder with a held-out image, `scene.png`, and a held-out video, `clip.mp4`."""
+    """Folder with held-out images, such as `scene.png`, and held-out videos, such as `clip.mp4`."""
     return _HERE / "samples"
 
 

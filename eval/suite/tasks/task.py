@@ -34,8 +34,7 @@ class EvalTask:
         max_new_tokens: default limit of its answers.
         read: converts a row to a sample, from local files and ``datasets`` alike.
         hub: where ``datasets`` finds it; None if it is only read from local files.
-        draw: an iterator of samples, given the frames per video, for tasks that the package generates or lists; endless
-            for drawn ones.
+        rows: the samples of a task that the package contains.
     """
 
     name: str
@@ -45,21 +44,20 @@ class EvalTask:
     max_new_tokens: int
     read: Callable[[DatasetRow], Sample] | None = None
     hub: HubDataset | None = None
-    draw: Callable[[int], Iterator[Sample]] | None = None
+    rows: Callable[[], Iterator[Sample]] | None = None
 
-    def samples(self, data: Path | None, limit: int | None, frames: int = 8) -> list[Sample]:
+    def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
         """The first samples.
 
         Args:
             data: folder of local benchmark files; None reads through ``datasets``.
-            limit: maximum number; None is all, or at most 64 of a task with ``draw``.
-            frames: per generated video.
+            limit: maximum number; None is all.
 
         Raises:
             UserError: data is missing or has another layout.
         """
-        if self.draw is not None:
-            return list(islice(self.draw(frames), 64 if limit is None else limit))
+        if self.rows is not None:
+            return list(islice(self.rows(), limit))
         assert self.read is not None
         if data is not None:
             rows = local_rows(self.name, data, limit)

@@ -15,7 +15,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
-from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.vision.drafters.msd.drafter import MSD
 from tests.model_folders import save_llava
@@ -118,14 +118,15 @@ def test_a_budget_learns_from_one_round_per_prompt(folder, monkeypatch):
 
 def test_warm_up_and_measured_prompts_differ():
     images = [request["images"][0].tobytes() for request in held_out_requests(3, 0)]
-    others = [request["images"][0].tobytes() for request in held_out_requests(3, 0, first=4000)]
+    others = [request["images"][0].tobytes() for request in warm_up_requests(3, visual=True)]
     assert len(set(images + others)) == 6
     (clip,) = held_out_requests(0, 1, frames=4)[0]["videos"]
     assert len(clip.frames) == 4
 
 
 def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(speed, "held_out_requests", lambda images, videos, frames=8, first=0: requests(images + videos))
+    monkeypatch.setattr(speed, "held_out_requests", lambda images, videos, frames: requests(images + videos))
+    monkeypatch.setattr(speed, "warm_up_requests", lambda count, visual: requests(count))
     drafter = tmp_path / "drafter"
     MSD(msd_network(mmspec.load(folder, drafter=None).model), total_tokens=9).save(
         drafter, mmspec.load(folder, drafter=None).target

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mmspec.eval.harness.intervals import median_interval, wilson_interval
+from mmspec.eval.harness.intervals import median_interval
 
 
 @pytest.mark.parametrize("count", [29, 43, 111])
@@ -29,22 +29,3 @@ def test_the_interval_ends_are_the_exact_percentiles(count):
 def test_the_interval_width_shrinks_with_the_root_of_the_count():
     few, many = (median_interval([k / n for k in range(n)]) for n in (101, 10001))
     assert (few["high"] - few["low"]) / (many["high"] - many["low"]) == pytest.approx(10, rel=0.2)
-
-
-@pytest.mark.parametrize(("count", "total"), [(0, 60), (60, 60), (1, 3), (35, 60), (7, 20)])
-def test_the_ends_of_wilsons_interval_are_where_the_score_test_rejects(count, total):
-    """|share - p| / sqrt(p (1 - p) / n) is the normal quantile, at which a two-sided test has a level of 5 %."""
-    found = wilson_interval(count, total)
-    assert found["share"] == count / total
-    ends = [found[end] for end, closed in (("low", count == 0), ("high", count == total)) if not closed]
-    for end in ends:
-        deviation = abs(found["share"] - end) / math.sqrt(end * (1 - end) / total)
-        assert math.erf(deviation / math.sqrt(2)) == pytest.approx(0.95, abs=1e-12)
-    assert found["low"] <= found["share"] <= found["high"]
-    assert (found["low"] == 0.0, found["high"] == 1.0) == (count == 0, count == total)
-
-
-@pytest.mark.parametrize(("count", "total"), [(1, 0), (0, 0), (4, 3), (-1, 3)])
-def test_wilsons_interval_needs_trials(count, total):
-    with pytest.raises(ValueError, match="expected 0 <= count <= total"):
-        wilson_interval(count, total)

@@ -11,7 +11,7 @@ import torch
 import mmspec
 from mmspec.core.budget import CostTable
 from mmspec.core.target import Prompt
-from mmspec.engine import speculation
+from mmspec.engine import budget as engine_budget
 from mmspec.engine.engine import Engine
 from mmspec.engine.request_state import Wakeup
 from mmspec.eval import gpu
@@ -74,7 +74,7 @@ def without_contents(monkeypatch):
         assert ready()
 
     patch(Wakeup, "wait", step)
-    patch(speculation, "stored_cost", lambda *_: CostTable((1, 64), (1e-3, 1.1e-3)))
+    patch(engine_budget, "stored_cost", lambda *_: CostTable((1, 64), (1e-3, 1.1e-3)))
     tick = count(1)
     for module in (gpu_kernels, gpu_models):  # each call takes longer than the one before
         patch(module, "device_seconds", lambda run, *_, **__: [(run(), 1e-3 * next(tick))[1]])

@@ -12,7 +12,7 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.eval import speed
-from mmspec.eval.harness.prompts import held_out_requests
+from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.drafters import draft_vocabulary, prompt_tokens, scale_up_drafter, scale_up_msd
 from mmspec.eval.scale_up.models import scale_up, shape_of
@@ -38,7 +38,7 @@ def big(small):
 
 @pytest.fixture(scope="module")
 def request_():
-    return held_out_requests(1, 0, first=4000)[0]
+    return warm_up_requests(1, visual=True)[0]
 
 
 class RecordingDrafter:

@@ -12,10 +12,6 @@ from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
 from mmspec.eval.suite import scoring
 from mmspec.eval.suite.sample import Sample
-from mmspec.eval.suite.tasks import TASKS, drawn
-from mmspec.vision.scenes.captions import caption
-from mmspec.vision.scenes.clips import describe_clip
-from mmspec.vision.scenes.scene import seeded
 
 
 def sample(*accepted, category="", metadata=None):
@@ -166,22 +162,11 @@ def test_cider_names_the_package_it_needs(monkeypatch):
         scoring.cider([(sample("a"), ["a"])])
 
 
-def test_generated_tasks_are_scored_by_their_scenes():
-    scenes = TASKS["scenes-captions"].samples(None, 12)
-    correct = [(one, [caption(one.metadata, seeded("train", k))]) for k, one in enumerate(scenes)]
-    assert set(drawn.objects(correct).values()) == {1.0}
-    shifted = [(one, other[1]) for one, other in zip(scenes, correct[1:] + correct[:1], strict=True)]
-    assert drawn.objects(shifted)["objects right"] < 0.3
-    clips = TASKS["scenes-video"].samples(None, 6, frames=2)
-    assert drawn.events([(one, [describe_clip(one.metadata, seeded("train", 1))]) for one in clips]) == {
-        "events right": 1.0
-    }
-    turns = TASKS["scenes-turns"].samples(None, 4)
-    right = [(one, ["", *(question.answer for question in one.metadata[1:])]) for one in turns]
-    assert drawn.questions(right) == {"accuracy": 1.0}
-    assert drawn.questions([(one, ["", "Perhaps.", "Perhaps."]) for one in turns]) == {"accuracy": 0.0}
-    texts = TASKS["texts"].samples(None, 5)
-    assert drawn.generated([(one, [one.metadata.answer]) for one in texts]) == {"accuracy": 1.0}
-    charts = TASKS["scenes-charts"].samples(None, 5)
-    assert drawn.colour([(one, [f"It is {one.references[0][0]}."]) for one in charts]) == {"accuracy": 1.0}
-    assert drawn.colour([(one, ["It is red, blue, green, cyan and yellow."]) for one in charts]) == {"accuracy": 0.0}
+def test_shares_of_what_is_mentioned():
+    parts = (("red circle", "red disc"), ("blue star",))
+    answered = [
+        (sample(metadata=parts), ["A large red disc and a blue star."]),
+        (sample(metadata=parts), ["A red circle, a blue ring and a star."]),
+        (sample(metadata=()), ["Nothing to mention."]),
+    ]
+    assert scoring.mentioned(answered) == {"mentioned": 0.75, "all mentioned": 0.5}

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.eval.suite.tasks import GROUPS, TASKS, drawn, select_tasks
+from mmspec.eval.suite.tasks import GROUPS, TASKS, select_tasks
 
 ROWS = {
     "coco": {"image": "a.png", "answer": ["A dog.", "One dog."], "id": 7},
@@ -60,7 +60,7 @@ def data(tmp_path_factory):
 
 
 def test_every_benchmark_has_a_row_here():
-    assert set(ROWS) == {task.name for task in TASKS.values() if task.draw is None}
+    assert set(ROWS) == {task.name for task in TASKS.values() if task.rows is None}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -148,16 +148,24 @@ def test_an_unreachable_hub_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize("name", GROUPS["embedded"])
-def test_generated_tasks_are_deterministic(name, monkeypatch):
-    taken = []
-    seeded = drawn.seeded
-    monkeypatch.setattr(drawn, "seeded", lambda split, index: taken.append((split, index)) or seeded(split, index))
-    first = TASKS[name].samples(None, 3, frames=2)
-    again = TASKS[name].samples(None, 2, frames=2)
-    assert [s.conversation.questions for s in first[:2]] == [s.conversation.questions for s in again]
-    assert len({s.id for s in first}) == 3
-    assert all(split == "heldout" and index >= drawn.FIRST_INDEX for split, index in taken)
-    assert TASKS[name].visual == bool([*first[0].conversation.images, *first[0].conversation.videos])
+def test_embedded_tasks_are_whole(name):
+    task = TASKS[name]
+    samples = task.samples(None, None)
+    assert len({sample.id for sample in samples}) == len(samples) == 64
+    assert [sample.id for sample in task.samples(None, 2)] == [sample.id for sample in samples[:2]]
+    for sample in samples:
+        conversation = sample.conversation
+        assert task.visual == bool([*conversation.images, *conversation.videos])
+        shown = [*conversation.images, *(frame for video in conversation.videos for frame in video.frames)]
+        assert {image.size for image in shown} <= {(96, 96)}
+        assert not shown or any(len(image.getcolors(10_000)) > 1 for image in shown)
+    if samples[0].references:
+        right = [(one, [(accepted or ("",))[0] for accepted in one.references]) for one in samples]
+    else:
+        right = [(one, [". ".join(wordings[-1] for wordings in one.metadata)]) for one in samples]
+    assert set(task.score(right).values()) == {1.0}
+    wrong = [(one, ["Something else."] * len(one.conversation.questions)) for one in samples]
+    assert set(task.score(wrong).values()) == {0.0}
 
 
 def test_tasks_are_selected_by_name_and_group():

@@ -34,8 +34,8 @@ REQUESTS = 3
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     """Idle work begins at once, and weights are replaced after few requests."""
-    monkeypatch.setattr(engines, "QUIET", 0.0)
-    monkeypatch.setattr(engines, "SHARE", 1.0)
+    monkeypatch.setattr(engines, "IDLE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "IDLE_TIME_SHARE", 1.0)
     monkeypatch.setattr(heads, "REQUESTS", REQUESTS)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmspec.adaptation.store import Store
+from mmspec.adaptation.heads import Store
 
 
 def test_a_generation_replaces_the_one_before_or_leaves_it(tmp_path):

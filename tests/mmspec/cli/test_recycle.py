@@ -27,18 +27,13 @@ def train(model, out, *options):
     return result
 
 
-def test_fills_a_table_from_drawn_scenes(model, tmp_path):
-    assert train(model, tmp_path / "r", "--scenes", "3").exit_code == 0
-    assert make_drafter(str(tmp_path / "r")).entries > 5
-    assert not list(tmp_path.glob("**/*.part"))
-
-
 def test_fills_a_table_from_prompts(model, tmp_path):
     Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
     rows = [{"prompt": "Name the colour.", "images": [str(tmp_path / "a.png")]}, {"prompt": "Hello"}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     train(model, tmp_path / "r", "--prompts", str(tmp_path / "p.jsonl"))
     assert make_drafter(str(tmp_path / "r")).entries > 5
+    assert not list(tmp_path.glob("**/*.part"))
 
 
 @pytest.mark.parametrize(
@@ -101,4 +96,10 @@ def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(
 
 def test_contexts_without_recorded_features_raises_before_loading(tmp_path):
     with pytest.raises(UserError, match="expected both, received no --recorded"):
-        train(str(tmp_path / "no model"), tmp_path / "r", "--contexts", "2")
+        train(str(tmp_path / "no model"), tmp_path / "r", "--contexts", "2", "--prompts", __file__)
+
+
+def test_one_source_is_given(tmp_path):
+    for options, received in (((), "neither"), (("--prompts", __file__, "--recorded", str(tmp_path)), "both")):
+        with pytest.raises(UserError, match=f"^expected one of --prompts and --recorded, received {received}$"):
+            train(str(tmp_path / "no model"), tmp_path / "r", *options)

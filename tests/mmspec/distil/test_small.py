@@ -24,8 +24,7 @@ from mmspec.distil.small import _first_layers, distillation_loss
 from mmspec.distil.tasks import decoder_weights
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.targets.decoder_layer import MergedLayer
-from mmspec.targets.merging import merge_layers
+from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.trainer import DRAFTER, LOG
 from tests.model_folders import save_llava, save_text_model

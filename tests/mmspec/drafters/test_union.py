@@ -124,7 +124,7 @@ def test_rows_that_have_finished_count_for_no_member(now):
     verdict.packed[1, 0] = 0
     now[0] += 0.05
     union.observe(tree, verdict, None)
-    assert [trial._gains[0] for trial in union._trials] == [1.0, 0.0]
+    assert [payoff._gains[0] for payoff in union._payoffs] == [1.0, 0.0]
 
 
 def test_steps_that_do_not_draft_count_for_no_member(now):
@@ -133,4 +133,4 @@ def test_steps_that_do_not_draft_count_for_no_member(now):
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
     root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since
     union.observe(root, accept_path(root, torch.tensor([[7], [7]])), None)
-    assert [len(trial._gains) for trial in union._trials] == [1, 1]
+    assert [len(payoff._gains) for payoff in union._payoffs] == [1, 1]

@@ -7,8 +7,7 @@ import torch
 from mmspec import TokenTree
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.tree import build_tree
-from mmspec.engine.budget import AdaptiveBudget
-from mmspec.engine.steady_budget import SteadyBudget
+from mmspec.engine.budget import AdaptiveBudget, SteadyBudget, StepTimeModel
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -290,7 +289,7 @@ def test_plain_steps_are_measured_for_each_size_of_batches_and_anew():
             plain.append(step)
             budget.observe(1, [[0]] * batch, 0.0, 5.0 if step == 0 else 1.0)
     assert plain == [0, 1, 102, 110, 111]
-    assert budget._trial._gains[-1] == pytest.approx(2 - 1.1)
+    assert budget._payoff._gains[-1] == pytest.approx(2 - 1.1)
 
 
 def test_trees_that_cost_less_than_calibrated_are_taken():
@@ -304,7 +303,7 @@ def test_trees_that_cost_less_than_calibrated_are_taken():
 def test_tokens_that_a_grammar_forces_in_the_first_step_show_nothing():
     budget = AdaptiveBudget(FREE)
     budget.observe(4, [[0, 1, 2, 3]], 0.1, 1.0)
-    assert not budget._trial._gains
+    assert not budget._payoff._gains
 
 
 def test_what_every_step_takes_makes_nodes_cheaper():
@@ -454,9 +453,9 @@ def test_a_new_request_tries_drafting_anew():
     simulate(budget, 60, 0.0, STEEP, 0.5)
     paused = [budget.drafts() for _ in range(3)]
     budget.begin(0.5)
-    halfway = budget._trial.rest
+    halfway = budget._payoff.rest
     budget.begin()
-    assert (paused, budget._trial.rest, budget.drafts()) == ([False] * 3, 0, True)
+    assert (paused, budget._payoff.rest, budget.drafts()) == ([False] * 3, 0, True)
     assert halfway > 0
 
 
@@ -511,3 +510,60 @@ def test_a_hiccup_of_drafting_is_not_the_last_draft_of_a_request():
     step = partial(sizes_of, budget, random.Random(0), 0.9, FLAT, 0.02)
     step(tokens=100)
     assert min(step(steps=30)) > 0
+
+
+# ---------------------------------------------------------------------- time of a step
+
+
+def after(sizes, time, base=lambda size: 0.0, guess=0.0, model=None):
+    model = model or StepTimeModel()
+    for size in sizes:
+        model.add(size, time(size), base(size), guess)
+    return model
+
+
+@pytest.mark.parametrize(("fixed", "slope"), [(0.3, 0.0), (0.0, 0.05), (2.0, 0.1), (-0.2, 0.02)])
+def test_fixed_time_and_slope_are_found(fixed, slope):
+    rng = random.Random(0)
+    sizes = [rng.randrange(16) for _ in range(200)]
+    model = after(
+        sizes, lambda size: 1.0 + fixed + slope * size, base=lambda size: 1.0, model=StepTimeModel(least=-0.5)
+    )
+    assert model.slope == pytest.approx(slope, abs=0.01)
+    assert model.fixed == pytest.approx(fixed, abs=0.05)
+
+
+def test_steps_far_below_their_base_do_not_make_a_slope_negative():
+    """Steps of a tree take half as long as calibrated, and plain ones as long."""
+    model = after(
+        [0, 16, 16, 16] * 40,
+        lambda size: 1.2 if size else 1.0,
+        base=lambda size: 1 + 0.15 * size,
+        model=StepTimeModel(-0.5),
+    )
+    assert model.fixed >= -0.5
+    assert 1.0 + model.fixed + model.slope * 16 > 0.0
+    again = after([1, 9, 1, 1] * 40, lambda size: 0.05 + 0.08 * size)
+    assert (again.fixed, again.slope) == (pytest.approx(0.05, abs=0.1), pytest.approx(0.08, abs=0.03))
+
+
+def test_steps_of_one_size_show_no_slope():
+    assert after([5] * 50, lambda size: 3.0, guess=0.4).slope == 0.4
+    assert after([5] * 50, lambda size: 3.0).slope == 0.0
+
+
+def test_other_load_is_no_slope():
+    """A machine that is ten times slower while steps are large, for twenty of two hundred steps."""
+    model = after([0, 4, 2, 8] * 25, lambda size: 1.0 + 0.05 * size)
+    after([8] * 20, lambda size: 14.0, model=model)
+    after([0, 4, 2, 8] * 5, lambda size: 1.0 + 0.05 * size, model=model)
+    assert model.slope == pytest.approx(0.05, abs=0.02)
+    assert model.fixed < 1.5
+
+
+def test_an_interruption_is_no_difference():
+    model = StepTimeModel()
+    for size, fixed in [(2, 1.0), (8, 3.0)] * 30:
+        model.interrupt()
+        model.add(size, fixed)
+    assert model.slope == 0.0

@@ -7,10 +7,12 @@ import torch
 import mmspec
 import mmspec.engine.calibrate as calibrate
 from mmspec.core.budget import CostTable
+from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine.budget import AdaptiveBudget
-from mmspec.engine.steady_budget import SteadyBudget
+from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
+from mmspec.engine.stopping import Stopper
 from mmspec.files import cache_folder
+from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
 
@@ -170,11 +172,12 @@ def test_prefix_leaves_room_within_the_context(monkeypatch):
 def decoded(target, table, seconds, steps=40, batch=1, kind=AdaptiveBudget):
     """A pipeline whose budget has seen so many plain steps of a calibrated target; passes take ``seconds``."""
     pipe = mmspec.Pipeline(target, drafter=Ngram())
-    assert pipe._speculation.budget_of(batch, None)._table == table
+    pipe.calibrate()
+    assert pipe._speculation.budgets.of(batch, None)._table == table
     pipe.budget = kind(table, batch=batch)
     for _ in range(steps):
-        pipe._speculation.budget_of(batch, None).observe(1, [[0]] * batch, 0.0, seconds)
-    return pipe._speculation.budget_of(batch, None)
+        pipe._speculation.budgets.of(batch, None).observe(1, [[0]] * batch, 0.0, seconds)
+    return pipe._speculation.budgets.of(batch, None)
 
 
 @pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
@@ -199,19 +202,20 @@ def test_a_calibration_that_decoding_shows_to_be_wrong_is_measured_at_the_next_l
 def test_a_few_fast_or_many_mixed_passes_forget_nothing(target, measured):
     calibrate.cost_table(target)
     pipe = mmspec.Pipeline(target, drafter=Ngram())
+    pipe.calibrate()
     for step in range(200):
-        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1 if step % 5 < 2 else 0.5)
+        pipe._speculation.budgets.of(1, None).observe(1, [[0]], 0.0, 0.1 if step % 5 < 2 else 0.5)
     assert calibrate.stored_cost(target) == TABLE
 
 
 def test_another_process_s_new_measurement_is_not_forgotten(target, measured):
     calibrate.cost_table(target)
     pipe = mmspec.Pipeline(target, drafter=Ngram())
-    pipe._speculation.budget_of(1, None)
+    pipe.calibrate()
     newer = {"tokens": [1, 2, 4], "seconds": [0.1, 0.2, 0.3]}
     calibrate._store(target, newer)
     for _ in range(40):
-        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
+        pipe._speculation.budgets.of(1, None).observe(1, [[0]], 0.0, 0.1)
     assert calibrate.stored_cost(target) == CostTable((1, 2, 4), (0.1, 0.2, 0.3))
 
 
@@ -222,15 +226,34 @@ def test_a_wrong_calibration_is_measured_again_before_the_next_request(target, m
     pipe.calibrate()
     pipe.budget = kind(target.cost)
     for _ in range(40):
-        pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
+        pipe._speculation.budgets.of(1, None).observe(1, [[0]], 0.0, 0.1)
     wrong = pipe.budget
-    assert pipe._speculation.budget_of(1, None) is wrong  # not within a request
+    assert pipe._speculation.budgets.of(1, None) is wrong  # not within a request
     assert len(measured) == 1
     pipe.calibrate()
     assert len(measured) == 2
-    assert pipe._speculation.budget_of(1, None) is not wrong
+    assert pipe._speculation.budgets.of(1, None) is not wrong
     pipe.calibrate()
     assert len(measured) == 2
+
+
+def test_requests_with_adaptive_drafts_calibrate_an_idle_target(target, monkeypatch):
+    """Once; those with drafts of a fixed size or without a drafter do not."""
+    pipe, plain, measured = mmspec.Pipeline(target, drafter=Ngram()), mmspec.Pipeline(target), []
+    monkeypatch.setattr(calibrate, "measure", lambda one, prefix: measured.append((one, one.runner.rows)) or TABLE)
+
+    def answer(pipe, num_draft_tokens=None):
+        (row,) = pipe.add(Prompt(torch.tensor([[5, 6, 7, 5, 6]])), Sampler(), Stopper(4), num_draft_tokens)
+        pipe.engine.drain()
+        assert len(row.token_ids) == 4
+        return len(measured)
+
+    assert [answer(plain), answer(pipe, 2), answer(pipe), answer(pipe), answer(plain)] == [0, 0, 1, 1, 1]
+    assert measured == [(target, 0)]
+    assert (target.cost, pipe.budget._table) == (TABLE, TABLE)
+    for _ in range(40):  # passes that take hours less than calibrated
+        pipe.budget.check.add(0.0, 1.0)
+    assert [answer(pipe), answer(pipe), answer(pipe)] == [1, 2, 2]  # the first one notices
 
 
 @pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
@@ -238,12 +261,12 @@ def test_wrong_calibrations_are_noticed_once_each(target, measured, kind, monkey
     """The measurement that follows may be wrong, too."""
     pipe, forgotten = mmspec.Pipeline(target, drafter=Ngram()), []
     forget = calibrate.forget_cost
-    monkeypatch.setattr("mmspec.engine.speculation.forget_cost", lambda one: forgotten.append(one) or forget(one))
-    monkeypatch.setattr("mmspec.engine.speculation.AdaptiveBudget", kind)
+    monkeypatch.setattr("mmspec.engine.budget.forget_cost", lambda one: forgotten.append(one) or forget(one))
+    monkeypatch.setattr("mmspec.engine.budget.AdaptiveBudget", kind)
     pipe.calibrate()
     for times in range(1, 4):
         for _ in range(100):
-            pipe._speculation.budget_of(1, None).observe(1, [[0]], 0.0, 0.1)
+            pipe._speculation.budgets.of(1, None).observe(1, [[0]], 0.0, 0.1)
         assert len(forgotten) == times
         for _ in range(2):
             pipe.calibrate()
@@ -254,13 +277,13 @@ def test_wrong_calibrations_are_noticed_once_each(target, measured, kind, monkey
 def test_passes_are_compared_with_those_of_as_many_rows(target, measured, kind, monkeypatch):
     """Three rows were calibrated at 0.625 s, one at 0.5 s or, padded to two nodes, 0.25 s."""
     pipe = mmspec.Pipeline(target, drafter=Ngram())
-    monkeypatch.setattr("mmspec.engine.speculation.AdaptiveBudget", kind)
+    monkeypatch.setattr("mmspec.engine.budget.AdaptiveBudget", kind)
     pipe.calibrate()
     alone = 0.25 if kind is AdaptiveBudget else 0.5
     for rows, seconds, kept in ((1, alone, True), (3, 0.625, True), (1, alone, True), (3, 0.35, False)):
         for _ in range(40):
-            pipe._speculation.budget_of(rows, None).observe(1, [[0]] * rows, 0.0, seconds)
-        assert (pipe._speculation.budget_of(rows, None).drift is not None) == kept
+            pipe._speculation.budgets.of(rows, None).observe(1, [[0]] * rows, 0.0, seconds)
+        assert (pipe._speculation.budgets.of(rows, None).check.overestimated) != kept
 
 
 def test_time_of_other_processes_is_not_measured(target, monkeypatch):

@@ -40,8 +40,8 @@ class Task:
 
 @pytest.fixture(params=["one process", "rank 0"])
 def pipe(request, monkeypatch):
-    monkeypatch.setattr(engines, "QUIET", 0.0)
-    monkeypatch.setattr(engines, "SHARE", 1.0)
+    monkeypatch.setattr(engines, "IDLE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(engines, "IDLE_TIME_SHARE", 1.0)
     model = byte_model()
     with alone(model) if request.param == "rank 0" else nullcontext():
         pipe = Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), None)
@@ -87,7 +87,7 @@ def test_a_sequence_waits_for_one_turn_at_most(pipe, monkeypatch):
 
 
 def test_no_turn_before_the_quiet_time_or_while_paused(pipe, monkeypatch):
-    monkeypatch.setattr(engines, "QUIET", 10.0 * TIMEOUT)
+    monkeypatch.setattr(engines, "IDLE_DELAY_SECONDS", 10.0 * TIMEOUT)
     task = Task(pipe.engine, 3)
     pipe.engine.idle.add(task)
     ask(pipe)

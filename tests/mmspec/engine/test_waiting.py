@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.verify import Verdict
-from mmspec.engine.steady_budget import SteadyBudget
+from mmspec.engine.budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.batch_sampler import BatchSampler

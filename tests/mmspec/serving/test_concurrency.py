@@ -19,12 +19,10 @@ import pytest
 
 from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
+from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
-from mmspec.vision.scenes.conversations import one_image
-from mmspec.vision.scenes.drawing import picture
-from mmspec.vision.scenes.scene import seeded
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,13 +49,11 @@ def text_of(server: Served, body: dict[str, Any]) -> str:
 
 def test_answers_together_are_those_alone(server: Served, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = []
-    for index in range(12):
-        example = one_image(seeded("heldout", index))
-        picture(example.scenes[0]).save(tmp_path / f"{index}.png")
+    for index, asked in enumerate(mixed_requests(12)):
+        asked["images"][0].save(tmp_path / f"{index}.png")
         images = [data_uri(tmp_path / f"{index}.png")] if index % 3 else []
-        prompt = QUESTION if index % 2 else example.turns[0][0]
         seeds = {"temperature": 1.0, "seed": index} if index % 4 == 0 else {}
-        bodies.append(question(prompt, *images, max_tokens=24, stream=index % 2 == 0, **seeds))
+        bodies.append(question(asked["prompt"], *images, max_tokens=24, stream=index % 2 == 0, **seeds))
     alone = [text_of(server, body) for body in bodies]
     core, together = server.pipe.engine.core, [0]
     step = core.step

@@ -13,8 +13,8 @@ import torch
 import mmspec
 from mmspec import plugins
 from mmspec.quantisation.blocks import BlockLinear
-from mmspec.targets.decoder_layer import MergedLayer
 from mmspec.targets.gguf import file_in
+from mmspec.targets.merged_layers import MergedLayer
 from tests.compiled import needs_kernels
 
 missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]

@@ -21,7 +21,7 @@ from mmspec.drafters.small import Small
 from mmspec.errors import UserError
 from mmspec.quantisation.blocks import BlockLinear, Int8Blocks
 from mmspec.targets import gguf
-from mmspec.targets.merging import merge_layers
+from mmspec.targets.merged_layers import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels

@@ -7,7 +7,7 @@ import torch
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from mmspec.targets.merged_weights import norm_of
+from mmspec.targets.merged_layers import norm_of
 
 
 @pytest.mark.parametrize(("kind", "more"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])

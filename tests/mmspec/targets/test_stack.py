@@ -17,9 +17,8 @@ from mmspec.core.verify import accept_path
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import HalfLinear
-from mmspec.targets import stack
-from mmspec.targets.decoder_layer import MergedLayer
-from mmspec.targets.merging import merge_layers
+from mmspec.targets import merged_layers
+from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
@@ -175,7 +174,7 @@ def test_a_layer_of_any_number_of_rows_is_that_of_torch(kind, rows, config_class
 @pytest.mark.parametrize("kind", PACKED)
 def test_prompts_of_any_number_of_rows(kind, rows):
     """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
-    assert stack._MAX_ROWS == 1024
+    assert merged_layers._MAX_ROWS == 1024
     model = model_of(LlamaConfig, max_position_embeddings=1200)
     pack_model(model, kind)
     plain = layer_by_layer(dequantised(model)).float()

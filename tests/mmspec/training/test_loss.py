@@ -1,43 +1,10 @@
-"""Batches and losses of next tokens."""
+"""Means of losses and metrics for the log."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch.nn import functional as F
 
-from mmspec.training.loss import IGNORE, RunningMeans, TokenBatch, next_token_loss, pad_tokens
-
-ROWS = [([5, 6, 7, 8], [False, False, True, True]), ([9, 4], [False, True]), ([3, 2, 1], [True, False, False])]
-
-
-@pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (4, 4), (8, 8)])
-def test_a_label_is_the_next_token_where_that_is_to_be_predicted(multiple: int, length: int) -> None:
-    batch = pad_tokens(ROWS, pad=0, multiple=multiple)
-    tokens = [[5, 6, 7], [9, 0, 0], [3, 2, 0]]
-    labels = [[IGNORE, 7, 8], [4, IGNORE, IGNORE], [IGNORE] * 3]  # of the first token of a row there is none
-    left = length - 3
-    assert batch.tokens.tolist() == [row + [0] * left for row in tokens]
-    assert batch.labels.tolist() == [row + [IGNORE] * left for row in labels]
-    assert batch.label_count == 3
-
-
-def test_the_loss_is_the_mean_over_labels() -> None:
-    torch.manual_seed(0)
-    hidden, labels = torch.randn(2, 3, 4), torch.tensor([[IGNORE, 1, 2], [0, IGNORE, IGNORE]])
-    seen = []
-
-    def head(states: torch.Tensor) -> torch.Tensor:
-        seen.append(states.shape)
-        return states.bfloat16()
-
-    loss, accuracy = next_token_loss(hidden, head, labels)
-    chosen = torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 0]]).bfloat16().float()
-    truth = torch.tensor([1, 2, 0])
-    assert seen == [(3, 4)]
-    torch.testing.assert_close(loss, F.cross_entropy(chosen, truth))
-    assert accuracy == pytest.approx((chosen.argmax(-1) == truth).float().mean().item())
-    assert TokenBatch(labels, labels).label_count == 3
+from mmspec.training.loss import RunningMeans
 
 
 def test_running_means_are_of_the_steps_that_have_a_metric() -> None:
@@ -47,8 +14,3 @@ def test_running_means_are_of_the_steps_that_have_a_metric() -> None:
     assert means.pop() == {"loss": 3.0, "a": 3.0, "b": 7.0}
     means.add(torch.tensor(2.0), {})
     assert means.pop() == {"loss": 2.0}
-
-
-def test_accuracy_counts_equal_tokens_alone() -> None:
-    hidden, labels = torch.eye(4)[None], torch.tensor([[0, 1, 0, IGNORE]])
-    assert next_token_loss(hidden, lambda states: states, labels)[1] == pytest.approx(2 / 3)

@@ -17,9 +17,6 @@ from mmspec.errors import UserError
 from mmspec.files import alone
 from mmspec.sampling.params import SamplingParams
 from mmspec.vision.cli.make_data import Dataset, make_data
-from mmspec.vision.distil.scenes import KINDS, training_conversations
-from mmspec.vision.scenes.conversations import video
-from mmspec.vision.scenes.scene import seeded
 from tests.model_folders import save_llava, save_text_model
 
 NEW = ("--max-new-tokens", "7")
@@ -45,6 +42,21 @@ def run(*arguments):
 
 def records(out):
     return [json.loads(line) for line in (out / "data.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    """Twelve questions about images, every other one followed by a second question."""
+    folder = tmp_path_factory.mktemp("questions")
+    talks = []
+    for number in range(12):
+        Image.new("RGB", (20, 20), (20 * number, 90, 200)).save(folder / f"{number}.png")
+        first = {"from": "human", "value": f"<image>\nWhat is number {number}?"}
+        later = [{"from": "gpt", "value": "x"}, {"from": "human", "value": "And its colour?"}] * (number % 2)
+        talks.append({"id": f"talk-{number}", "image": f"{number}.png", "conversations": [first, *later]})
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    return path
 
 
 @pytest.fixture
@@ -91,73 +103,43 @@ def test_answers_are_generated_in_the_context_of_earlier_ones(model, pipe, promp
     assert summary["tokens"] == sum(len(t["token_ids"]) for r in written.values() for t in r["conversations"][1::2])
 
 
-def test_scenes(model, tmp_path):
-    out = tmp_path / "out"
-    summary = run("--target", model, "--scenes", 12, "--first", 30, "--out", out, "--batch", 4, *NEW)
-    assert summary["conversations"] == 12
-    found = data.read(out / "data.jsonl").conversations
-    jobs = {job.id: job for job in training_conversations(range(30, 42), tmp_path / "again")}
-    assert {one.id for one in found} == set(jobs)
-    for one in found:
-        assert len(one.answers) == len(jobs[one.id].questions)
-        for item in one.media:
-            path = Path(item["path"])
-            assert path.parent.resolve() == (out / "images").resolve()
-            assert path.read_bytes() == (tmp_path / "again/images" / path.name).read_bytes()
-    assert not list(out.glob("**/*.part"))
-
-
-def test_kinds_of_scenes(tmp_path):
-    jobs = list(training_conversations(range(150), tmp_path))
-    media = {
-        kind: {
-            len([i for i in job.questions[0] if i["type"] == "image"]) for job in jobs if job.id.startswith(f"{kind}-")
-        }
-        for kind in KINDS
-    }
-    assert media == {"image": {1}, "questions": {1}, "several": {2, 3}, "video4": {4}, "video8": {8}, "words": {0}}
-    assert max(len(job.questions) for job in jobs) > 3
-    clip = next(job for job in jobs if job.id.startswith("video4"))
-    example = video(seeded("train", int(clip.id.split("-")[1])), 4)
-    assert clip.questions[0][-1]["text"] == example.turns[0][0]
-
-
-def test_a_killed_run_is_resumed(model, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    arguments = ("--target", model, "--scenes", 10, "--batch", 3, *NEW)
-    run(*arguments, "--out", whole)
-    run(*arguments[:3], 6, *arguments[4:], "--out", parts)
+def test_a_killed_run_is_resumed(model, questions, tmp_path):
+    whole, parts, few = tmp_path / "whole", tmp_path / "parts", questions.parent / "few.jsonl"
+    few.write_text("".join(questions.read_text().splitlines(keepends=True)[:7]))
+    arguments = ("--target", model, "--batch", 3, *NEW, "--prompts")
+    run(*arguments, questions, "--out", whole)
+    run(*arguments, few, "--out", parts)
     path = parts / "data.jsonl"
     path.write_bytes(path.read_bytes()[:-25])  # killed while writing
     kept = path.read_text().splitlines()[:-1]
-    run(*arguments, "--out", parts)
+    run(*arguments, questions, "--out", parts)
     assert path.read_text().splitlines()[: len(kept)] == kept
     assert sorted(records(parts), key=lambda r: r["id"]) == sorted(records(whole), key=lambda r: r["id"])
     before = path.read_bytes()
-    assert run(*arguments, "--out", parts)["answers"] == 0
+    assert run(*arguments, questions, "--out", parts)["answers"] == 0
     assert path.read_bytes() == before
 
 
-def test_other_settings_are_refused(model, tmp_path):
-    arguments = ("--target", model, "--scenes", 2, "--out", tmp_path / "out")
+def test_other_settings_are_refused(model, questions, tmp_path):
+    arguments = ("--target", model, "--prompts", questions, "--out", tmp_path / "out")
     run(*arguments, "--max-new-tokens", 3)
     with pytest.raises(UserError, match="holds a run with"):
         run(*arguments, "--max-new-tokens", 4)
     run(*arguments, "--max-new-tokens", 4, "--no-resume")
-    assert len(records(tmp_path / "out")) == 2
+    assert len(records(tmp_path / "out")) == 12
 
 
-def test_truncated_answers_have_no_end_token(model, tmp_path):
-    run("--target", model, "--scenes", 6, "--out", tmp_path / "out", "--max-new-tokens", 3)
+def test_truncated_answers_have_no_end_token(model, questions, tmp_path):
+    run("--target", model, "--prompts", questions, "--out", tmp_path / "out", "--max-new-tokens", 3)
     ids = [turn["token_ids"] for record in records(tmp_path / "out") for turn in record["conversations"][1::2]]
     assert {len(answer) for answer in ids} == {3}
     assert any(answer[-1] != 2 for answer in ids)
 
 
-def test_sampling_depends_on_the_seed(model, tmp_path):
+def test_sampling_depends_on_the_seed(model, questions, tmp_path):
     def answers(name, seed):
         out = tmp_path / name
-        run("--target", model, "--scenes", 4, "--out", out, "--temperature", 1.5, "--seed", seed, *NEW)
+        run("--target", model, "--prompts", questions, "--out", out, "--temperature", 1.5, "--seed", seed, *NEW)
         return [[turn.get("token_ids") for turn in record["conversations"]] for record in records(out)]
 
     assert answers("a", 1) == answers("b", 1) != answers("c", 2)
@@ -188,8 +170,8 @@ def test_every_answer_has_its_own_seed():
     assert len({*seeds(1).values(), *seeds(2).values()}) == 80
 
 
-def test_a_share_is_answered_greedily(model, pipe, tmp_path):
-    run("--target", model, "--scenes", 12, "--out", tmp_path, "--temperature", 1.5, "--greedy", 0.5, *NEW)
+def test_a_share_is_answered_greedily(model, pipe, questions, tmp_path):
+    run("--target", model, "--prompts", questions, "--out", tmp_path, "--temperature", 1.5, "--greedy", 0.5, *NEW)
     greedy = 0
     for found in data.read(tmp_path / "data.jsonl").conversations:
         prompt = [message for message in found.messages[:2] if message["role"] == "user"]
@@ -246,12 +228,10 @@ def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_p
 
 
 def test_sources(model, prompts, tmp_path):
-    with pytest.raises(
-        UserError, match="expected one of --scenes, --pictures, --prompts, --self-prompts, received none"
-    ):
+    with pytest.raises(UserError, match="expected one of --prompts and --self-prompts, received neither"):
         run("--target", model, "--out", tmp_path)
-    with pytest.raises(UserError, match="received --scenes and --prompts"):
-        run("--target", model, "--out", tmp_path, "--scenes", 1, "--prompts", prompts)
+    with pytest.raises(UserError, match="expected one of --prompts and --self-prompts, received both"):
+        run("--target", model, "--out", tmp_path, "--self-prompts", 1, "--prompts", prompts)
     (tmp_path / "data.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match=r"data\.jsonl, line 1: expected a"):
         Dataset(tmp_path, {}, resume=True)
@@ -289,34 +269,9 @@ def test_questions_of_similar_cost_are_batched(pipe, monkeypatch):
     assert seen == [["2", "4"], ["0", "1"], ["5", "3"]]
 
 
-def test_scenes_can_keep_their_reference_answers(tmp_path):
-    result = CliRunner().invoke(make_data, ["--as-told", "--scenes", "12", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    found = data.read(tmp_path / "data.jsonl", None).conversations
-    jobs = list(training_conversations(range(12), tmp_path))
-    assert [one.id for one in found] == [job.id for job in jobs]
-    for one, job in zip(found, jobs, strict=True):
-        assert [m["content"] for m in one.messages if m["role"] == "assistant"] == list(job.known)
-        assert one.answers == (None,) * len(job.known)
-    prompts = str(tmp_path / "data.jsonl")
-    with pytest.raises(UserError, match="expected --scenes, received --prompts"):
-        make_data.main(["--as-told", "--prompts", prompts, "--out", str(tmp_path)], standalone_mode=False)
-
-
-def test_pictures(model, tmp_path, small_packages):
-    out = tmp_path / "out"
-    summary = run("--target", model, "--pictures", 6, "--out", out, "--batch", 3, *NEW)
-    assert summary["conversations"] == 6
-    found = data.read(out / "data.jsonl").conversations
-    kinds = {one.id.rpartition("-")[0] for one in found}
-    assert kinds <= {"picture", "pictures", "clip"}
-    for item in (item for one in found for item in one.media):
-        with Image.open(item["path"]) as image:
-            assert image.size == (192, 192)
-
-
-def test_a_folder_has_one_run(tmp_path):
+def test_a_folder_has_one_run(model, questions, tmp_path):
+    arguments = ("--target", model, "--prompts", questions, "--out", tmp_path, *NEW)
     with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
-        run("--scenes", 1, "--as-told", "--out", tmp_path)
-    assert CliRunner().invoke(make_data, ["--scenes", "1", "--as-told", "--out", str(tmp_path)]).exit_code == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "images", "settings.json"]
+        run(*arguments)
+    run(*arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "settings.json"]

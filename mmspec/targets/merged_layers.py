@@ -1,0 +1,424 @@
+"""Decoder layers of the families of Llama, Qwen3 and Gemma 3 with fewer and larger operations, for passes over few
+tokens on a CPU.
+
+Queries, keys and values are one product, gate and up another. The residual stream is float32, so that little is
+converted. The C++ kernels attend to keys and values in bfloat16, in any cache, transformers' included; other attention
+is float32. Rotary embeddings are one complex product: the rows of queries and keys are reordered so that the two
+features of a rotated pair are neighbours, which changes no dot product of a query and a key.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import cached_property, lru_cache
+from inspect import signature
+from itertools import chain
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
+from mmspec.quantisation.formats import StoredRows, concatenated
+from mmspec.quantisation.linear import GROUP, PackedLinear
+from mmspec.targets.attention import NAME, PASS
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_MAX_ROWS = 1024  # of a pass whose layers are one call; every layer's output is kept
+
+
+class MergedLayer(nn.Module):
+    """A pre-norm decoder layer: attention with rotary positions, then a gated MLP.
+
+    Heads of queries and keys may be normalised (Qwen3), outputs of attention and MLP, too (Gemma 3).
+
+    Args:
+        layer: a layer of transformers with the parts of one of these families; it loses its projections.
+        last: the decoder's last layer; the norm and the head after it take bfloat16.
+    """
+
+    place: int
+    stack: Stack | None
+
+    def __init__(self, layer: Any, last: bool = False) -> None:
+        super().__init__()
+        self.last = last
+        self.place, self.stack = 0, None
+        attention, mlp = layer.self_attn, layer.mlp
+        self.config, self.head_dim = attention.config, attention.head_dim
+        self.self_attn, self.act_fn = attention, mlp.act_fn
+        query, key, value = (getattr(attention, name) for name in PROJECTIONS)
+        self.heads, self.kv_heads = (part.out_features // self.head_dim for part in (query, key))
+        self.qkv = merged([paired(query, self.head_dim), paired(key, self.head_dim), value])
+        self.gate_up = merged([mlp.gate_proj, mlp.up_proj])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.norms = nn.ModuleDict({name: norm_of(norm) for name, norm in _norms(layer).items()})
+        if hasattr(attention, "q_norm"):
+            self.norms["head"] = head_norm(attention, self.heads, self.kv_heads, self.head_dim)
+        for name in (*PROJECTIONS, "o_proj"):
+            delattr(attention, name)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        assert position_embeddings is not None
+        rotation = rotation_of(*position_embeddings)
+        if self.stack is not None and self.attends_by_kernel(kwargs):
+            output = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
+            if output is not None:
+                return output
+        x = hidden_states.float()
+        qkv = self._qkv(x, rotation)
+        query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.native is not None and self.attends_by_kernel(kwargs):
+            key, value = key.bfloat16(), value.bfloat16()
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
+        read = self._attend(query, key, value, attention_mask, kwargs)
+        return self.rounded(self._outputs(read.flatten(2), x))
+
+    def separate(self) -> dict[str, Tensor]:
+        """The weights under their names in a layer of Llama, Qwen2 or Qwen3, without those that these have not."""
+        found: dict[str, Any] = {
+            **{f"self_attn.{name}": weight for name, weight in self.self_attn.named_parameters()},  # norms of heads
+            **{f"{theirs}.weight": self.norms[ours].weight for ours, theirs in _NORMS.items()},
+        }
+        sizes = [self.head_dim * count for count in (self.heads, self.kv_heads, self.kv_heads)]
+        for kind in ("weight", "bias"):
+            for name, layer in {"self_attn.o_proj": self.out, "mlp.down_proj": self.down}.items():
+                found[f"{name}.{kind}"] = getattr(layer, kind)
+            if (joined := getattr(self.qkv, kind)) is not None:
+                *pairs, value = joined.split(sizes)
+                halves = (x.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) for x in pairs)
+                names = (f"self_attn.{name}.{kind}" for name in PROJECTIONS)
+                found |= zip(names, (*halves, value), strict=True)
+            if (joined := getattr(self.gate_up, kind)) is not None:
+                found[f"mlp.gate_proj.{kind}"], found[f"mlp.up_proj.{kind}"] = joined.chunk(2)
+        return {name: weight for name, weight in found.items() if weight is not None}
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The output in the dtype of the next layer's, norm's or head's input."""
+        return x.bfloat16() if self.last and isinstance(self.down, PackedLinear) else x
+
+    def _qkv(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """Queries, keys and values, (batch, tokens, heads + 2 * kv_heads, head_dim), the first two rotated."""
+        if self.native is not None:
+            rotation = rotation.expand(len(x), -1, -1, -1).contiguous()
+            return cpu.attention_inputs(self.native, x.contiguous(), rotation)
+        qkv = self.qkv(self.norms["attention"](x)).unflatten(-1, (-1, self.head_dim))
+        turned = self.heads + self.kv_heads
+        pairs = torch.view_as_complex(self._normed("head", qkv[..., :turned, :]).unflatten(-1, (-1, 2)))
+        return torch.cat([torch.view_as_real(pairs * rotation).flatten(-2), qkv[..., turned:, :]], dim=-2)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention output, (batch, tokens, heads, head_dim), by transformers' implementation or the kernel."""
+        scaling = self.self_attn.scaling
+        usual = key.dtype == value.dtype == torch.bfloat16 and key.stride() == value.stride() and key.stride(3) == 1
+        if self.native is not None and usual and self.attends_by_kernel(options):
+            allowed = None if mask is None else allowed_slots(mask, len(query))
+            return cpu.attention(query.transpose(1, 2), key, value, allowed, scaling)
+        implementation = self.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, _eager(self.self_attn))
+        key, value = key.to(query.dtype), value.to(query.dtype)
+        return attend(self.self_attn, query, key, value, mask, dropout=0.0, scaling=scaling, **options)[0]
+
+    def attends_by_kernel(self, options: dict[str, Any]) -> bool:
+        """Whether attention is to be torch's or a tree's, in shapes that vary."""
+        return self.config._attn_implementation in (NAME, "sdpa") and PASS not in options
+
+    def _outputs(self, read: Tensor, x: Tensor) -> Tensor:
+        """The layer's output, from the attention output and the layer's input."""
+        if self.native is not None:
+            return cpu.layer_outputs(self.native, read.contiguous(), x.contiguous())
+        x = x + self._normed("attention_after", self.out(read))
+        after = self.norms["mlp"](x)
+        # In the precision of the next product, its only reader.
+        gate, up = self.gate_up(after.bfloat16() if isinstance(self.gate_up, PackedLinear) else after).chunk(2, dim=-1)
+        return x + self._normed("mlp_after", self.down(self.act_fn(gate) * up))
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        return self.norms[name](x) if name in self.norms else x
+
+    @cached_property
+    def native(self) -> Any:
+        """The weights for the functions of ``mmspec.ops.cpu``; None where these do not compute the layer."""
+        linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
+        whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
+        blocks = all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears)
+        gate = _gate(self.act_fn)
+        if not whole or not blocks or gate is None:
+            return None
+        parts: Any = self.norms
+        norms = {name: (norm.weight, norm.epsilon.item()) for name, norm in parts.items()}
+        native = [layer.native for layer in linears]
+        return cpu.layer_weights(native, norms, self.heads, self.kv_heads, self.head_dim, gelu=gate == "gelu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "native"}
+
+
+def _eager(attention: nn.Module) -> Any:
+    """The eager attention of a layer's modelling file."""
+    return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
+
+
+def _gate(function: Any) -> str | None:
+    """The kernels' name of an activation function."""
+    x = torch.linspace(-3, 3, 7)
+    known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
+    return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
+
+
+def _norms(layer: Any) -> dict[str, Any]:
+    """The norms of hidden states, by their names in ``cpu.layer_weights``."""
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
+    return {"attention": layer.input_layernorm, "mlp": layer.pre_feedforward_layernorm, **after}
+
+
+@lru_cache(maxsize=4)
+def allowed_slots(mask: Tensor, batch: int) -> Tensor:
+    """A mask as (batch, 1, nodes, slots) bool with contiguous slots; made once per pass, not per layer."""
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    return (allowed if allowed.stride(-1) == 1 else allowed.contiguous()).expand(batch, 1, -1, -1)
+
+
+@lru_cache(maxsize=4)
+def rotation_of(cos: Tensor, sin: Tensor) -> Tensor:
+    """(batch, tokens, 1, head_dim / 2) complex64, from (batch, tokens, head_dim) each; once per pass, not per layer."""
+    half = cos.shape[-1] // 2
+    return torch.complex(cos[..., :half].float(), sin[..., :half].float())[:, :, None]
+
+
+class Stack:
+    """A decoder's layers, computed by one call in all but large passes.
+
+    In a pass of the decoder, the first layer's forward computes the outputs of all layers. Each other layer returns its
+    own if it is called with the output of the layer before it, so hooks on layers receive the usual inputs and outputs.
+    """
+
+    def __init__(self, layers: list[MergedLayer]) -> None:
+        self._layers = layers
+        self._outputs: list[Tensor] = []
+        self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
+        for place, layer in enumerate(layers):
+            layer.place, layer.stack = place, self
+
+    def states(
+        self, decoder: Any, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
+    ) -> list[Tensor] | None:
+        """Inputs of the layers and the output of the last, without a pass of the decoder.
+
+        Args:
+            decoder: a decoder with these layers whose embeddings go to the first of them as they are.
+            tokens: (batch, nodes) int64.
+            positions: (batch, nodes) int64.
+            mask: (batch, 1, nodes, slots) bool or additive; None for single nodes that attend to all slots.
+            cache: a ``TreeCache``.
+
+        Returns:
+            (batch, nodes, hidden) each; None where a pass of the decoder is needed.
+        """
+        hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self._layers)
+        usual = positions.ndim == 2 and (isinstance(mask, Tensor) or (mask is None and tokens.shape[1] == 1))
+        changing = any(kind in getattr(decoder.rotary_emb, "rope_type", "dynamic") for kind in ("dynamic", "longrope"))
+        if hooks or changing or not usual or not self._layers[0].attends_by_kernel({}) or self._weights is None:
+            return None
+        x, highest = decoder.embed_tokens(tokens), int(positions.max())
+        if highest >= len(self._rotations):
+            known = torch.arange(2 * (highest + 1), device=x.device)[None]
+            self._rotations = rotation_of(*decoder.rotary_emb(x, position_ids=known))[0]
+        outputs = self._computed(x, self._rotations[positions], mask, cache)
+        return None if outputs is None else [x, *outputs]
+
+    def output(self, place: int, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
+        """A layer's output; None where the layer has to compute it."""
+        if place == 0:
+            self._outputs = self._computed(x, rotation.expand(len(x), -1, -1, -1), mask, cache) or []
+        elif not self._outputs or x is not self._outputs[place - 1]:
+            return None
+        return self._outputs[place] if self._outputs else None
+
+    def _computed(self, x: Tensor, rotation: Tensor, mask: Tensor | None, cache: Any) -> list[Tensor] | None:
+        first = self._layers[0]
+        stored = isinstance(cache, TreeCache) and not cache.static_shapes and len(cache.attending) >= len(self._layers)
+        small = x.shape[0] * x.shape[1] <= _MAX_ROWS
+        if not (small and stored) or self._weights is None:
+            return None
+        like = x.new_empty(first.kv_heads, 0, first.head_dim, dtype=torch.bfloat16)
+        start = cache.get_seq_length()
+        storage = cache.kv.shared(cache.attending, *x.shape[:2], like, start)
+        allowed, scaling = None if mask is None else allowed_slots(mask, len(x)), first.self_attn.scaling
+        inputs = x.float().contiguous(), rotation.contiguous(), allowed, scaling
+        *inner, last = cpu.decode(self._weights, *inputs, storage, start)
+        return [*inner, self._layers[-1].rounded(last)]
+
+    @cached_property
+    def _weights(self) -> Any:
+        """The layers' weights for ``cpu.decode``; None where it does not compute them all, with one mask."""
+        native = [layer.native for layer in self._layers]
+        kinds = getattr(self._layers[0].config, "layer_types", None) or []
+        return None if None in native or len(set(kinds)) > 1 else cpu.decoder_weights(native)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_layers": self._layers, "_outputs": [], "_rotations": self._rotations}
+
+
+def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
+    """The first layers of a decoder; merged ones as copies with the same weights, which are a stack of their own."""
+    first: list[Any] = list(layers[:count])
+    if all(isinstance(layer, MergedLayer) for layer in first):
+        first = [copy.copy(layer) for layer in first]
+        first[-1].last = True
+        Stack(first)
+    return nn.ModuleList(first)
+
+
+def merge_layers(decoder: nn.Module) -> None:
+    """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    layers = getattr(decoder, "layers", None)
+    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
+        return
+    if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
+        for index in range(len(layers)):
+            layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
+        Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
+    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
+    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
+        return False
+    projections = {*PROJECTIONS, "o_proj"}
+    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS):
+        return False
+    if getattr(layer.self_attn, "attn_logit_softcapping", None):  # Gemma 2; small scores do not reveal it
+        return False
+    linear = [
+        *(getattr(layer.self_attn, name) for name in projections),
+        layer.mlp.gate_proj,
+        layer.mlp.up_proj,
+        layer.mlp.down_proj,
+    ]
+    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
+    return all(type(part) is nn.Linear for part in linear) and not own
+
+
+@torch.inference_mode()
+def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
+    """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
+    plain = copy.deepcopy(layer).float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
+    takes_type = "layer_type" in signature(rotary.forward).parameters  # one of several sets of frequencies
+    try:
+        kind = {"layer_type": layer.self_attn.layer_type} if takes_type else {}
+        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kind)}
+        expected = plain(x, **options)
+        merged = MergedLayer(plain)(x, **options)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+        return False
+    rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
+    return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
+
+
+class Norm(nn.Module):
+    """RMSNorm in float32, in few operations.
+
+    Args:
+        gain: (..., features) float32.
+        epsilon: added to the mean square.
+    """
+
+    weight: Tensor
+    epsilon: Tensor
+
+    def __init__(self, gain: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", gain, persistent=False)
+        self.register_buffer("epsilon", torch.tensor([epsilon]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_() * self.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        return self  # stays in float32
+
+
+def norm_of(norm: Any) -> Norm:
+    """An RMSNorm of transformers, whose gain is its weight or, in Gemma, 1 more."""
+    gain = norm.weight.detach().float()
+    applied = copy.deepcopy(norm).float()(torch.ones_like(gain))  # in bfloat16, a large gain and 1 more are the same
+    if (applied - gain - 1).abs().max() < (applied - gain).abs().max():
+        gain = gain + 1
+    return Norm(gain, _epsilon(norm))
+
+
+def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Norm:
+    """The norms of queries' and keys' heads, whose features are paired, as one: gains (heads + kv_heads, head_dim)."""
+    order = pair_order(head_dim)
+    parts = [(attention.q_norm, heads), (attention.k_norm, kv_heads)]
+    gains = [norm_of(norm).weight[order].expand(count, -1) for norm, count in parts]
+    return Norm(torch.cat(gains), _epsilon(attention.q_norm))
+
+
+def _epsilon(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def pair_order(head_dim: int) -> Tensor:
+    """A head's features in the order in which j and j + head_dim / 2, which are rotated together, are neighbours."""
+    return torch.arange(head_dim).view(2, -1).t().flatten()
+
+
+def paired(layer: nn.Linear, head_dim: int) -> nn.Linear:
+    """The layer with the features of each head in ``pair_order``."""
+    order = (torch.arange(0, layer.out_features, head_dim)[:, None] + pair_order(head_dim)).flatten()
+    bias = None if layer.bias is None else layer.bias.detach()[order]
+    return _linear(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in _stored(layer)])
+
+
+def merged(parts: list[nn.Linear]) -> nn.Linear:
+    """One linear layer with the outputs of several."""
+    weight = torch.cat([part.weight.detach() for part in parts])
+    zeros = [weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+    bias = torch.cat(zeros) if any(part.bias is not None for part in parts) else None
+    stored = [_stored(part) for part in parts]
+    return _linear(weight, bias, concatenated(chain(*stored)) if all(stored) else [])
+
+
+def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn.Linear:
+    layer: Any = nn.Linear(weight.shape[1], len(weight), bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    layer.stored = stored
+    return layer
+
+
+def _stored(layer: Any) -> list[StoredRows]:
+    """The layer's rows as a GGUF file has them; none if it is not from one."""
+    return getattr(layer, "stored", [])

@@ -1,1 +1,0 @@
-"""Training of the embedded hybrid language model from scratch, on generated texts."""

@@ -1,1 +1,0 @@
-"""Pictures of everyday things from packages, composed and described for training."""

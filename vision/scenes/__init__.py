@@ -1,1 +1,0 @@
-"""Procedural scenes and clips: sampling, rendering, captions, questions and conversations."""

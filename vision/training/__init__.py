@@ -1,1 +1,0 @@
-"""Training of the embedded vision-language model from scratch, on drawn scenes."""
