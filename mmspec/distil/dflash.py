@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import exp
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.checks import FLAG, POSITIVE, Checked, again, option, unset, whole
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.objectives import TokenLosses
-from mmspec.distil.options import BlockLoss, DFlashOptions
-from mmspec.distil.tasks import DrafterSetup, decoder_weights, load_shared_weights, mask_token, output_rows
-from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
-from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
+from mmspec.distil.options import NetworkOptions, Passes, TreeOptions
+from mmspec.distil.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    decoder_weights,
+    load_shared_weights,
+    mask_token,
+    output_rows,
+)
+from mmspec.drafters.dflash import (
+    DFlash,
+    DFlashConfig,
+    DFlashNetwork,
+    attended,
+    block_tokens,
+    default_layer_ids,
+    plain_embedding,
+)
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
 from mmspec.drafters.shape import TREE
@@ -27,6 +41,52 @@ from mmspec.training.loss import LossOutput
 
 _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
+
+
+@dataclass(frozen=True)
+class BlockLoss(Checked):
+    """Settings of DFlash's objective."""
+
+    anchors: int = option(24, whole(1), "Blocks per conversation.")
+    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashOptions(BlockLoss, NetworkOptions):
+    """Options of ``mmspec train dflash``."""
+
+    depth: int = again(TreeOptions, "depth", default=15)
+    block_size: int | None = unset(DFlashConfig, "block_size", "Tokens per block, with the last one.", default_text="8")
+    layers: int | None = unset(DFlashConfig, "layers", "Decoder layers.", default_text="2")
+    target_layer_ids: list[int] | None = unset(
+        DFlashConfig,
+        "target_layer_ids",
+        "Layers of the target whose outputs are read; by default five, evenly spaced.",
+        declared=("--reads",),
+    )
+    mask_token_id: int | None = unset(DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.")
+    causal: list[int] | None = unset(
+        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec)."
+    )
+    from_anchor: bool | None = unset(
+        DFlashConfig,
+        "from_anchor",
+        "The last token's position predicts, too (DSpark).",
+        declared=("--from-anchor/--from-masks",),
+    )
+    markov_rank: int | None = unset(
+        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none."
+    )
+    markov_type: Literal["vanilla", "gated", "rnn"] | None = unset(
+        DFlashConfig,
+        "markov_type",
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+    )
+    confidence: Literal["none", "state", "markov"] | None = unset(
+        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark)."
+    )
+    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
 
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -184,3 +244,12 @@ def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -
     keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
     seen = torch.cat([before, own], dim=2)[:, None]
     return [seen & mask[:, None] for mask in attended(flat[:, :, None] - keys[:, None], config)]
+
+
+TRAINING = DrafterTraining(
+    DFlashOptions,
+    setup,
+    """Train a DFlash drafter, which drafts a block of tokens in one pass.
+
+    It reads several layers of the target, at image positions too.""",
+)

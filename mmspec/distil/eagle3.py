@@ -12,20 +12,64 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.checks import FLAG, SHARE, again, option, settable, unset
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.objectives import PassCache, TokenLosses
-from mmspec.distil.options import Eagle3Options, Eagle3Passes
-from mmspec.distil.tasks import DrafterSetup, head_weight, load_shared_weights, mask_token, output_rows
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.distil.options import HeadOptions, Passes, TreeOptions
+from mmspec.distil.tasks import DrafterSetup, DrafterTraining, head_weight, load_shared_weights, mask_token, output_rows
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class Eagle3Passes(Passes):
+    """Settings of EAGLE-3's objective."""
+
+    passes: int = again(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
+    keep: float = option(
+        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(Eagle3Passes, HeadOptions):
+    """Options of ``mmspec train eagle3``."""
+
+    depth: int = again(TreeOptions, "depth", default=8)
+    layers: int | None = unset(Eagle3Config, "layers", "Decoder layers of the head.")
+    reads: list[int] | None = unset(
+        Eagle3Config, "reads", "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
+    )
+    outputs: bool | None = unset(
+        Eagle3Config,
+        "outputs",
+        "Read the outputs of these layers.",
+        default_text="inputs",
+        declared=("--outputs/--inputs",),
+    )
+    parallel: bool | None = option(
+        None,
+        settable(FLAG),
+        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
+        default_text="one pass per level",
+        declared=("--parallel/--sequential",),
+    )
+    norm_before_residual: bool | None = unset(
+        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state."
+    )
+    norm_before_fc: bool | None = unset(Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.")
+    fc_norm: bool | None = unset(
+        Eagle3Config, "fc_norm", "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
+    )
+    norm_output: bool | None = unset(
+        Eagle3Config, "norm_output", "Feed normed states to the next level (EAGLE-3.1).", default_text="on"
+    )
 
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -147,3 +191,13 @@ def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tenso
         return network.embed_tokens(tokens)
     with torch.no_grad():
         return target.embed(tokens).clone()
+
+
+TRAINING = DrafterTraining(
+    Eagle3Options,
+    setup,
+    """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
+
+    With --parallel, a P-EAGLE head, which drafts all levels in one pass. Image positions are placeholder tokens to
+    it.""",
+)

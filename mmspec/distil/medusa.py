@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmspec.checks import FLAG, Checked, again, option
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.objectives import TokenLosses, causal_pass
-from mmspec.distil.options import HeadLoss, MedusaOptions
-from mmspec.distil.tasks import DrafterSetup, head_weight
-from mmspec.drafters.medusa import MedusaConfig
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.distil.options import Passes, TreeOptions
+from mmspec.distil.tasks import DrafterSetup, DrafterTraining, head_weight
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.loss import LossOutput
+
+
+@dataclass(frozen=True)
+class HeadLoss(Checked):
+    """Settings of the objective of Medusa and Hydra."""
+
+    decay: float = again(Passes, "decay", "Weight of a head to the one before.")
+    loss: Literal["kl", "lk", "tv"] = again(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadLoss, TreeOptions):
+    """Options of ``mmspec train medusa``, Hydra's included."""
+
+    heads: int = again(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
+    layers: int = again(MedusaConfig, "layers", "Residual layers per head.")
+    own_outputs: bool = option(
+        True,
+        FLAG,
+        "Output layers of their own, which start as the target's.",
+        declared=("--own-outputs/--shared-output",),
+    )
+    grounded: bool = again(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
+    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -69,3 +92,10 @@ class MedusaObjective(HeadLoss):
             scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
             losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
         return losses.output
+
+
+TRAINING = DrafterTraining(
+    MedusaOptions,
+    setup,
+    "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
+)

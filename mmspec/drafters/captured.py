@@ -42,7 +42,7 @@ class RowState(Protocol):
 
 
 class CapturedDrafter(Drafter):
-    """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
+    """Drafter that updates its state and grows a tree in one pass. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
     tokens, (batch,) int64, 0 for idle rows.
     """
 

@@ -77,7 +77,8 @@ class Source:
     """
 
     def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], layout: Layout, where: str) -> None:
-        self.config, self.tensors, self.where, self.draft_ids = config, dict(tensors), where, None
+        self.config, self.tensors, self.where = config, dict(tensors), where
+        self.draft_ids: Tensor | None = None
         self.fields = {name.removeprefix(layout.prefix): value for name, value in config.items()}
         for name in layout.nested:
             inside = config.get(name) or {}
@@ -742,6 +743,11 @@ def recognise(folder: Path) -> str | None:
     return layout_of(config, {name for file in weight_files(folder) for name in tensor_names(file)})
 
 
+def recogniser(*layouts: str) -> Callable[[Path], bool]:
+    """Whether a folder has one of these layouts; for ``DrafterSpec.recognises``."""
+    return lambda folder: recognise(folder) in layouts
+
+
 # ---------------------------------------------------------------------- reading
 
 
@@ -751,7 +757,7 @@ def read(folder: Path, layout: str, kind: type[Checked], network: Callable[[Any]
     Raises:
         UserError: the files cannot be read, or are of another layout, too.
     """
-    config, tensors = read_json(folder / "config.json"), {}
+    config, tensors = read_json(folder / "config.json"), dict[str, Tensor]()
     for file in weight_files(folder):
         tensors |= load_weights(file, LAYOUTS[layout].copies)
     found = layout_of(config, set(tensors))

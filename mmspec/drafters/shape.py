@@ -1,4 +1,4 @@
-"""Shapes that the configurations of drafters have in common. Without torch: commands derive their options from them."""
+"""Shapes that the configurations of drafters have in common: trees, decoder layers, rotary positions, heads."""
 
 from __future__ import annotations
 

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 Weights = Literal["none", "optional", "required", "published", "target"]
 
 
-def published_as(*layouts: str) -> Callable[[Path], bool]:
-    """``DrafterSpec.recognises`` of drafters with these layouts, see ``mmspec.drafters.layouts``."""
-
-    def recognises(folder: Path) -> bool:
-        from mmspec.drafters.layouts import recognise
-
-        return recognise(folder) in layouts
-
-    return recognises
-
-
 @dataclass(frozen=True)
 class DrafterSpec:
     """A drafter, a plug-in of the group ``drafters`` under its name.

@@ -13,13 +13,12 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
-from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.eagle import Eagle
 from mmspec.drafters.hidden_state import layer
 from mmspec.drafters.hidden_state.entries import packing
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.vision.drafters.msd.drafter import MSD, Flash
-from mmspec.vision.drafters.msd.latents import find_images
+from mmspec.vision.drafters.msd import MSD, Flash, find_images
 from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of

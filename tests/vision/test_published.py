@@ -19,14 +19,11 @@ from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters import layouts as published
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle.drafter import Eagle
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.eagle import Eagle, EagleNetwork
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs

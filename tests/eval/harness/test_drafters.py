@@ -11,7 +11,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.embedded import tiny_llava
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network, vision_model

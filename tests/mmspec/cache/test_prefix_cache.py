@@ -20,7 +20,7 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.vision.drafters.msd.drafter import Flash
+from mmspec.vision.drafters.msd import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model

@@ -10,8 +10,7 @@ import torch
 from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.dflash import DFlash, DFlashNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.dflash import BLOCK, WIDTH, block_states, markov_logits, published, reference, with_heads
 from tests.tiny import shared_model

@@ -13,7 +13,7 @@ from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
-from mmspec.drafters.dflash.drafter import DFlash
+from mmspec.drafters.dflash import DFlash
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import dflash_network

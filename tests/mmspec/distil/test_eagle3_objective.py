@@ -11,8 +11,7 @@ import torch
 from mmspec.distil.eagle3 import Eagle3Objective
 from mmspec.distil.features import Features
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.eagle3 import GEMMA4, LLAMA3, PEAGLE, PlainHead, cut, head_tensors
 from tests.tiny import shared_model

@@ -12,7 +12,7 @@ from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.distil.features import Features
 from mmspec.distil.kangaroo import KangarooObjective
-from mmspec.drafters.kangaroo.drafter import Kangaroo
+from mmspec.drafters.kangaroo import Kangaroo
 from tests.kangaroo import adapter, logits, plain_chain
 from tests.tiny import shared_model
 from tests.tiny.models import kangaroo_network, text_inputs

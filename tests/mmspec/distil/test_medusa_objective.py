@@ -16,8 +16,7 @@ from mmspec.distil.features import Features
 from mmspec.distil.medusa import MedusaObjective
 from mmspec.distil.tasks import head_weight
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.medusa import HEADS, LAYERS, MAP, logits, parts, plain_chain, prefix, published
 from tests.tiny import shared_model

@@ -16,8 +16,7 @@ from mmspec.core.target import Prompt
 from mmspec.distil.dflash import DFlashObjective
 from mmspec.distil.features import Features
 from mmspec.drafters import layouts
-from mmspec.drafters.dflash import default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
+from mmspec.drafters.dflash import DFlash, default_layer_ids, plain_embedding
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels

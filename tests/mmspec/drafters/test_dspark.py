@@ -10,8 +10,7 @@ import torch
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.dflash.network import DFlashNetwork
+from mmspec.drafters.dflash import DFlash, DFlashNetwork
 from mmspec.drafters.growth import grow_levels
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels

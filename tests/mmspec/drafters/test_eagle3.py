@@ -12,8 +12,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import chain_of_five

@@ -7,7 +7,7 @@ import torch
 
 from mmspec import SamplingParams, UserError
 from mmspec.drafters import layouts as published
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter

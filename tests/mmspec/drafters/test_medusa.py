@@ -7,8 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
 from mmspec.drafters.registry import make_drafter
 from tests.medusa import COPIES, HEADS, LAYOUTS, check_heads, published, write
 from tests.tiny import shared_model

@@ -8,8 +8,7 @@ import torch
 from mmspec import UserError, plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters import layouts as published
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
 from mmspec.drafters.registry import make_drafter
 from tests.eagle3 import DRAFT, GEMMA4, GPT_OSS, LLAMA3, QWEN2_5_VL, QWEN3, QWEN3_VL, cut, head_tensors, write_head
 from tests.tiny import shared_model

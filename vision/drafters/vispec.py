@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.latents import Images, find_runs
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.vision.drafters.msd import MSD, Images, MSDConfig, MSDNetwork, find_runs
 
 
 class Adaptor(nn.Module):
@@ -45,7 +44,7 @@ class Adaptor(nn.Module):
 
 
 class ViSpecNetwork(MSDNetwork):
-    """See the module. Visual positions are fed as in a decoupled ``MSDNetwork``, the image's token there."""
+    """``MSDNetwork`` with an ``Adaptor`` of images. Visual positions are fed as in a decoupled ``MSDNetwork``, the image's token there."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__(config)
@@ -106,3 +105,13 @@ class ViSpec(MSD):
         embeds, vectors = self.network.with_tokens(embeds, images)
         self._image.append(vectors[:, -1])
         return embeds, self.network.with_image(hidden, vectors)
+
+
+SPEC = DrafterSpec(
+    "vispec",
+    "ViSpec",
+    "EAGLE with one token per image, and an image vector in its text states (arXiv 2509.15235)",
+    ViSpec,
+    weights="required",
+    recognises=recogniser("vispec"),
+)

@@ -9,10 +9,12 @@ little, in place of the paper's confidence threshold for chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mmspec.checks import option, whole
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
@@ -20,7 +22,31 @@ from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.kangaroo import KangarooConfig
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import DrafterSpec
+
+
+@dataclass(frozen=True)
+class KangarooConfig(RotaryShape):
+    """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
+
+    Attributes:
+        mlp: 0, as the layer has none.
+        exit_layer: number of the target's first layers whose output the network reads.
+    """
+
+    mlp: int = option(0, whole(0, 0))
+    exit_layer: int = option(2, whole(1, 2**10))
+
+
+def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
+    """Split the text after ``kangaroo:`` into a folder and arguments of ``Kangaroo.from_checkpoint``.
+
+    ``FOLDER@2`` exits after the target's first two layers.
+    """
+    folder, at, layers = argument.rpartition("@")
+    return (folder, {"exit_layer": int(layers)}) if at and layers.isdecimal() else (argument, {})
 
 
 class KangarooNetwork(nn.Module):
@@ -76,3 +102,15 @@ class Kangaroo(PositionedDrafter):
         passes.end()
         state.end()
         return tree
+
+
+SPEC = DrafterSpec(
+    "kangaroo",
+    "Kangaroo",
+    "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
+    Kangaroo,
+    weights="required",
+    recognises=recogniser("kangaroo"),
+    parse_argument=parse_argument,
+    train="kangaroo",
+)
