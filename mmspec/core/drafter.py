@@ -83,7 +83,7 @@ class Drafter(ABC):
 
     @property
     def features(self) -> Sequence[Feature]:
-        """Hidden states of the target that ``TargetOutput.features`` must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
+        """The target's hidden states that its outputs must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
         return ()
 
     @property

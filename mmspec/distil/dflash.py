@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, POSITIVE, Checked, again, option, unset, whole
+from mmspec.checks import FLAG, POSITIVE, Checked, again, option, unset, whole, with_fields_of
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.objectives import TokenLosses
@@ -53,39 +53,12 @@ class BlockLoss(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_fields_of(DFlashConfig)
 class DFlashOptions(BlockLoss, NetworkOptions):
     """Options of ``mmspec train dflash``."""
 
     depth: int = again(TreeOptions, "depth", default=15)
-    block_size: int | None = unset(DFlashConfig, "block_size", "Tokens per block, with the last one.", default_text="8")
     layers: int | None = unset(DFlashConfig, "layers", "Decoder layers.", default_text="2")
-    target_layer_ids: list[int] | None = unset(
-        DFlashConfig,
-        "target_layer_ids",
-        "Layers of the target whose outputs are read; by default five, evenly spaced.",
-        declared=("--reads",),
-    )
-    mask_token_id: int | None = unset(DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one.")
-    causal: list[int] | None = unset(
-        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec)."
-    )
-    from_anchor: bool | None = unset(
-        DFlashConfig,
-        "from_anchor",
-        "The last token's position predicts, too (DSpark).",
-        declared=("--from-anchor/--from-masks",),
-    )
-    markov_rank: int | None = unset(
-        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none."
-    )
-    markov_type: Literal["vanilla", "gated", "rnn"] | None = unset(
-        DFlashConfig,
-        "markov_type",
-        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
-    )
-    confidence: Literal["none", "state", "markov"] | None = unset(
-        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark)."
-    )
     from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
 
 

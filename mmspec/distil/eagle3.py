@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, SHARE, again, option, settable, unset
+from mmspec.checks import FLAG, SHARE, again, option, settable, with_fields_of
 from mmspec.core.target import Target
 from mmspec.distil.features import Features
 from mmspec.distil.objectives import PassCache, TokenLosses
@@ -38,37 +38,17 @@ class Eagle3Passes(Passes):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_fields_of(Eagle3Config)
 class Eagle3Options(Eagle3Passes, HeadOptions):
     """Options of ``mmspec train eagle3``."""
 
     depth: int = again(TreeOptions, "depth", default=8)
-    layers: int | None = unset(Eagle3Config, "layers", "Decoder layers of the head.")
-    reads: list[int] | None = unset(
-        Eagle3Config, "reads", "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
-    )
-    outputs: bool | None = unset(
-        Eagle3Config,
-        "outputs",
-        "Read the outputs of these layers.",
-        default_text="inputs",
-        declared=("--outputs/--inputs",),
-    )
     parallel: bool | None = option(
         None,
         settable(FLAG),
         "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
         default_text="one pass per level",
         declared=("--parallel/--sequential",),
-    )
-    norm_before_residual: bool | None = unset(
-        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state."
-    )
-    norm_before_fc: bool | None = unset(Eagle3Config, "norm_before_fc", "Norm of the states that are read, together.")
-    fc_norm: bool | None = unset(
-        Eagle3Config, "fc_norm", "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
-    )
-    norm_output: bool | None = unset(
-        Eagle3Config, "norm_output", "Feed normed states to the next level (EAGLE-3.1).", default_text="on"
     )
 
 

@@ -22,8 +22,8 @@ from mmspec.checks import (
     required,
     settable,
     several,
-    unset,
     whole,
+    with_fields_of,
 )
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.plugins import DEFAULT_MODEL, default_model
@@ -93,6 +93,7 @@ class Passes(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_fields_of(LayerShape)
 class NetworkOptions(TreeOptions):
     """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
 
@@ -101,10 +102,6 @@ class NetworkOptions(TreeOptions):
         settable(FOLDER),
         "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     )
-    heads: int | None = unset(LayerShape, "heads", "Attention heads; by default the target's.")
-    kv_heads: int | None = unset(LayerShape, "kv_heads", "By default the target's.")
-    head_dim: int | None = unset(LayerShape, "head_dim", "By default the target's.")
-    mlp: int | None = unset(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.")
 
 
 @dataclass(frozen=True, kw_only=True)

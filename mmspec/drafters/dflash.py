@@ -61,18 +61,31 @@ class DFlashConfig(HeadShape):
         confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
     """
 
-    block_size: int = required(whole(2, 64))
-    mask_token_id: int = required(whole(0, 2**24))
-    target_layer_ids: list[int] = required(NUMBERS)
+    block_size: int = required(whole(2, 64), "Tokens per block, with the last one.", default_text="8")
+    mask_token_id: int = required(whole(0, 2**24), "Token that masks have; by default an unused one.")
+    target_layer_ids: list[int] = required(
+        NUMBERS, "Layers of the target whose outputs are read; by default five, evenly spaced.", declared=("--reads",)
+    )
     sliding: list[int] = option(list, NUMBERS)
     window: int = option(0, whole(0, 2**24))
-    causal: list[int] = option(list, NUMBERS)
-    from_anchor: bool = option(False, FLAG)
-    markov_rank: int = option(0, whole(0, 2**16))
+    causal: list[int] = option(list, NUMBERS, "Layers without attention to later positions of a block (JetSpec).")
+    from_anchor: bool = option(
+        False,
+        FLAG,
+        "The last token's position predicts, too (DSpark).",
+        declared=("--from-anchor/--from-masks",),
+    )
+    markov_rank: int = option(0, whole(0, 2**16), "Rank of the correction by the token before (DSpark); 0: none.")
     markov_inputs: int = option(0, whole(0, 2**24))
     markov_outputs: int = option(0, whole(0, 2**24))
-    markov_type: str = option("vanilla", choice("vanilla", "gated", "rnn"))
-    confidence: str = option("none", choice("none", "state", "markov"))
+    markov_type: str = option(
+        "vanilla",
+        choice("vanilla", "gated", "rnn"),
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+    )
+    confidence: str = option(
+        "none", choice("none", "state", "markov"), "What a head of the acceptance probability reads (DSpark)."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -57,11 +57,11 @@ class EagleConfig(LayerShape):
     input_norm: bool = option(False, FLAG)
     qkv_bias: bool = option(False, FLAG)
     slots: int = option(1, whole(1, 64))
-    reads: list[int] = option(list, NUMBERS)
-    norm_output: bool = option(False, FLAG)
+    reads: list[int] = option(list, NUMBERS, "Also read the inputs of these layers of the target.", default_text="none")
+    norm_output: bool = option(False, FLAG, "Norm of predicted hidden states.")
     rank: int = option(0, whole(0, 2**16))
     head: int = option(0, whole(0, 2**24))
-    confidence: bool = option(False, FLAG)
+    confidence: bool = option(False, FLAG, "Predict the target's probability of a node's children together.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,12 +54,18 @@ class Eagle3Config(HeadShape):
 
     target_size: int = option(0, whole(0, 2**16))
     states: int = option(3, whole(1, 64))
-    reads: list[int] = option(list, NUMBERS)
-    outputs: bool = option(False, FLAG)
-    norm_before_residual: bool = option(False, FLAG)
-    norm_before_fc: bool = option(False, FLAG)
-    fc_norm: bool = option(False, FLAG)
-    norm_output: bool = option(False, FLAG)
+    reads: list[int] = option(
+        list, NUMBERS, "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
+    )
+    outputs: bool = option(
+        False, FLAG, "Read the outputs of these layers.", default_text="inputs", declared=("--outputs/--inputs",)
+    )
+    norm_before_residual: bool = option(False, FLAG, "The residual of the first layer is the normed state.")
+    norm_before_fc: bool = option(False, FLAG, "Norm of the states that are read, together.")
+    fc_norm: bool = option(
+        False, FLAG, "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
+    )
+    norm_output: bool = option(False, FLAG, "Feed normed states to the next level (EAGLE-3.1).", default_text="on")
     mask_token_id: int | None = option(None, optional(whole(0, 2**24)))
     window: int = option(0, whole(0, 2**24))
     head_rank: int = option(0, whole(0, 2**16))

@@ -43,10 +43,10 @@ class LayerShape(Checked):
     """
 
     hidden_size: int = required(whole(1, 2**16))
-    heads: int = required(whole(1, 2**10))
-    kv_heads: int = required(whole(1, 2**10))
-    head_dim: int = required(whole(2, 2**12))
-    mlp: int = required(whole(1, 2**18))
+    heads: int = required(whole(1, 2**10), "Attention heads; by default the target's.")
+    kv_heads: int = required(whole(1, 2**10), "By default the target's.")
+    head_dim: int = required(whole(2, 2**12), "By default the target's.")
+    mlp: int = required(whole(1, 2**18), "Intermediate size of the MLP; by default the target's.")
     rope_theta: float = option(10000.0, within(1, 1e12))
     norm_eps: float = option(1e-6, within(1e-12, 1))
 
@@ -117,6 +117,6 @@ class HeadShape(RotaryShape):
         embedding: rows of an embedding of its own; 0 is the target's.
     """
 
-    layers: int = option(1, whole(1, 64))
+    layers: int = option(1, whole(1, 64), "Decoder layers.")
     head: int = option(0, whole(0, 2**24))
     embedding: int = option(0, whole(0, 2**24))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.checks import FLAG, POSITIVE, again, option, unset, whole
+from mmspec.checks import FLAG, POSITIVE, again, option, unset, whole, with_fields_of
 from mmspec.distil.features import Features
 from mmspec.distil.options import HeadOptions, Passes, TreeOptions
 from mmspec.distil.tasks import DrafterSetup, DrafterTraining, head_weight, load_shared_weights, output_rows
@@ -26,6 +26,7 @@ _DEFAULT_SPAN = 256
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_fields_of(MSDConfig)
 class MSDOptions(Losses, HeadOptions):
     """Options of ``mmspec train msd``."""
 
@@ -34,18 +35,7 @@ class MSDOptions(Losses, HeadOptions):
         FLAG,
         "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
     )
-    decoupled: bool | None = unset(MSDConfig, "decoupled", "Off: plain EAGLE.")
-    visual_states: bool | None = unset(
-        MSDConfig, "visual_states", "Visual positions take the target's hidden states too, by their own projection."
-    )
-    hide_visual: bool | None = unset(MSDConfig, "hide_visual", "Visual positions are not read at all.")
-    reads: list[int] | None = unset(
-        MSDConfig, "reads", "Also read the inputs of these layers of the target.", default_text="none"
-    )
-    norm_output: bool | None = unset(MSDConfig, "norm_output", "Norm of predicted hidden states.")
-    confidence: bool | None = unset(
-        MSDConfig, "confidence", "Predict the target's probability of a node's children together."
-    )
+    hide_visual: bool | None = unset(MSDConfig, "hide_visual")
 
 
 @dataclass(frozen=True, kw_only=True)

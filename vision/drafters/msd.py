@@ -36,11 +36,13 @@ class MSDConfig(EagleConfig):
         hide_visual: visual positions are not read at all (HiViS, arXiv 2509.23928).
     """
 
-    decoupled: bool = option(True, FLAG)
-    visual_states: bool = option(False, FLAG)
+    decoupled: bool = option(True, FLAG, "Off: plain EAGLE.")
+    visual_states: bool = option(
+        False, FLAG, "Visual positions take the target's hidden states too, by their own projection."
+    )
     latents: int = option(0, whole(0, 2**12))
     span: int = option(0, whole(0, 2**20))
-    hide_visual: bool = option(False, FLAG)
+    hide_visual: bool = option(False, FLAG, "Visual positions are not read at all.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,7 +44,8 @@ class Adaptor(nn.Module):
 
 
 class ViSpecNetwork(MSDNetwork):
-    """``MSDNetwork`` with an ``Adaptor`` of images. Visual positions are fed as in a decoupled ``MSDNetwork``, the image's token there."""
+    """``MSDNetwork`` with an ``Adaptor``: an image's token takes the place of its visual positions, and its vector is
+    combined with the hidden states of the text after it."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__(config)
