@@ -2,7 +2,7 @@
 # make real      a real language model (93 MB package) and a vision tower (19 MB): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
 # make share     run some of those, at most 21 minutes long: first what recent commits concern, then others in turn
-# make slow      run those that take minutes, and record when they passed
+# make slow      run those that take minutes
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
 # make browser   test the web demo in Chromium (the system's)
@@ -63,7 +63,7 @@ share: $(VENV)/.tested
 	$(PYTEST) -p tests.share $(LONG)
 
 slow: $(VENV)/.tested
-	$(BIN)/python -m tests.slow
+	$(BIN)/python -m pytest -r s -n 0 -m slow
 
 fuzz: $(VENV)/.tested
 	$(BIN)/python -m tests.fuzz $(FUZZ)

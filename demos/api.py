@@ -9,20 +9,18 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.demos.models import ModelCache
-from mmspec.demos.turns import RUNNING, WAITING, Turn, Turns
+from mmspec.demos.models import RUNNING, WAITING, ModelCache, Turn, Turns
 from mmspec.errors import UserError
-from mmspec.serving.addresses import names
-from mmspec.serving.drain import PROBES
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
+from mmspec.serving.middleware import PROBES
+from mmspec.serving.settings import Limits, host_names
 
 _PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
 _POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads
 
 
 class SharedSlots:
-    """Slots of the API's choices among the turns of the page's requests; see ``mmspec.serving.slots.Admission``.
+    """Slots of the API's choices among the turns of the page's requests; see ``mmspec.serving.runner.Admission``.
 
     Attributes:
         waiting: choices that wait for their turn.
@@ -92,7 +90,7 @@ class API:
             models.keep(self.model, self.drafter, self.adapt),
             Limits(max_running=RUNNING, max_waiting=WAITING),
             api_key=self.key,
-            hosts=None if self.host is None else names(self.host),
+            hosts=None if self.host is None else host_names(self.host),
             slots=SharedSlots(models.turns),
         )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gradio as gr
+from gradio.components.gallery import GalleryData, GalleryImage
+from gradio.data_classes import FileData, ImageData
 
 from mmspec import plugins
-from mmspec.demos import notes, views
-from mmspec.demos.catalog import Catalog
+from mmspec.demos import views
+from mmspec.demos.catalog import FEWEST, MOST, Catalog, label
 from mmspec.demos.chat_request import (
     DEFAULT_PROMPTS,
     MAX_FRAMES,
@@ -19,9 +22,45 @@ from mmspec.demos.chat_request import (
     Kind,
     Upload,
 )
-from mmspec.demos.methods import FEWEST, MOST, label
 from mmspec.demos.samples import Example, media, photographs, texts
-from mmspec.demos.uploads import ImageUpload, VideoUpload
+from mmspec.demos.storage import original_of, preview_of
+
+
+def _upload(file: Any) -> Upload:
+    path = original_of(file.path)
+    return Upload(path, file.orig_name or Path(path).name)
+
+
+# gradio writes a stub file next to the source of each component class, which would hide the source from type checkers.
+with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
+
+    class ImageUpload(gr.Gallery):
+        """Input of images; its value is a list of `Upload`."""
+
+        def get_block_name(self) -> str:
+            return "gallery"
+
+        def preprocess(self, payload: GalleryData | None) -> list[Upload]:  # type: ignore[override]
+            items = payload.root if payload else []
+            files = [item.image if isinstance(item, GalleryImage) else item.video for item in items]
+            return [_upload(file) for file in files if file.path]
+
+        def postprocess(self, value: list[Upload] | None) -> GalleryData:  # type: ignore[override]
+            images = [ImageData(path=preview_of(one.path), orig_name=one.name) for one in value or ()]
+            return GalleryData(root=[GalleryImage(image=image) for image in images])
+
+    class VideoUpload(gr.Video):
+        """Input of one video; its value is a list of at most one `Upload`."""
+
+        def get_block_name(self) -> str:
+            return "video"
+
+        def preprocess(self, payload: FileData | None) -> list[Upload]:
+            return [_upload(payload)] if payload and payload.path else []
+
+        def postprocess(self, value: list[Upload] | None) -> FileData | None:
+            return FileData(path=preview_of(value[0].path), orig_name=value[0].name) if value else None
+
 
 _ADD = (
     '<p class="mm-adding"><button type="button" class="mm-add">Add pictures</button> '
@@ -37,7 +76,7 @@ class Controls:
 
     Attributes:
         claim: the tab's headline.
-        settings: components of a request's settings, in the order of ``mmspec.demos.tab``.
+        settings: components of a request's settings, in the order of ``mmspec.demos.page``.
         media: the upload, in a list; empty for texts.
     """
 
@@ -52,7 +91,7 @@ class Controls:
                 with gr.Accordion("Settings", open=False):
                     self._add_settings()
                 methods = self.catalog.methods(self.catalog.default_model(kind))
-                self.explained = gr.HTML(notes.methods_html(methods), apply_default_css=False)
+                self.explained = gr.HTML(views.methods_html(methods), apply_default_css=False)
             with gr.Column(scale=3, min_width=300, elem_classes="mm-results"):
                 self.result = gr.HTML(
                     views.result_html([], self.prompt.value),
@@ -92,7 +131,7 @@ class Controls:
             gr.HTML(_ADD, apply_default_css=False)
         self.preview = gr.Button(visible="hidden", elem_classes="mm-preview")  # which the page presses
         self.resume = gr.Button(visible="hidden", elem_classes="mm-resume")
-        self.about = gr.HTML(notes.about_html(model, self.kind, self.catalog), apply_default_css=False)
+        self.about = gr.HTML(views.about_html(model, self.kind, self.catalog), apply_default_css=False)
         with gr.Row(elem_classes="mm-examples"):
             self.example_buttons = [
                 gr.Button(entry.label, icon=entry.icon, size="sm", elem_classes="mm-example") for entry in examples

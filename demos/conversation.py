@@ -11,7 +11,7 @@ from unittest import mock
 import gradio as gr
 
 from mmspec.demos.chat_request import MAX_NEW_TOKENS, MAX_TURNS
-from mmspec.demos.streaming import Origin, Token
+from mmspec.demos.racing import Origin, Token
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import gradio as gr
 
+from mmspec.demos.catalog import FEWEST, MOST
 from mmspec.demos.chat_request import (
     DEFAULT_PROMPTS,
     MAX_FRAMES,
@@ -21,15 +22,13 @@ from mmspec.demos.chat_request import (
     Kind,
     Upload,
 )
-from mmspec.demos.methods import FEWEST, MOST
-from mmspec.demos.racing import Race
+from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service, not_uploaded_error
-from mmspec.demos.streaming import StreamedAnswer
 from mmspec.drafters.registry import AUTO
 from mmspec.errors import UserError
 
 
-class Answer(TypedDict):
+class AnswerJSON(TypedDict):
     """Result of a request. ``acceptance`` is the mean acceptance length; statistics are 0 until the answer ends."""
 
     text: str
@@ -43,11 +42,11 @@ class Answer(TypedDict):
     drafter: str
 
 
-class Comparison(TypedDict):
+class RaceJSON(TypedDict):
     """A race: each lane is the one of median time of ``runs`` runs. The speedups are those of the fastest lane;
     ``first_difference`` is -1 if all tokens are equal."""
 
-    lanes: list[Answer]
+    lanes: list[AnswerJSON]
     runs: int
     baseline: str
     fastest: str
@@ -92,7 +91,7 @@ def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> Answer:
+    ) -> AnswerJSON:
         """Describe an image, or answer a question about it."""
         yield from _answers(service, locals() | {"kind": "image", "upload": image})
 
@@ -105,7 +104,7 @@ def _caption_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         temperature: float = 0.0,
         seed: int = 0,
         frames: int = 8,
-    ) -> Answer:
+    ) -> AnswerJSON:
         """Describe a video, or answer a question about it."""
         yield from _answers(service, locals() | {"kind": "video", "upload": video})
 
@@ -120,8 +119,8 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         seed: int = 0,
-    ) -> Answer:
-        """Answer a text prompt."""
+    ) -> AnswerJSON:
+        """AnswerJSON a text prompt."""
         yield from _answers(service, locals() | {"kind": "text"})
 
     def compare(  # type: ignore[misc]
@@ -134,19 +133,19 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         temperature: float = 0.0,
         seed: int = 0,
         frames: int = 8,
-    ) -> Comparison:
+    ) -> RaceJSON:
         """Race two to four methods of decoding on a text prompt, or on a question about an image or a video."""
         yield from _comparisons(service, locals())
 
     return generate, compare
 
 
-def _answers(service: Service, arguments: dict[str, Any]) -> Iterator[Answer]:
+def _answers(service: Service, arguments: dict[str, Any]) -> Iterator[AnswerJSON]:
     for answer in _gradio_errors(lambda: service.answer(_parse_request(arguments))):
         yield answer_result(answer)
 
 
-def _comparisons(service: Service, arguments: dict[str, Any]) -> Iterator[Comparison]:
+def _comparisons(service: Service, arguments: dict[str, Any]) -> Iterator[RaceJSON]:
     def start() -> Iterator[Race]:
         kinds: list[Kind] = [kind for kind in ("image", "video") if arguments[kind] is not None]
         if len(kinds) > 1:
@@ -160,7 +159,7 @@ def _comparisons(service: Service, arguments: dict[str, Any]) -> Iterator[Compar
         return service.race(chat, methods)
 
     for race in _gradio_errors(start):
-        yield comparison_result(race)
+        yield race_result(race)
 
 
 def _gradio_errors(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -194,7 +193,7 @@ def _parse_upload(file: Any, kind: Kind) -> Sequence[Upload]:
     return (Upload(path, str(file.get("orig_name") or Path(path).name)),)
 
 
-def answer_result(answer: StreamedAnswer) -> Answer:
+def answer_result(answer: StreamedAnswer) -> AnswerJSON:
     stats = answer.stats
     return {
         "text": answer.text.strip(),
@@ -209,7 +208,7 @@ def answer_result(answer: StreamedAnswer) -> Answer:
     }
 
 
-def comparison_result(race: Race) -> Comparison:
+def race_result(race: Race) -> RaceJSON:
     fastest = race.fastest if race.finished else None
     return {
         "lanes": [answer_result(lane) for lane in race.lanes],

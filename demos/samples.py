@@ -18,14 +18,15 @@ from mmspec.vision.video import load_video
 
 _DRAWN: dict[Kind, dict[str, str]] = {
     "image": {
+        "two-rings.png": "Two rings",
         "scene.png": "A sign",
         "five-shapes.png": "Five shapes",
         "three-shapes.png": "Three shapes",
-        "two-rings.png": "Two rings",
     },
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
-"""Labels of the package's samples."""
+"""Labels of the package's samples. A tab opens on the first one: of this picture, both embedded models write 40 tokens or
+more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
 
 _PHOTOGRAPHS = {
     photograph(): "A goldfish",
@@ -35,7 +36,6 @@ _PHOTOGRAPHS = {
 """Of this package and of gradio; smol-llava did not see them in training."""
 
 _LARGEST = 640
-
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
     "A Python function": (
@@ -84,7 +84,7 @@ def media(kind: Kind, folder: Path) -> list[Example]:
 
 
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
-    """The examples for models that know photographs, as many as ``drawn``, of which they have the last ones."""
+    """The examples for models that know photographs: as many as ``drawn``, and its first and last."""
     found = []
     for source, label in _PHOTOGRAPHS.items():
         if source.is_file():
@@ -93,7 +93,7 @@ def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
                 image.thumbnail((_LARGEST, _LARGEST))
                 image.save(path)
             found.append(Example(label, str(path), str(path)))
-    return [*found, *drawn[len(found) :]]
+    return [drawn[0], *found, *drawn[1 + len(found) :]]
 
 
 def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:

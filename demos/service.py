@@ -7,14 +7,11 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mmspec.demos import previews
-from mmspec.demos.catalog import Catalog
+from mmspec.demos.catalog import FEWEST, Catalog, check_methods, drafter_of
 from mmspec.demos.chat_request import ChatRequest, Kind, Upload
-from mmspec.demos.methods import FEWEST, check_methods, drafter_of
 from mmspec.demos.models import ModelCache
-from mmspec.demos.racing import Race, race, warmed_up
-from mmspec.demos.storage import UploadFolder
-from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
+from mmspec.demos.racing import Race, StreamedAnswer, race, resolved, stream_answer, warmed_up
+from mmspec.demos.storage import PREVIEW_SPACE, UploadFolder, write_preview
 from mmspec.errors import UserError
 
 _log = logging.getLogger("mmspec.demo")
@@ -76,11 +73,11 @@ class Service:
         """
         if not self.uploads.contains(upload.path):
             raise not_uploaded_error(kind)
-        if self.uploads.reserve(previews.SPACE):
+        if self.uploads.reserve(PREVIEW_SPACE):
             try:
-                previews.write(upload, kind)
+                write_preview(upload, kind)
             finally:
-                self.uploads.release(previews.SPACE)
+                self.uploads.release(PREVIEW_SPACE)
 
     def _answer(self, chat: ChatRequest) -> Iterator[StreamedAnswer]:
         chat, request, keywords = self._prepare(chat)

@@ -1,4 +1,4 @@
-"""HTML of conversations, of answers with coloured tokens, and of races."""
+"""HTML of conversations, of answers with coloured tokens, of races and around the controls."""
 
 from __future__ import annotations
 
@@ -6,15 +6,124 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib.metadata import PackageNotFoundError, metadata
 from itertools import groupby
 from typing import Any
 
+from mmspec import plugins
+from mmspec.demos.catalog import Catalog, explained, label
+from mmspec.demos.chat_request import Kind
 from mmspec.demos.conversation import Turn
-from mmspec.demos.methods import label
-from mmspec.demos.plots import format_duration, histogram, time_split
-from mmspec.demos.racing import AS_FAST, RUNS, Race
-from mmspec.demos.streaming import StreamedAnswer, Token
+from mmspec.demos.racing import AS_FAST, RUNS, Race, StreamedAnswer, Token
 from mmspec.drafters.registry import PLAIN
+from mmspec.engine.stats import Stats
+
+_WIDTH, _HEIGHT = 360, 168
+_LEFT, _BASE = 34, 128
+_PHASES = {"prefill": "read prompt", "draft": "guess", "verify": "check", "commit": "store"}
+
+
+def format_duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def histogram(counts: Sequence[int]) -> str:
+    """Histogram of accepted draft tokens: ``counts[k]`` verify passes accepted k."""
+    most = max(counts, default=0)
+    if not most:
+        return ""
+    wide = (_WIDTH - _LEFT - 8) / len(counts)
+    bar = min(wide * 0.7, 36)
+    parts = []
+    for accepted, count in enumerate(counts):
+        x = _LEFT + (accepted + 0.5) * wide
+        tall = 84 * count / most
+        tooltip = f"{count} {'pass' if count == 1 else 'passes'} accepted {accepted}"
+        parts.append(
+            f'<g><title>{tooltip}</title><rect class="bar" x="{x - bar / 2:.1f}" y="{_BASE - tall:.1f}" '
+            f'width="{bar:.1f}" height="{tall:.1f}" rx="2"/></g>'
+        )
+        if count:
+            parts.append(f'<text class="value" x="{x:.1f}" y="{_BASE - tall - 5:.1f}">{count}</text>')
+        if wide > 16 or accepted % 2 == 0:
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{_BASE + 16}">{accepted}</text>')
+    axis = f'<line x1="{_LEFT - 8}" x2="{_WIDTH}" y1="{_BASE + 0.5}" y2="{_BASE + 0.5}"/>'
+    label = f'<text class="tick" x="{(_WIDTH + _LEFT) / 2}" y="{_BASE + 36}">draft tokens accepted in a pass</text>'
+    return _figure("Passes by accepted draft tokens", axis + "".join(parts) + label)
+
+
+def time_split(stats: Stats) -> str:
+    """Bar chart of the time of prefill, drafting, verification and commit."""
+    times = {
+        "prefill": stats.prefill_seconds,
+        "draft": stats.draft_seconds,
+        "verify": stats.verify_seconds,
+        "commit": stats.commit_seconds,
+    }
+    total = sum(times.values())
+    if not total:
+        return ""
+    parts = []
+    longest = max(times.values())
+    for row, (name, seconds) in enumerate(times.items()):
+        y = 30 + row * 30
+        wide = max(150 * seconds / longest, 1.5)
+        label = f"{format_duration(seconds)} · {seconds / total:.0%}"
+        parts.append(
+            f'<text class="name" x="0" y="{y + 13}">{_PHASES[name]}</text>'
+            f'<rect class="{name}" x="84" y="{y}" width="{wide:.1f}" height="18" rx="2"/>'
+            f'<text class="label" x="{84 + wide + 8:.1f}" y="{y + 13}">{label}</text>'
+        )
+    return _figure(f"Time: {format_duration(total)}", "".join(parts))
+
+
+def _figure(title: str, body: str) -> str:
+    return (
+        f'<svg class="mm-plot" role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}" aria-label="{title}">'
+        f'<text class="title" x="0" y="14">{title}</text>{body}</svg>'
+    )
+
+
+_CHECKPOINTS: dict[Kind, str] = {
+    "image": "llava-hf/llava-1.5-7b-hf",
+    "video": "llava-hf/llava-onevision-qwen2-7b-ov-hf",
+    "text": "Qwen/Qwen2.5-1.5B-Instruct",
+}
+
+_LINKS = {"source": "Code", "documentation": "Docs"}  # labels of the package's addresses, on the page
+_PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
+
+
+def links_html() -> str:
+    """The project's name, with the addresses of its code and docs that the package states."""
+    try:
+        stated = metadata("mmspec").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        stated = []
+    pairs = (entry.partition(", ") for entry in stated)
+    named = [(_LINKS.get(name.lower()), url) for name, _, url in pairs]
+    links = "".join(f' <a href="{escape(url)}">{name}</a>' for name, url in named if name)
+    return f'<p class="mm-name"><b>mmspec</b>{links} <a href="?view=api">Use from Python</a></p>'
+
+
+def methods_html(methods: Sequence[str]) -> str:
+    """What each method does, with a link to its paper."""
+    link = r'<a href="https://arxiv.org/abs/\1" target="_blank" rel="noopener">\g<0></a>'
+    pairs = ((name, _PAPER.sub(link, escape(text))) for name, text in explained(methods).items())
+    lines = "".join(f"<li><b>{escape(name)}</b>: {text}.</li>" for name, text in pairs)
+    return f'<h2 class="mm-part">The methods</h2><ul class="mm-explained">{lines}</ul>'
+
+
+def about_html(model: str, kind: Kind, catalog: Catalog) -> str:
+    """What an embedded model was trained on, and how to use another one; empty for other models."""
+    limits = plugins.limits(model)
+    if limits is None:
+        return ""
+    others = [name for name in catalog.models_for(kind) if name != model and name in plugins.installed()]
+    select = f" Also installed, see Settings: {', '.join(map(escape, others))}." if others else ""
+    start = f"For those, start <code>mmspec demo --model {_CHECKPOINTS[kind]}</code>."
+    return f'<p class="mm-about">{escape(limits.partition(";")[0])}. {start}{select}</p>'
+
 
 _ORIGINS = {
     "first": ("", "first token, from the prefill"),
@@ -22,17 +131,20 @@ _ORIGINS = {
     "accepted": ("mm-accepted", "drafted and accepted"),
     "bonus": ("mm-bonus", "bonus token, the model's own"),
 }
+
 _LEGEND = {
     "accepted": "drafted and accepted",
     "bonus": "bonus token: the model's own, after the accepted ones",
     "plain": "not drafted",
 }
+
 _EMPTY = "Select an example or bring your own. Race answers the prompt with each selected method, Ask with one method."
 _TIMING = (
     "How the race is timed: same weights, same process, no other request meanwhile. After a short warm-up, the methods "
     f"take turns, each alone, up to {RUNS} times; shown is each method's run of median time. Plain decoding is this "
     "engine without a drafter."
 )
+
 _EXPLANATION = (
     "A token is a word or a piece of one. A small drafter guesses several tokens ahead, and the model checks them all "
     "in one pass. What you read is what the model alone would have written."

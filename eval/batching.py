@@ -54,7 +54,7 @@ def main(
     pipe = mmspec.load(model, drafter=None, dtype=dtype)
     pipe.target.cost = cost_table(pipe.target)  # of the forks, too
     methods = _methods(pipe, drafters, sizes, nodes)
-    draw = mixed_requests if pipe.io.reads_media else held_out_texts
+    draw = mixed_requests if pipe.processor.reads_media else held_out_texts
     drawn = draw(count + max(sizes))
     requests, others = drawn[:count], drawn[count:]
     options = DecodingOptions(max_new_tokens)

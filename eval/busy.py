@@ -38,7 +38,7 @@ _COLUMNS: list[Column] = [
 
 @contextmanager
 def busy_programs(count: int) -> Iterator[None]:
-    """Runs programs that only compute, which end with the block."""
+    """Run programs that only compute, which end with the block."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):

@@ -105,7 +105,7 @@ def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
 
 
 def read_bytes(count: int) -> Callable[[], float]:
-    """Reads so many bytes of memory, by a sum; it returns the seconds."""
+    """Read so many bytes of memory, by a sum; it returns the seconds."""
     data = torch.ones(count // 4)
 
     def run() -> float:

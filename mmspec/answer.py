@@ -7,19 +7,18 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from mmspec.engine.request import Call
-from mmspec.engine.request_state import Wakeup
+from mmspec.engine.engine import Engine
+from mmspec.engine.request import Request
+from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.stats import Stats
-from mmspec.engine.stopping import FinishReason, Stopper
+from mmspec.engine.stopping import FinishReason
 from mmspec.engine.trace import TreeRecord
 from mmspec.errors import Attempt, UserError
 from mmspec.sampling.logprobs import TokenLogprob
-from mmspec.targets.processor import Detokenizer, is_token_ids
-
-if TYPE_CHECKING:
-    from mmspec.pipeline import Pipeline
+from mmspec.sampling.params import SamplingParams
+from mmspec.targets.processor import Detokenizer, Processor
 
 
 @dataclass(frozen=True)
@@ -54,48 +53,22 @@ class Piece:
     seconds: float = 0.0
 
 
-class Answer:
-    """A request in the engine, and the text of its answer."""
+class ActiveRequest:
+    """A request in the engine, and the text of its answer.
 
-    def __init__(self, pipe: Pipeline, call: Call) -> None:
-        self.pipe = pipe
-        self.started = False
-        call, packed = pipe.engine.core.pack(call)
-        params, extras = pipe.defaults.complete(call.params), call.extras
-        constraint = pipe.grammar(params)
-        rendered = extras.chat_template and not is_token_ids(call.request["prompt"])
-        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
-        prompt = pipe.encode([call.request], **call.inputs, **rendering)
-        length, limit = prompt.input_ids.shape[1], pipe.context_limit
-        if limit is not None and length >= limit:
-            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
-        assert params.max_new_tokens is not None
-        stopper = Stopper(
-            params.max_new_tokens,
-            context_limit=limit,
-            eos_token_ids=() if params.ignore_eos else pipe.target.eos_token_ids,
-            stop=params.stop_strings,
-            criteria=extras.stopping_criteria,
-            device=pipe.target.device,
-            tokenizer=pipe.io.tokenizer,
-            max_time=extras.max_time,
-        )
-        sampler = pipe.defaults.sampler(params, prompt.input_ids, extras.logits_processor, constraint)
-        recorded = {"trace": extras.trace, "logprobs": extras.logprobs, "call": packed}
-        self._add = partial(pipe.add, prompt, sampler, stopper, extras.num_draft_tokens, **recorded)
-        self.ended = False
-        decode = partial(pipe.io.decode, **rendering)
-        if constraint is not None:
-            ends = stopper.eos_token_ids  # may be ordinary text, which the grammar does not contain
-            trigger = params.grammar_trigger
-            decode = partial(_decode_without, ends, partial(decode, verbatim=trigger is None))
-            if trigger is not None and (token := pipe.io.special_token(trigger)) is not None:
-                decode = partial(_decode_with, token, trigger, decode)
-        self._detokenizer = Detokenizer(decode, params.stop_strings)
+    Args:
+        engine: decodes it.
+        add: queues it; takes ``on_change``.
+        detokenizer: makes the text.
+    """
+
+    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], detokenizer: Detokenizer) -> None:
+        self._engine, self._add, self._detokenizer = engine, add, detokenizer
+        self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
         self._sent = 0  # tokens of earlier pieces
 
-    def start(self, on_change: Callable[[], None]) -> Answer:
+    def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns this.
 
         Args:
@@ -143,52 +116,61 @@ class Answer:
 
     def cancel(self) -> None:
         """Remove the request from the engine. No effect after its end."""
-        self.pipe.engine.remove([self.sequence])
+        self._engine.remove([self.sequence])
 
 
-def answer_all(pipe: Pipeline, calls: Iterable[Call | UserError], attempt: Attempt) -> list[Generation | UserError]:
+def answer_all(
+    engine: Engine,
+    requests: Iterable[Request | UserError],
+    activate: Callable[[Request], ActiveRequest],
+    attempt: Attempt,
+) -> list[Generation | UserError]:
     """Whole answers of several requests, at most twice ``max_num_seqs`` of them encoded at a time.
 
     Args:
-        calls: requests, and mistakes, which are returned in their places.
+        requests: those, and mistakes, which are returned in their places.
+        activate: encodes a request.
         attempt: calls a function; what it does with a ``UserError`` is up to it (``raising``, ``returning``).
     """
-    answers: list[Answer | UserError] = []
+    answers: list[ActiveRequest | UserError] = []
     wakeup = Wakeup()
 
-    def known() -> list[Answer]:
-        return [answer for answer in answers if isinstance(answer, Answer)]
+    def known() -> list[ActiveRequest]:
+        return [answer for answer in answers if isinstance(answer, ActiveRequest)]
 
     def ready() -> bool:
-        return sum(not answer.done for answer in known()) < 2 * pipe.engine.max_num_seqs
+        return sum(not answer.done for answer in known()) < 2 * engine.max_num_seqs
 
     def start() -> None:
-        with pipe.engine.together():
+        with engine.together():
             for answer in known():
                 if not answer.started:
                     answer.start(wakeup)
 
-    def result(answer: Answer) -> Generation:
+    def result(answer: ActiveRequest) -> Generation:
         wakeup.wait(lambda: answer.sequence.done)
         return answer.whole()
 
     try:
-        for call in calls:
+        for request in requests:
             if not ready():  # the inputs of waiting requests take memory
                 start()
                 wakeup.wait(ready)
-            answers.append(attempt(partial(Answer, pipe, call)) if isinstance(call, Call) else call)
+            answers.append(attempt(partial(activate, request)) if isinstance(request, Request) else request)
         start()
-        return [attempt(partial(result, entry)) if isinstance(entry, Answer) else entry for entry in answers]
+        return [attempt(partial(result, entry)) if isinstance(entry, ActiveRequest) else entry for entry in answers]
     finally:
-        pipe.engine.remove(answer.sequence for answer in known() if answer.started)
+        engine.remove(answer.sequence for answer in known() if answer.started)
 
 
-def stream_answer(pipe: Pipeline, call: Call) -> Iterator[Piece]:
-    """Pieces of an answer, as tokens are accepted. The request starts with the first ``next``; closing or dropping the
-    iterator cancels it."""
+def stream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> Iterator[Piece]:
+    """Pieces of an answer, as tokens are accepted. Closing or dropping the iterator cancels the request.
+
+    Args:
+        begin: starts the request with the first ``next``; takes a function for ``ActiveRequest.start``.
+    """
     wakeup = Wakeup()
-    answer = Answer(pipe, call).start(wakeup)
+    answer = begin(wakeup)
     try:
         while not answer.ended:
             wakeup.wait(lambda: answer.sequence.has_output)
@@ -198,11 +180,10 @@ def stream_answer(pipe: Pipeline, call: Call) -> Iterator[Piece]:
         answer.cancel()
 
 
-async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> AsyncIterator[Piece]:
+async def astream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) -> AsyncIterator[Piece]:
     """``stream_answer`` for asyncio. Cancelling the task or leaving the iteration cancels the request.
 
-    Args:
-        begin: starts the request, in another thread; takes a function for ``Answer.start``.
+    ``begin`` is called in another thread.
     """
     changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -228,13 +209,28 @@ async def astream_answer(begin: Callable[[Callable[[], None]], Answer]) -> Async
         answer.cancel()
 
 
-def _decode_without(tokens: Container[int], decode: Callable[..., str], token_ids: list[int], **options: Any) -> str:
-    return decode([token for token in token_ids if token not in tokens], **options)
+def answer_decoder(
+    processor: Processor, params: SamplingParams, eos_token_ids: Container[int], **options: Any
+) -> Callable[[list[int]], str]:
+    """Function that decodes an answer's tokens.
 
+    Args:
+        eos_token_ids: tokens that end the answer; they may be ordinary text, which a grammar does not contain.
+        **options: of ``Processor.decode``.
+    """
+    decode: Callable[..., str] = partial(processor.decode, **options)
+    if params.constraint is None:
+        return decode
+    trigger = params.grammar_trigger
+    token = None if trigger is None else processor.special_token(trigger)
 
-def _decode_with(token: int, text: str, decode: Callable[..., str], token_ids: list[int]) -> str:
-    """Decode with a special token, of which other decoding leaves no text."""
-    if token not in token_ids:
-        return decode(token_ids)
-    at = token_ids.index(token)
-    return decode(token_ids[:at]) + text + decode(token_ids[at + 1 :], verbatim=True)
+    def text(token_ids: list[int], verbatim: bool) -> str:
+        return decode([token for token in token_ids if token not in eos_token_ids], verbatim=verbatim)
+
+    def whole_text(token_ids: list[int]) -> str:
+        if trigger is None or token is None or token not in token_ids:
+            return text(token_ids, verbatim=trigger is None)
+        at = token_ids.index(token)  # decoding leaves no text of a special token
+        return text(token_ids[:at], False) + trigger + text(token_ids[at + 1 :], True)
+
+    return whole_text

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _LONGEST = 80  # characters of a value that a message repeats
 _CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SIMILARITY = 0.75  # of names; presence_penalty and repetition_penalty, which differ, have 0.71
 
 
@@ -76,8 +77,8 @@ class Checked:
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]
-            value = setting.metadata["rule"].check(setting.name, getattr(self, setting.name))
-            object.__setattr__(self, setting.name, value)
+            if (value := getattr(self, setting.name)) is not setting.default:  # which ``option`` has checked
+                object.__setattr__(self, setting.name, setting.metadata["rule"].check(setting.name, value))
 
     @classmethod
     def rule(cls, name: str) -> Rule:
@@ -121,11 +122,9 @@ def option(default: Any, rule: Rule, text: str = "", **more: Any) -> Any:
         more: ``default_text``: the default as help shows it; ``declared``: names of the option.
     """
     metadata = {"rule": rule, "text": text, **more}
-    return (
-        field(default_factory=default, metadata=metadata)
-        if callable(default)
-        else field(default=default, metadata=metadata)
-    )
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default if default is MISSING else rule.check("a default", default), metadata=metadata)
 
 
 def required(rule: Rule, text: str = "", **more: Any) -> Any:
@@ -133,7 +132,7 @@ def required(rule: Rule, text: str = "", **more: Any) -> Any:
     return option(MISSING, rule, text, **more)
 
 
-def again(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+def inherited(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
     """A field with the rule of another class's field, and the default and help if no others are given.
 
     Args:
@@ -149,21 +148,21 @@ def again(kind: type[Checked], name: str, text: str | None = None, **changes: An
     return option(**about)
 
 
-def unset(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
-    """``again`` with the default None, which stands for the other class's default."""
-    return again(kind, name, text, default=None, **changes)
+def inherited_optional(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
+    """``inherited`` with the default None, which stands for the other class's default."""
+    return inherited(kind, name, text, default=None, **changes)
 
 
 def with_fields_of(kind: type[Checked]) -> Callable[[type[T]], type[T]]:
-    """Class decorator below ``dataclass`` that adds another class's fields with a help text, as ``unset`` does, but for
-    those that the class has."""
+    """Class decorator below ``dataclass``: adds another class's fields that have a help text, as by
+    ``inherited_optional``, but for those that the class has."""
 
     def add(cls: type[T]) -> type[T]:
         known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
         for one in fields(kind):  # type: ignore[arg-type]
             if one.metadata["text"] and one.name not in known:
                 cls.__annotations__ = {**vars(cls).get("__annotations__", {}), one.name: f"{one.type} | None"}
-                setattr(cls, one.name, unset(kind, one.name))
+                setattr(cls, one.name, inherited_optional(kind, one.name))
         return cls
 
     return add
@@ -236,7 +235,7 @@ def settable(rule: Rule) -> Rule:
 
 def is_text(value: Any) -> bool:
     """Whether a value is a str that UTF-8 can encode: a lone surrogate has no encoding."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and not _SURROGATE.search(value)
 
 
 def _is_list_of(kind: type, values: Any) -> bool:

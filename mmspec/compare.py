@@ -17,7 +17,7 @@ from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.request import params_of
 from mmspec.pipeline import Pipeline
-from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.sampler import Matcher
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def compare(
 
     def run(speculate: bool) -> tuple[Generation, float]:
         drafter = make_drafter() if speculate else None
-        fresh = Pipeline(pipe.target, pipe.io, drafter, generation_config=pipe.generation_config)
+        fresh = Pipeline(pipe.target, pipe.processor, drafter, generation_config=pipe.generation_config)
         start = clock()
         generation = fresh.generate(**request, **keywords)
         seconds = clock() - start

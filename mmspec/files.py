@@ -41,7 +41,7 @@ _CACHE = "; MMSPEC_CACHE names another one"
 
 
 def make_folder(folder: Path, write: Callable[[Path], Any], hint: str = _CACHE, new: bool = False) -> None:
-    """Makes a folder that appears whole; several threads and processes may make it at the same time.
+    """Make a folder that appears whole; several threads and processes may make it at the same time.
 
     Args:
         folder: left alone if it exists.
@@ -77,7 +77,7 @@ def _not_new(folder: Path) -> UserError:
 
 @contextmanager
 def temporary(path: Path, hint: str = "") -> Iterator[Path]:
-    """Yields a path of the same name in a temporary folder beside ``path``, whose parents are created.
+    """Yield a path of the same name in a temporary folder beside ``path``, whose parents are created.
 
     Args:
         hint: end of the message if it cannot be written.
@@ -103,7 +103,7 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
 
 
 def settle(path: Path) -> None:
-    """Waits until a file or folder is on the disk, and gives it the permissions of other new ones.
+    """Wait until a file or folder is on the disk, and gives it the permissions of other new ones.
 
     After a power failure, a renamed file may otherwise be empty. safetensors writes its own for the owner only.
     """
@@ -124,7 +124,7 @@ def _locked_folder(parent: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _lock(file: Path, *, unsupported: bool) -> IO[bytes] | None:
-    """Opens a file, created if missing, and locks it until it is closed or the process ends.
+    """Open a file, created if missing, and lock it until it is closed or the process ends.
 
     Returns None if another process has the lock, or has removed the file.
 
@@ -180,7 +180,7 @@ def _cannot_write(path: Path, error: BaseException, hint: str = "") -> UserError
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yields a temporary path to write to, and renames it to `path` if the block succeeds. Creates parent folders.
+    """Yield a temporary path to write to, and rename it to ``path`` if the block succeeds. Creates parent folders.
 
     Raises:
         UserError: it cannot be written, or the disk is full.
@@ -192,14 +192,14 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically."""
+    """Write a text file atomically."""
     with atomic(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def alone(file: Path, what: Path) -> Iterator[None]:
-    """Keeps other processes from a run's output, which the run continues or replaces.
+    """Keep other processes from a run's output, which the run continues or replaces.
 
     Args:
         file: that is locked meanwhile; removed at the end.
@@ -223,7 +223,7 @@ def alone(file: Path, what: Path) -> Iterator[None]:
 
 
 def append_text(file: Path, text: str) -> None:
-    """Appends to a file and waits until it is on the disk: all of the text or none of it.
+    """Append to a file and wait until it is on the disk: all of the text or none of it.
 
     Raises:
         UserError: it cannot be written, or the disk is full.
@@ -243,12 +243,12 @@ def append_text(file: Path, text: str) -> None:
 
 
 def append_row(log: Path, row: Mapping[str, Any]) -> None:
-    """Appends a row to a JSON Lines log."""
+    """Append a row to a JSON Lines log."""
     append_text(log, json.dumps(row) + "\n")
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yields number and text of each line of a file in UTF-8, with its end, which is a line feed.
+    """Yield number and text of each line of a file in UTF-8, with its end, which is a line feed.
 
     Raises:
         UserError: the file cannot be read, or a line, which it names, is not UTF-8.
@@ -263,7 +263,7 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and object of each line of a JSON Lines file that is not blank.
+    """Yield the number and object of each line of a JSON Lines file that is not blank.
 
     Args:
         cut: the file is a log: it may be missing, and what a killed process has left of its last line does not count.
@@ -294,7 +294,7 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object; raises ``UserError`` for anything else."""
+    """Read a JSON object; raises ``UserError`` for anything else."""
     with explained(f"{file}: expected a JSON object", OSError):
         if file.stat().st_size > _MAX_JSON:
             raise UserError(f"{file}: expected a JSON object of at most {_MAX_JSON} bytes, received a larger file")
@@ -302,7 +302,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def truncate_log(log: Path, step: int) -> None:
-    """Removes a log's incomplete last line and the rows after `step`, which a resumed run repeats.
+    """Remove a log's incomplete last line and the rows after ``step``, which a resumed run repeats.
 
     Raises:
         UserError: a line is no row of a log.
@@ -317,9 +317,9 @@ def truncate_log(log: Path, step: int) -> None:
 
 
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Checks that a run in `folder` is resumed with the settings that it was started with.
+    """Check that a run in ``folder`` is resumed with the settings that it was started with.
 
-    Settings missing from `saved`, which later versions have added, are not compared.
+    Settings missing from ``saved``, which later versions have added, are not compared.
 
     Raises:
         UserError: naming the first setting that differs.

@@ -20,7 +20,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.checks import nearest, shown, whole
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
-from mmspec.engine.openmp import release_threads
+from mmspec.engine.threads import release_threads
 from mmspec.errors import SlowWarning, UserError, explained
 from mmspec.ops import cpu_library
 from mmspec.pipeline import Pipeline
@@ -69,7 +69,7 @@ def load(
             the weights of the decoder's linear layers; all else is then bfloat16. ``"auto"`` on a CPU is the precision
             of a GGUF file (int4 or int8, where the C++ kernels run: see ``mmspec info``), float32 for other models
             below a billion parameters; otherwise it is the checkpoint's dtype.
-        processor: the tokenizer or processor of a model that is given as an object.
+        processor: the tokenizer or processor of a model that is given as an object, or a ``Processor``.
         max_num_seqs: requests that decode at the same time; each needs memory for its keys and values.
         prefix_cache: memory in bytes for the states of prompts: one that begins like an earlier one, such as the next
             turn of a conversation, then computes only its new tokens. 0 keeps none.
@@ -110,29 +110,25 @@ def load(
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
         if fixed := [f"{name}={shown(value)}" for name, value in placement.items() if value not in ("auto", None)]:
             raise UserError(f"a model object stays on its device and in its dtype: got {', '.join(fixed)}")
-        home = model.config.name_or_path or ""
         adapter = plugins.target_class(model.config)
-        target, speculator = adapter(model), make_drafter(drafter, home)
-        return _warmed_up(Pipeline(target, adapter.processor_class(processor), speculator, **settings), warm_up)
-    model = plugins.default_model() if model is None else model
-    if not isinstance(model, str | PathLike):
-        raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
-    if processor is not None:
-        raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
-    model = fspath(model)
-    folder = plugins.model_path(model)
-    # Drafter first: a misspelt name must not wait for the loading of a large model.
-    speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
-    with known_options(options, known):
-        target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
-    pipeline = _warmed_up(Pipeline(target, processor, speculator, model, **settings), warm_up)
+        target, speculator, name = adapter(model), make_drafter(drafter, model.config.name_or_path or ""), ""
+        processor = processor if isinstance(processor, Processor) else adapter.processor_class(processor)
+    else:
+        model = plugins.default_model() if model is None else model
+        if not isinstance(model, str | PathLike):
+            raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
+        if processor is not None:
+            raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
+        name = fspath(model)
+        folder = plugins.model_path(name)
+        # Drafter first: a misspelt name must not wait for the loading of a large model.
+        speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
+        with known_options(options, known):
+            target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
+    pipeline = Pipeline(target, processor, speculator, name, **settings)
+    if warm_up:
+        pipeline.warm_up(warm_up)
     release_threads()  # requests may come from other threads
-    return pipeline
-
-
-def _warmed_up(pipeline: Pipeline, rows: int) -> Pipeline:
-    if rows:
-        pipeline.warm_up(rows)
     return pipeline
 
 

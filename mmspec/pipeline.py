@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 from torch import nn
 
 from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.answer import Answer, Generation, Piece, answer_all, astream_answer, stream_answer
+from mmspec.answer import (
+    ActiveRequest,
+    Generation,
+    Piece,
+    answer_all,
+    answer_decoder,
+    astream_answer,
+    stream_answer,
+)
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checks import Rule, whole
 from mmspec.core.drafter import Drafter, fork
 from mmspec.core.target import HasDefaults, Prompt, Target
 from mmspec.drafters.registry import registered_name
 from mmspec.engine.budget import MeasuredBudget
+from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.request import SEQ_COUNT, parse
+from mmspec.engine.request import SEQ_COUNT, Request, parse
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
@@ -28,7 +38,8 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
 from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.packing import weights_kind
-from mmspec.targets.processor import Processor
+from mmspec.targets.processor import Detokenizer, Processor, is_token_ids
+from mmspec.targets.transformers_target import sharded
 
 Message = Mapping[str, Any]
 _BYTES, _TOKENS = whole(0), whole(1)
@@ -54,11 +65,10 @@ class Pipeline:
         adapt: see ``mmspec.load``; None does not adapt.
 
     Attributes:
-        model, processor: the plain transformers objects.
-        target, drafter, name, max_num_seqs, generation_config: as above.
+        model, hf_processor: the plain transformers objects.
+        target, processor, drafter, name, max_num_seqs, generation_config: as above.
         engine: decodes; the target's.
         defaults: of sampling parameters.
-        io: the ``Processor``.
         context_limit: maximum length of prompt plus output; the target's own, if not lowered.
         budget: adaptive budget of this drafter on this target; None before the first draft.
         adaptation: of the drafter; None if it does not adapt. Copies of the pipeline do not.
@@ -78,7 +88,7 @@ class Pipeline:
     ) -> None:
         # Drafters, evaluation and training of models of transformers read more of it than the protocol has.
         self.target: Any = target
-        self.io = Processor() if processor is None else processor
+        self.processor = Processor() if processor is None else processor
         self.context_limit: int | None = target.context_limit
         model = getattr(target, "model", target)
         self.name = name or getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -110,7 +120,7 @@ class Pipeline:
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
         self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
-        self.engine = Engine.of(self.target, self.max_num_seqs)
+        self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
@@ -174,12 +184,25 @@ class Pipeline:
         self.engine.warm_up(self._speculation, rows, tokens, num_draft_tokens)
 
     @property
-    def processor(self) -> Any:
-        return self.io.plain
+    def hf_processor(self) -> Any:
+        return self.processor.plain
+
+    @property
+    def io(self) -> Processor:
+        """The former name of ``processor``."""
+        return self.processor
+
+    def limited(self, context_limit: int) -> Pipeline:
+        """The same pipeline with at most this context limit; both share engine and drafter."""
+        if self.context_limit is not None and self.context_limit <= context_limit:
+            return self
+        limited: Pipeline = object.__new__(type(self))
+        vars(limited).update(vars(self), context_limit=_TOKENS.check("context_limit", context_limit))
+        return limited
 
     def encode(self, requests: Sequence[Mapping[str, Any]], **options: Any) -> Prompt:
         """Requests as one left-padded batch on the target's device; see ``Processor.encode``."""
-        return self.io.encode(requests, **options).to(self.target.device, self.target.dtype)
+        return self.processor.encode(requests, **options).to(self.target.device, self.target.dtype)
 
     def follow(self) -> bool:
         """Answer the requests of rank 0 on all other ranks, until it ends; for a model with ``tp_plan``.
@@ -193,13 +216,49 @@ class Pipeline:
         Raises:
             RankError: a rank is lost, or not in the state of rank 0.
         """
-        return self.engine.follow(self._speculation, lambda call: Answer(self, call).start(lambda: None).sequence)
+        if not isinstance(self.engine, DistributedEngine):
+            return False
+        return self.engine.follow(self._speculation, lambda request: self._begin(request).sequence)
+
+    def activate(self, request: Request) -> ActiveRequest:
+        """Encode a request, so that it can be started.
+
+        Raises:
+            UserError: its input cannot be read, or is longer than the context limit.
+        """
+        request = self.engine.admit(request)
+        params, options = self.defaults.complete(request.params), request.options
+        constraint = self.grammar(params)
+        rendered = options.chat_template and not is_token_ids(request.content["prompt"])
+        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
+        prompt = self.encode([request.content], **request.inputs, **rendering)
+        length, limit = prompt.input_ids.shape[1], self.context_limit
+        if limit is not None and length >= limit:
+            raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
+        assert params.max_new_tokens is not None
+        stopper = Stopper(
+            params.max_new_tokens,
+            context_limit=limit,
+            eos_token_ids=() if params.ignore_eos else self.target.eos_token_ids,
+            stop=params.stop_strings,
+            criteria=options.stopping_criteria,
+            device=self.target.device,
+            tokenizer=self.processor.tokenizer,
+            max_time=options.max_time,
+        )
+        sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
+        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request)
+        decode = answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
+        return ActiveRequest(self.engine, add, Detokenizer(decode, params.stop_strings))
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
     ) -> list[RequestState]:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
+
+    def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
+        return self.activate(request).start(on_change)
 
     def grammar(self, params: SamplingParams) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
@@ -210,11 +269,11 @@ class Pipeline:
         if params.constraint is None:
             return None
         if self._grammars is None:
-            self._grammars = Grammars(self.io.tokenizer, self.target.eos_token_ids)
+            self._grammars = Grammars(self.processor.tokenizer, self.target.eos_token_ids)
         grammar, trigger = self._grammars.compile(*params.constraint), params.grammar_trigger
         if trigger is None:
             return grammar
-        return TriggeredGrammar(grammar, trigger, self.io.special_token(trigger), self._grammars.tokenizer)
+        return TriggeredGrammar(grammar, trigger, self.processor.special_token(trigger), self._grammars.tokenizer)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
@@ -264,8 +323,9 @@ class Pipeline:
             **keywords: see ``generate``.
         """
         attempt = _ATTEMPTS[_ON_ERROR.check("on_error", on_error)]
-        calls = parse(requests, keywords, self.io.options, attempt)
-        return answer_all(self, calls, attempt)
+        return answer_all(
+            self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
+        )
 
     def stream(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
@@ -274,17 +334,17 @@ class Pipeline:
 
         The request starts with the first ``next``. Closing or dropping the iterator cancels it.
         """
-        (call,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.io.options)
-        return stream_answer(self, call)
+        (request,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.processor.options)
+        return stream_answer(partial(self._begin, request))
 
     def astream(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
-        request = {"prompt": prompt, "images": images, "videos": videos}
+        content = {"prompt": prompt, "images": images, "videos": videos}
 
-        def begin(on_change: Callable[[], None]) -> Answer:
-            (call,) = parse([request], keywords, self.io.options)
-            return Answer(self, call).start(on_change)
+        def begin(on_change: Callable[[], None]) -> ActiveRequest:
+            (request,) = parse([content], keywords, self.processor.options)
+            return self._begin(request, on_change)
 
         return astream_answer(begin)

@@ -72,7 +72,7 @@ def show_progress(console: Console, title: str) -> Iterator[Show]:
 
 
 class Steps(logging.Handler):
-    """Shows the step that a logger has announced at level INFO, until the next one.
+    """Show the step that a logger has announced at level INFO, until the next one.
 
     Beside a spinner on a terminal, else in a line if it takes longer than ``SLOW``. Higher levels are lines at once.
 

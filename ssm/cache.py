@@ -135,13 +135,13 @@ class StateCache(TreeCache):
     def conv(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None, **options: Any
     ) -> Tensor:
-        """Replaces ``causal_conv1d_fn``: (batch, channels, nodes) in and out."""
+        """Replace ``causal_conv1d_fn``: (batch, channels, nodes) in and out."""
         assert self._tree is not None
         x = hidden_states.transpose(1, 2)
         return self._conv.convolve(self._current, x, weight, bias, activation, self._tree.window).transpose(1, 2)
 
     def scan(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Replaces the mixer's scan; instead of a final state, an empty tensor."""
+        """Replace the mixer's scan; instead of a final state, an empty tensor."""
         assert self._tree is not None
         return self._scans.read(self._place[self._current[0]], self._tree.ancestors, *args, **options)
 

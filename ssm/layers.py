@@ -196,7 +196,7 @@ def _check(module: ModuleType, functions: Functions, layers: str) -> None:
 
 @contextmanager
 def _dispatching(module: ModuleType, functions: Functions) -> Iterator[None]:
-    """Replaces a modelling file's functions by dispatchers during a pass."""
+    """Replace a modelling file's functions by dispatchers during a pass."""
     places = {_place(module, name): replacement for name, (replacement, _) in functions.items()}
     with replaced(
         {place: functools.partial(_dispatcher, replacement=substitute) for place, substitute in places.items()}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _attention(
     states: StateCache, original: Adapter, mixer: Any, hidden_states: Tensor, past_key_values: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Replaces ``MiniMaxLightningAttention.forward``."""
+    """Replace ``MiniMaxLightningAttention.forward``."""
     if not states.verifying:
         y, state = original(mixer, hidden_states=hidden_states, **options)
         states.update_recurrent_state(state.transpose(2, 3), mixer.layer_idx)
@@ -41,7 +41,7 @@ def _attention(
 
 
 def _model(states: StateCache, original: Adapter, model: Any, **options: Any) -> Any:
-    """Replaces ``MiniMaxModel.forward``, which with ``use_cache`` refuses caches of other classes."""
+    """Replace ``MiniMaxModel.forward``, which with ``use_cache`` refuses caches of other classes."""
     return original(model, **{**options, "use_cache": False})
 
 
@@ -85,7 +85,7 @@ def _block(
     past_key_values: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces ``RecurrentGemmaRecurrentBlock.forward``.
+    """Replace ``RecurrentGemmaRecurrentBlock.forward``.
 
     Padding, which transformers does not mask here, does not enter the convolution.
     """
@@ -106,7 +106,7 @@ def _block(
 def _scan(
     states: StateCache, original: Adapter, lru: Any, hidden_states: Tensor, recurrent_gate: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Replaces ``RecurrentGemmaRglru._rnn_scan`` in verify passes; no node is the first of its sequence."""
+    """Replace ``RecurrentGemmaRglru._rnn_scan`` in verify passes; no node is the first of its sequence."""
     return states.scan(hidden_states, recurrent_gate)
 
 
@@ -143,7 +143,7 @@ class RGLRU:
 def _projections(
     states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any
 ) -> Any:
-    """Replaces ``ZayaCCAProjection.forward``, with two convolutions and a delayed part of the values."""
+    """Replace ``ZayaCCAProjection.forward``, with two convolutions and a delayed part of the values."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)
@@ -160,7 +160,7 @@ def _dynamic_convolution(
     past_key_values: Any,
     conv_mask: Any,
 ) -> Any:
-    """Replaces ``Inkling2DynamicShortConvolution.forward``, whose weights depend on the token."""
+    """Replace ``Inkling2DynamicShortConvolution.forward``, whose weights depend on the token."""
     key, convolve = (module.layer_idx, module.conv_idx), partial(original, module, conv_mask=conv_mask)
     return states.windowed(key, module.conv_kernel_size, convolve, hidden_states, dynamic_input, mask=conv_mask)
 
@@ -168,7 +168,7 @@ def _dynamic_convolution(
 def _relative_logits(
     states: StateCache, original: Adapter, module: Any, relative_states: Tensor, *positions: Tensor
 ) -> Tensor:
-    """Replaces ``InklingRelativeLogits.forward``."""
+    """Replace ``InklingRelativeLogits.forward``."""
     return states.by_row(partial(original, module), relative_states)
 
 

@@ -19,9 +19,6 @@ from pathlib import Path
 
 import click
 from PIL import Image
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Column, Table
 
 from mmspec.errors import UserError
 from mmspec.vision.decoding import DecodeError, Decoder
@@ -141,7 +138,6 @@ def main(seed: int, count: int, minutes: float, workers: int, seconds: float, me
     """Decode mutants of valid media files, and count what becomes of them."""
     start = time.monotonic()
     decoder = Decoder(workers=workers, seconds=seconds, memory=memory << 20)
-    console = Console()
     files = media_files()
     table: dict[str, Counter[str]] = {kind: Counter() for kind in files}
     refused = [kind for kind, data in files.items() if outcome(decoder, data)[0] != "decoded"]
@@ -157,24 +153,18 @@ def main(seed: int, count: int, minutes: float, workers: int, seconds: float, me
             number, kind, data, result, message = judged
             table[kind][result] += 1
             if result not in ("decoded", "refused"):
-                console.print(f"{result}: mutant {number}, {kind}: {message}", markup=False, soft_wrap=True)
+                click.echo(f"{result}: mutant {number}, {kind}: {message}")
                 if keep is not None:
                     keep.mkdir(parents=True, exist_ok=True)
                     (keep / f"{seed}-{number}-{result}").write_bytes(data)
     decoder.close()
-    console.print(_shown(table))
+    for kind, found in table.items():
+        click.echo(f"{kind}: {', '.join(f'{found[name]} {name}' for name in OUTCOMES if found[name])}")
     total = sum(table.values(), Counter())
     failed = bool(refused) or any(total[name] for name in FAILING)
     counts = {name: total[name] for name in OUTCOMES}
     click.echo(json.dumps({"seed": seed, "mutants": total.total(), **counts, "valid_refused": refused}))
     raise SystemExit(failed)
-
-
-def _shown(table: dict[str, Counter[str]]) -> Table:
-    shown = Table(Column("file", no_wrap=True), *OUTCOMES, box=SIMPLE)
-    for kind, counts in table.items():
-        shown.add_row(kind, *(str(counts[name] or "") for name in OUTCOMES))
-    return shown
 
 
 if __name__ == "__main__":

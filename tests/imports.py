@@ -6,12 +6,16 @@ import ast
 from collections.abc import Iterator
 
 
-def imported(source: str) -> Iterator[str]:
-    """Dotted names that a module imports anywhere, in functions too, but for ``if TYPE_CHECKING``."""
+def imported(source: str, for_checkers: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports anywhere, in functions too.
+
+    Args:
+        for_checkers: those of ``if TYPE_CHECKING``, too.
+    """
     pending: list[ast.AST] = [ast.parse(source)]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if not for_checkers and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             pending += node.orelse
             continue
         pending += ast.iter_child_nodes(node)

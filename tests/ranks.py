@@ -64,7 +64,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, st
 
 def _main(scenario: str, folder: str, *drafters: str) -> None:
     import mmspec
-    from mmspec.engine.ranks import RankError
+    from mmspec.engine.distributed import RankError
     from tests.split_models import PROMPTS, answers
 
     for drafter in drafters:
@@ -105,13 +105,13 @@ def _at_third_step(pipe: object, act: Callable[[], None]) -> None:
 
 def _reverse(pipe: object) -> None:
     """Take requests that come together in the reverse order."""
-    from mmspec.engine.lockstep import _Orders
+    from mmspec.engine.distributed import _Orders
 
     plain = _Orders.unpack
 
     def unpack(content: bytes) -> _Orders:
         orders = plain(content)
-        return replace(orders, calls=orders.calls[::-1])
+        return replace(orders, requests=orders.requests[::-1])
 
     _Orders.unpack = staticmethod(unpack)  # type: ignore[method-assign]
 

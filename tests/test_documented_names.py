@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("CONTRIBUTING.md", "docs/design.md")
 SOURCES = ("mmspec", "vision", "ssm", "eval", "demos", "tests")
 GROUPS = {*BUILTIN, "processors"}  # the latter of other packages
-INSTANCES = {"model": GenerationMixin, "pipe": mmspec.Pipeline}
+MEMBERS = {"model": GenerationMixin, "pipe": mmspec.Pipeline}
 SPAN = re.compile(r"`([^`]+)`")
 PATH = re.compile(r"[\w.-]*/[\w./-]*|[\w.-]+\.(?:json|py|safetensors|toml)")
 CALL = re.compile(r"([\w.]+)\(([\w, ]*)\)")
@@ -29,95 +30,57 @@ CALL = re.compile(r"([\w.]+)\(([\w, ]*)\)")
 PLACED = re.compile(r"((?:`[\w.]+`(?:, | and )?)+)\s+(?:in |\()`([\w./-]+/[\w./-]+)`")
 
 
-class Names(ast.NodeVisitor):
-    """Names that files define, with the parameters of functions.
-
-    Attributes:
-        defined: name to the parameters of each of its functions; other definitions have none.
-        members: (class, name).
-    """
-
-    def __init__(self, files: Iterator[Path]) -> None:
-        self.defined: dict[str, list[list[str]]] = {}
-        self.members: set[tuple[str, str]] = set()
-        self._classes: list[str] = []
-        for file in files:
-            self._define(file.parent.name if file.stem == "__init__" else file.stem)
-            self.visit(ast.parse(file.read_text()))
-
-    def _define(self, name: str, *parameters: list[str]) -> None:
-        self.defined.setdefault(name, []).extend(parameters)
-        self.members |= {(cls, name) for cls in self._classes[-1:]}
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._define(node.name)
-        self._classes.append(node.name)
-        self.generic_visit(node)
-        self._classes.pop()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        parameters = [argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)]
-        self._define(node.name, parameters)
-        if node.name == "__init__":
-            self.defined[self._classes[-1]].append(parameters)
-        self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.defined.setdefault(node.arg, [])
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        self.defined.setdefault(node.arg or "", [])
-        self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Store):
-            self._define(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.ctx, ast.Store):
-            self._define(node.attr)
-        self.generic_visit(node)
-
-
 @cache
-def names(place: str = "") -> Names:
-    """Names of a file, of a folder's files, or of all."""
-    path = ROOT / place
-    if path.is_file():
-        return Names(iter([path]))
-    return Names(
-        file for part in ([path] if place else [ROOT / name for name in SOURCES]) for file in part.rglob("*.py")
-    )
+def defined(place: str = "") -> dict[str, list[set[str]]]:
+    """Names that files define, dotted ones of classes' members included, with the parameters of each function.
+
+    Args:
+        place: a file or a folder; all sources if empty.
+    """
+    found: dict[str, list[set[str]]] = defaultdict(list)
+    for root in [place] if place else SOURCES:
+        path = ROOT / root
+        for file in [path] if path.is_file() else path.rglob("*.py"):
+            found[file.parent.name if file.stem == "__init__" else file.stem] += []
+            for name, parameters in _names(ast.parse(file.read_text())):
+                found[name] += parameters
+    return found
+
+
+def _names(tree: ast.AST, owner: str = "") -> list[tuple[str, list[set[str]]]]:
+    found: list[tuple[str, list[set[str]]]] = []
+    for node in ast.iter_child_nodes(tree):
+        name, parameters = getattr(node, "name", None), []
+        if isinstance(node, ast.FunctionDef):
+            parameters = [{argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}]
+            found += [(owner, parameters)] if name == "__init__" else []
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg | ast.keyword):
+            name = node.arg
+        if isinstance(name, str):
+            found += [(name, parameters), (f"{owner}.{name}", parameters)]
+        found += _names(node, str(name) if isinstance(node, ast.ClassDef) else owner)
+    return found
 
 
 def exists(path: str) -> bool:
     """Whether a path exists: from the root, or a single name anywhere; NAME stands for any."""
     pattern = path.strip("/").replace("NAME", "*")
-    found = ROOT.glob(pattern) if "/" in pattern else (p for s in SOURCES for p in (ROOT / s).rglob(pattern))
-    return any(True for _ in found)
+    return any(any((ROOT / place).rglob(pattern)) for place in SOURCES) or any(ROOT.glob(pattern))
 
 
-def is_defined(name: str, place: str = "", parameters: list[str] | None = None) -> bool:
-    """Whether a dotted or bare name exists, as a function of these parameters if they are given."""
-    if name.removeprefix("mmspec.") in GROUPS or (ROOT / name).is_dir():
+def is_known(name: str, place: str = "") -> bool:
+    """Whether a bare or dotted name exists."""
+    if name in defined(place) or name.removeprefix("mmspec.") in GROUPS or (ROOT / name).is_dir():
         return True
     head, _, last = name.rpartition(".")
-    known = names(place)
-    if parameters:
-        return any(parameters == [p for p in given if p in parameters] for given in known.defined.get(last, []))
     if not head:
-        return last in known.defined or (name.islower() and find_spec(name) is not None)
-    return (head, last) in known.members or _imports(name) or hasattr(INSTANCES.get(head), last)
-
-
-def _imports(name: str) -> bool:
-    head, _, last = name.rpartition(".")
-    if name.startswith("kernels."):  # a module is named by its last part in the code
-        head = "mmspec.ops.kernels"
-    try:
-        return hasattr(import_module(head), last) or find_spec(name) is not None
-    except ImportError:
-        return False
+        return name == name.lower() and find_spec(name) is not None
+    head = {"kernels": "mmspec.ops.kernels"}.get(head, head)  # in code, by its last part
+    with suppress(ImportError):
+        return hasattr(MEMBERS.get(head) or import_module(head), last) or find_spec(name) is not None
+    return False
 
 
 def unknown(span: str) -> list[str]:
@@ -131,36 +94,27 @@ def unknown(span: str) -> list[str]:
         return [] if group[1] in GROUPS else [span]
     if span.startswith((".venv", "--")):
         return []
-    if called := CALL.fullmatch(span):
-        parameters = [part.strip() for part in called[2].split(",") if part.strip()]
-        return [] if is_defined(called[1], parameters=parameters) else [span]
+    if (called := CALL.fullmatch(span)) and called[2]:
+        given = {part.strip() for part in called[2].split(",")}
+        return [] if any(given <= known for known in defined().get(called[1], ())) else [span]
     missing = []
-    for word in words:
-        word = word.rpartition("=")[2].strip("()")
+    for word in (word.rpartition("=")[2].strip("()") for word in words):
         if PATH.fullmatch(word):
             missing += [] if exists(word) else [word]
         elif re.fullmatch(r"[A-Za-z_][\w.]*", word) and word not in ("True", "False"):
-            missing += [] if is_defined(word) else [word]
+            missing += [] if is_known(word) else [word]
         elif re.fullmatch(r"\w+-\w+", word):
             missing += [] if word in {entry.name for entry in registered("models")} else [word]
     return missing
 
 
-def spans(page: str) -> list[str]:
-    text = re.sub(r"^```.*?^```$|^(?: {4}|\|)[^\n]*$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    return sorted({" ".join(span.split()) for span in SPAN.findall(text)})
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_names_in_backticks_exist(page: str) -> None:
-    assert [name for span in spans(page) for name in unknown(span)] == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_names_are_defined_where_a_page_says(page: str) -> None:
-    placed = PLACED.findall((ROOT / page).read_text())
-    wrong = [(name, path) for given, path in placed for name in SPAN.findall(given) if not is_defined(name, path)]
-    assert wrong == []
+    text = (ROOT / page).read_text()
+    prose = re.sub(r"^```.*?^```$|^(?: {4}|\|)[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert [name for span in SPAN.findall(prose) for name in unknown(" ".join(span.split()))] == []
+    placed = PLACED.findall(text)
+    assert [(one, path) for given, path in placed for one in SPAN.findall(given) if not is_known(one, path)] == []
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_mutants_depend_on_seed_and_number(files):
         (None, "decoded", 0),
     ],
 )
-def test_counts_and_status(monkeypatch, files, raised, outcome, status):
+def test_counts_status_and_kept_files(monkeypatch, files, tmp_path, raised, outcome, status):
     def load(decoder, data, frames):
         if raised is not None:
             raise raised
@@ -58,27 +58,13 @@ def test_counts_and_status(monkeypatch, files, raised, outcome, status):
 
     monkeypatch.setattr(Decoder, "load", load)
     monkeypatch.setattr(fuzz, "media_files", lambda: files)
-    code, counts = ran("--count", "60")
+    code, counts = ran("--count", "60", "--keep", str(tmp_path))
     assert (code, counts[outcome], counts["mutants"]) == (status, 60, 60)
-
-
-def test_a_mutant_that_fails_is_kept(monkeypatch, files, tmp_path):
-    mutant = list(fuzz.mutants(0, files, 5))[4][1]
-
-    def load(decoder, data, frames):
-        if data == mutant:
-            raise DecodeError("a line", "crash")
-        return fuzz.Image.new("RGB", (1, 1))
-
-    monkeypatch.setattr(Decoder, "load", load)
-    assert ran("--count", "10", "--keep", str(tmp_path / "kept"))[0] == 0  # a crash of a worker reached nobody
-    (kept,) = (tmp_path / "kept").iterdir()
-    assert (kept.name, kept.read_bytes()) == ("0-4-crash", mutant)
-
-
-def test_time_ends_a_run(monkeypatch, files):
-    monkeypatch.setattr(fuzz, "media_files", lambda: {"PNG": files["PNG"]})
-    assert ran("--count", "1000", "--minutes", "0") == (0, {**ran("--count", "0")[1], "mutants": 0})
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    mutants = enumerate(data for _, data in fuzz.mutants(0, files, 60))
+    bad = outcome not in ("decoded", "refused")
+    assert kept == {f"0-{number}-{outcome}": data for number, data in mutants if bad}
+    assert ran("--count", "1000", "--minutes", "0")[1]["mutants"] == 0
 
 
 @pytest.mark.slow

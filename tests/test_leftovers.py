@@ -25,31 +25,6 @@ from tests.tiny import shared_model
 from tests.tiny.models import text_inputs
 
 
-def setting(call: Callable, value: object) -> Callable[[pytest.MonkeyPatch], Callable]:
-    """Calls a function with a value; returns what undoes that."""
-
-    def leave(patch: pytest.MonkeyPatch) -> Callable:
-        before = call(value)
-        return lambda: call(before)
-
-    return leave
-
-
-def registered(patch: pytest.MonkeyPatch) -> Callable:
-    AttentionInterface.register("left", lambda: None)
-    return lambda: AttentionInterface._global_mapping.pop("left")
-
-
-def grad_mode(patch: pytest.MonkeyPatch) -> Callable:
-    torch.set_grad_enabled(False)
-    return lambda: torch.set_grad_enabled(True)
-
-
-def default_dtype(patch: pytest.MonkeyPatch) -> Callable:
-    torch.set_default_dtype(torch.float64)
-    return lambda: torch.set_default_dtype(torch.float32)
-
-
 def thread(patch: pytest.MonkeyPatch) -> Callable:
     end = threading.Event()
     one = threading.Thread(target=end.wait, name="left")
@@ -72,52 +47,47 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     return lambda: TransformersTarget.select(engine.target, [])
 
 
-def patched(owner: object, name: str) -> Callable[[pytest.MonkeyPatch], Callable]:
-    def leave(patch: pytest.MonkeyPatch) -> Callable:
-        patch.setattr(owner, name, lambda *_: None)
-        return patch.undo
-
-    return leave
+def setting(change: Callable, value: object, before: object) -> Callable[[pytest.MonkeyPatch], Callable]:
+    return lambda patch: (change(value), lambda: change(before))[1]
 
 
-def variable(patch: pytest.MonkeyPatch) -> Callable:
-    patch.setenv("MMSPEC_LEFT", "1")
-    return patch.undo
+def patched(kind: str, *arguments: object) -> Callable[[pytest.MonkeyPatch], Callable]:
+    return lambda patch: (getattr(patch, kind)(*arguments), patch.undo)[1]
 
 
-def directory(patch: pytest.MonkeyPatch) -> Callable:
-    patch.chdir(os.sep)
-    return patch.undo
+KINDS = {
+    "stack size of threads: was 0, is 1048576": setting(threading.stack_size, 1 << 20, 0),
+    "default dtype: was torch.float32, is torch.float64": setting(
+        torch.set_default_dtype, torch.float64, torch.float32
+    ),
+    "gradients: was True, is False": setting(torch.set_grad_enabled, False, True),
+    "attention functions: left was None": patched("setitem", AttentionInterface._global_mapping, "left", print),
+    "modeling_llama.rotate_half is a function of this tree": patched(
+        "setattr", modeling_llama, "rotate_half", lambda x: x
+    ),
+    "LlamaAttention.forward is a function of this tree": patched(
+        "setattr", modeling_llama.LlamaAttention, "forward", lambda x: x
+    ),
+    "environment: MMSPEC_LEFT was None, is '1'": patched("setenv", "MMSPEC_LEFT", "1"),
+    "working directory: was ": patched("chdir", os.sep),
+    "the thread left runs": thread,
+    "# left": process,
+    "TransformersTarget has 1 rows after all requests have ended": rows,
+}
 
 
-KINDS = [
-    (setting(threading.stack_size, 1 << 20), "stack size of threads: was 0, is 1048576"),
-    (default_dtype, "default dtype: was torch.float32, is torch.float64"),
-    (grad_mode, "gradients: was True, is False"),
-    (registered, "attention functions: left was None"),
-    (patched(modeling_llama, "rotate_half"), "modeling_llama.rotate_half is a function of this tree"),
-    (patched(modeling_llama.LlamaAttention, "forward"), "LlamaAttention.forward is a function of this tree"),
-    (variable, "environment: MMSPEC_LEFT was None, is '1'"),
-    (directory, "working directory: was "),
-    (thread, "the thread left runs"),
-    (process, "# left"),
-    (rows, "TransformersTarget has 1 rows after all requests have ended"),
-]
-
-
-@pytest.mark.parametrize(("leave", "message"), KINDS, ids=[message for _, message in KINDS])
-def test_what_is_left_is_named(leave: Callable, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("message", KINDS)
+def test_what_is_left_is_named(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as brief:
         brief.setattr(leftovers, "GRACE", 0.2)
         before = Leftovers()
         assert before.found() == []
-        undo = leave(monkeypatch)
+        undo = KINDS[message](monkeypatch)
         try:
-            found = before.found()
+            (found,) = before.found()
         finally:
             undo()
-        assert len(found) == 1
-        assert message in found[0]
+        assert message in found
         assert before.found() == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import CONFIG, ROOT, _meaning, add_deletion, change, sample
+from tests.mutation import CONFIG, ROOT, add_deletion, change, sample
 
 CODE = """\
 def larger(a: int, b: int | None = 3) -> int | None:
@@ -22,48 +22,34 @@ def larger(a: int, b: int | None = 3) -> int | None:
 def test_what_is_listed_is_there() -> None:
     config = tomllib.loads(CONFIG.read_text())
     for file, tests in config["files"].items():
-        assert (ROOT / file).is_file()
         assert tests
-        assert all((ROOT / test.partition("::")[0]).is_file() for test in tests)
+        assert all((ROOT / path.partition("::")[0]).is_file() for path in (file, *tests))
     for one in config["equivalent"]:
         assert one["file"] in config["files"]
         assert one["reason"].strip()
         before, _, _ = one["change"].partition(" -> ")
-        lines = " ".join(map(str.strip, (ROOT / one["file"]).read_text().splitlines()))
-        assert before in lines, f"no longer there: {before}"
+        assert before in " ".join(map(str.strip, (ROOT / one["file"]).read_text().splitlines()))
 
 
-def test_a_change_is_told_by_its_lines() -> None:
-    assert change("a = 1\n  b = 2\n", "a = 1\n  b = 3\n") == "b = 2 -> b = 3"
-
-
-@pytest.fixture
-def items(tmp_path: Path) -> list:
+def test_a_sample_is_seeded_with_one_mutant_per_place(tmp_path: Path) -> None:
     pytest.importorskip("cosmic_ray")
     from cosmic_ray.commands import init
     from cosmic_ray.work_db import use_db
 
-    (tmp_path / "code.py").write_text(CODE)
+    code = CODE + "\n\ndef pairs(a: list, b: list) -> zip:\n    return zip(a, b, strict=True)\n"
+    (tmp_path / "code.py").write_text(code)
     with use_db(tmp_path / "session.sqlite") as db:
         init([tmp_path / "code.py"], db, {})
-        return list(db.work_items)
-
-
-def test_a_sample_is_seeded_with_one_mutant_per_place(items: list) -> None:
-    drawn = sample("code.py", CODE, items, 99, 0)
-    assert [one.code for one in sample("code.py", CODE, items[::-1], 99, 0)] == [one.code for one in drawn]
-    assert [one.code for one in sample("code.py", CODE, items, 2, 0)] == [one.code for one in drawn[:2]]
-    assert len({tuple(one.code for one in sample("code.py", CODE, items, 99, seed)) for seed in range(4)}) == 4
-    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0. Annotations are none.
+        items = list(db.work_items)
+    drawn = sample("code.py", code, items, 99, 0)
+    assert [one.code for one in sample("code.py", code, items[::-1], 99, 0)] == [one.code for one in drawn]
+    assert [one.code for one in sample("code.py", code, items, 2, 0)] == [one.code for one in drawn[:2]]
+    assert len({tuple(one.code for one in sample("code.py", code, items, 99, seed)) for seed in range(4)}) == 4
+    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0. Annotations and strict are none.
     assert 5 <= len(drawn) <= 8
-    assert all("int | None" in one.code for one in drawn)
+    assert all("int | None" in one.code and "strict=True" in one.code for one in drawn)
     for one in drawn:
         compile(one.code, "code.py", "exec")
-
-
-def test_keywords_that_only_check_are_not_mutated() -> None:
-    assert _meaning("zip(a, b, strict=True)") == _meaning("zip(a, b, strict=False)")
-    assert _meaning("zip(a, b, strict=True)") != _meaning("zip(a, c, strict=True)")
 
 
 STATEMENTS = """\

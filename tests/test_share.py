@@ -52,11 +52,10 @@ def commit(folder: Path, hour: float, **files: str) -> str:
     return git(folder, "rev-parse", "HEAD")
 
 
-def write(folder: Path, files: dict[str, str]) -> Path:
+def write(folder: Path, files: dict[str, str]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
-    return folder
 
 
 @pytest.fixture
@@ -65,37 +64,22 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_of_the_last_day(repository: Path) -> None:
+def test_files_of_the_last_day(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     commit(repository, 0, old="1", mmspec__early="1")
     commit(repository, 30, mmspec__early="2")
     head = commit(repository, 50, new="1")
     assert recent(repository) == (head, {"mmspec/early.py", "new.py"})
-
-
-def test_a_commit_without_files(repository: Path) -> None:
-    commit(repository, 0, old="1")
-    head = commit(repository, 30)
+    head = commit(repository, 90)  # without files
     assert recent(repository) == (head, set())
-
-
-def test_what_a_merge_brings_is_as_recent_as_the_merge(repository: Path) -> None:
-    commit(repository, 0, old="1")
     git(repository, "switch", "--quiet", "-c", "branch")
-    commit(repository, 1, mine="1")
+    commit(repository, 91, mine="1")
     git(repository, "switch", "--quiet", "main")
-    commit(repository, 20, other="1")
-    git(repository, "merge", "--quiet", "--no-ff", "-m", "x", "branch", hour=60)
+    commit(repository, 120, other="1")
+    git(repository, "merge", "--quiet", "--no-ff", "-m", "x", "branch", hour=150)  # as recent as the merge itself
     assert recent(repository)[1] == {"mine.py"}
-
-
-def test_a_shallow_clone_has_the_files_of_its_commit(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    commit(repository, 0, old="1")
-    head = commit(repository, 1, new="1")
     clone = tmp_path_factory.mktemp("clones") / "clone"
     git(repository, "clone", "--quiet", "--depth", "1", f"file://{repository}", str(clone))
-    assert recent(clone) == (head, {"old.py", "new.py"})
+    assert recent(clone)[1] == {"mmspec/early.py", "old.py", "new.py", "mine.py", "other.py"}
 
 
 def test_without_git_nothing_is_recent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

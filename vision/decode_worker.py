@@ -1,4 +1,4 @@
-"""Handler of `mmspec.vision.decoding.Decoder`'s worker processes: decodes media to RGB bytes."""
+"""Handler of ``mmspec.vision.decoding.Decoder``'s worker processes: decodes media to RGB bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mmspec.vision.video import kind_of, load_video
 
 
 def handle(request: dict[str, Any], body: bytes) -> tuple[dict[str, Any], Iterator[bytes]]:
-    """Decode a request's media: a file by its `path`, or its content.
+    """Decode a request's media: a file by its ``path``, or its content.
 
     Returns:
-        The reply with the `sizes` of images, and their bytes.
+        The reply with the ``sizes`` of images, and their bytes.
     """
     reply, images = _decode(request, request.get("path", body))
     sizes = {"sizes": [image.size for image in images]}

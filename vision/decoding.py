@@ -1,4 +1,4 @@
-"""Decode untrusted images and videos in worker processes, with time and memory limits; see `mmspec.workers`."""
+"""Decode untrusted images and videos in worker processes, with time and memory limits; see ``mmspec.workers``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DecodeError(UserError):
     """Raised when the decoder itself fails on a file.
 
     Attributes:
-        cause: see `WorkerError`.
+        cause: see ``WorkerError``.
     """
 
     def __init__(self, message: str, cause: Cause) -> None:
@@ -51,17 +51,17 @@ class Decoder:
         stop: Stop | None = None,
         **video: Any,
     ) -> Image.Image | Video:
-        """Decode an image or a video in a worker; same results as `load_image` and `load_video`.
+        """Decode an image or a video in a worker; same results as ``load_image`` and ``load_video``.
 
         Args:
             source: path, or a file's content.
             kind: None detects the kind from the content.
             name: name of the source in error messages.
             stop: stops the decoding, from another thread.
-            **video: options of `load_video`.
+            **video: options of ``load_video``.
 
         Raises:
-            UserError: as for `load_image` and `load_video`.
+            UserError: as for ``load_image`` and ``load_video``.
             DecodeError: the decoder crashed, exceeded a limit or was stopped.
         """
         request = {"kind": kind, "name": name, "video": video, "cwd": os.getcwd()}

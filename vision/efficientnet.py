@@ -34,7 +34,7 @@ LAST, POOLED = slice(0, 320), slice(320, 1600)
 """Channels of the last block's output, and of the pooled features, the classifier's input."""
 
 BLOCK = 4
-"""Positions of a block, of `in_blocks`."""
+"""Positions of a block, of ``in_blocks``."""
 
 _NAMES = {
     "_conv_stem": "embeddings.convolution",
@@ -48,7 +48,7 @@ _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
 def in_blocks(grid: Tensor) -> Tensor:
-    """Returns a grid (..., rows, columns) in the order of its blocks of 2 x 2 positions, in the same shape.
+    """A grid (..., rows, columns) in the order of its blocks of 2 x 2 positions, in the same shape.
 
     A language model reads what lies in one place one after the other.
     """
@@ -63,11 +63,11 @@ class EfficientNetLiteConfig(EfficientNetConfig):
     Args:
         image_size: side in pixels, a multiple of 64.
         classes: that the classifier tells apart.
-        label_size: channels that say the class; see `EfficientNetLite.said`.
+        label_size: channels that say the class; see ``EfficientNetLite.said``.
 
     Attributes:
         hidden_size: channels of the output: 320 of the last block, 1280 pooled, 16 x 40 and 4 x 112 of earlier blocks,
-            a row and a column as one-hot vectors of `image_size / 32` each, and `label_size` of the class.
+            a row and a column as one-hot vectors of ``image_size / 32`` each, and ``label_size`` of the class.
     """
 
     model_type = "efficientnet_lite"
@@ -87,7 +87,7 @@ class EfficientNetLiteConfig(EfficientNetConfig):
 
 
 class EfficientNetLite(EfficientNetModel):
-    """The network, whose output has the channels that `EfficientNetLiteConfig` names."""
+    """The network, whose output has the channels that ``EfficientNetLiteConfig`` names."""
 
     config: EfficientNetLiteConfig
     config_class = EfficientNetLiteConfig
@@ -102,17 +102,17 @@ class EfficientNetLite(EfficientNetModel):
         self.labels = nn.Parameter(torch.zeros(config.classes, BLOCK, config.label_size))
 
     def said(self, pooled: Tensor) -> Tensor:
-        """Returns the mean label under the classes' probabilities, (images, 4, label_size), of features (images, 1280).
+        """The mean label under the classes' probabilities, (images, 4, label_size), of features (images, 1280).
 
         A label is one vector for each position of a block: a phrase of four words.
         """
         return torch.einsum("ic,cbl->ibl", self.classifier(pooled).softmax(-1), self.labels)
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        """Returns features (images, hidden_size, rows, columns), `in_blocks`, and pooled ones (images, 1280).
+        """Features (images, hidden_size, rows, columns), ``in_blocks``, and pooled ones (images, 1280).
 
         Args:
-            pixel_values: (images, 3, side, side), normalised by `MEAN` and `STD`.
+            pixel_values: (images, 3, side, side), normalised by ``MEAN`` and ``STD``.
         """
         pixels = pixel_values.to(self.dtype, memory_format=torch.channels_last)  # a fifth faster on a CPU
         hidden, kept = self.embeddings(pixels), []
@@ -139,7 +139,7 @@ AutoModel.register(EfficientNetLiteConfig, EfficientNetLite, exist_ok=True)
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """Returns the weights of `EfficientNetLite` by name."""
+    """The weights of ``EfficientNetLite`` by name."""
     return {renamed(name): x.contiguous() for name, x in torch.load(file, "cpu", weights_only=True).items()}
 
 
@@ -149,7 +149,7 @@ lite0 = PackagedTower(
 
 
 def renamed(name: str) -> str:
-    """Returns transformers' name of a weight of the package."""
+    """Transformers' name of a weight of the package."""
     if name.startswith("_fc."):
         return name.replace("_fc", "classifier")
     parts = name.split(".")

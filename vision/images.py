@@ -69,7 +69,7 @@ def load_image(source: object, *, name: str | None = None) -> Image.Image:
         A new RGB image. The source is neither closed nor changed.
 
     Raises:
-        UserError: the source is a URL, unreadable, not an image, broken, empty, or has more than `MAX_PIXELS` pixels.
+        UserError: the source is a URL, unreadable, not an image, broken, empty, or has more than ``MAX_PIXELS`` pixels.
     """
     if isinstance(source, Image.Image):
         return _from_pillow(source, printable(name or getattr(source, "filename", "") or "<image>"))

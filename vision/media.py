@@ -94,7 +94,7 @@ class MediaSource:
 
     Attributes:
         name: the source in error messages.
-        head: its first `HEAD_BYTES` bytes.
+        head: its first ``HEAD_BYTES`` bytes.
         path, stream: where the bytes are; one of them is set.
     """
 

@@ -1,7 +1,7 @@
 """Load videos: sample frames by timestamp from a file of any length.
 
 Conventions: times are in seconds from the first frame of the video stream. The duration includes the display time of
-the last frame. N frames are sampled at the centres of N equal segments of the duration; `fps` gives
+the last frame. N frames are sampled at the centres of N equal segments of the duration; ``fps`` gives
 N = max(1, round(duration * fps)). The frame at time t is the last one with a presentation time <= t. If more frames are
 sampled than the video has, frames are repeated and share one image.
 
@@ -71,8 +71,8 @@ def load_video(
     Args:
         source: path (str or path-like), bytes, or binary file object (not closed).
         name: name of the source in error messages.
-        frames: number of frames; 8 if neither `frames` nor `fps` is given. With `fps`, the maximum: if the rate gives
-            more, `frames` frames are spread evenly over the whole duration.
+        frames: number of frames; 8 if neither ``frames`` nor ``fps`` is given. With ``fps``, the maximum: if the rate
+            gives more, ``frames`` frames are spread evenly over the whole duration.
         fps: frames per second of video time.
         backend: "pyav", or "decord", an optional dependency that ignores mirroring and edit lists (it returns frames
             that the file cuts).
@@ -113,7 +113,7 @@ def load_video(
 
 
 def kind_of(source: object, *, name: str | None = None) -> Literal["image", "video"]:
-    """Detect from its content whether a source is an image or a video; accepts the sources of `load_video`.
+    """Detect from its content whether a source is an image or a video; accepts the sources of ``load_video``.
 
     Without PyAV, which tells videos from other files, all that may be videos are taken for one.
 
@@ -149,7 +149,7 @@ def _kind(media: MediaSource) -> Literal["image", "video"] | None:
 
 
 def _sample_times(duration: Fraction, frames: int | None, fps: float | None, name: str) -> list[Fraction]:
-    """Returns the centres of equal segments of the duration, in seconds."""
+    """The centres of equal segments of the duration, in seconds."""
     count = frames or DEFAULT_FRAMES
     if fps is not None:
         wanted = max(1, round(duration * Fraction(fps)))

@@ -32,10 +32,10 @@ _RAW = {"mjpeg": b"\xff\xd8"} | dict.fromkeys(
 def open_video(
     media: MediaSource, stack: ExitStack, *, expected: str = "a video"
 ) -> tuple[InputContainer, VideoStream]:
-    """Open a video with FFmpeg; `stack` closes it. Cover art of audio files is not a video stream.
+    """Open a video with FFmpeg; ``stack`` closes it. Cover art of audio files is not a video stream.
 
     Raises:
-        UserError: the source is not a video, audio only, or has frames of more than `MAX_PIXELS`.
+        UserError: the source is not a video, audio only, or has frames of more than ``MAX_PIXELS``.
     """
     # "file:" and the protocol whitelist keep file names and contents from making FFmpeg open anything else.
     source = f"file:{media.path}" if media.path is not None else stack.enter_context(media.open())

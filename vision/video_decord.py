@@ -36,7 +36,7 @@ def import_decord() -> ModuleType:
 
 
 def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
-    """Sample the frames displayed at the times that `choose_times` returns; see `sample_with_pyav`.
+    """Sample the frames displayed at the times that ``choose_times`` returns; see ``sample_with_pyav``.
 
     Raises:
         UserError: decord is not installed, cannot read the source to the end, finds no timestamps in it, or returns

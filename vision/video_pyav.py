@@ -33,7 +33,7 @@ _OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
 
 
 def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[TimedFrames, Fraction, Fraction]:
-    """Sample the frames displayed at the times that `choose_times` returns.
+    """Sample the frames displayed at the times that ``choose_times`` returns.
 
     Returns:
         The frames, the duration in seconds, and the average frame rate.
@@ -96,7 +96,7 @@ class _FrameReader:
         return self._timestamp(frame) - self.origin
 
     def frame_at(self, target: Fraction) -> VideoFrame:
-        """Returns the frame displayed at `target` seconds: the last one not later, or the first. Targets must ascend.
+        """The frame displayed at ``target`` seconds: the last one not later, or the first. Targets must ascend.
 
         Raises:
             UserError: the file is broken before the next frame, or the frame is corrupt.
@@ -146,7 +146,7 @@ class _FrameReader:
         self._start_decoding()
 
     def _start_decoding(self, *, at_keyframe: bool = False) -> None:
-        """Decode from the container's position; `at_keyframe` skips frames whose references may be missing."""
+        """Decode from the container's position; ``at_keyframe`` skips frames whose references may be missing."""
         self._frames = self._container.decode(self._stream)
         first = self._decode_next()
         while at_keyframe and first is not None and not first.key_frame:
@@ -169,10 +169,10 @@ class _FrameReader:
         return frame
 
     def _seek(self, target: Fraction) -> None:
-        """Seek to the last keyframe not later than `target`; if that fails, restart from the first frame.
+        """Seek to the last keyframe not later than ``target``; if that fails, restart from the first frame.
 
         Containers index decoding times, which may be earlier than presentation times: if the keyframe found is
-        displayed after `target`, seek further back.
+        displayed after ``target``, seek further back.
         """
         before = self._timestamp(self._current)
         tick = self._stream.time_base or Fraction(1, av.time_base)
@@ -234,8 +234,8 @@ def _to_upright_rgb(frame: VideoFrame, size: tuple[int, int]) -> Image.Image:
 def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
     """The 9 values of a frame's display matrix, or None if it has none.
 
-    PyAV's `frame.side_data` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19) and
-    raises on types of side data that PyAV does not list. FFmpeg's `sidedata` filter removes all other types first.
+    PyAV's ``frame.side_data`` crashes the process on ICC profiles (double free of the profile's name, PyAV 14 to 19)
+    and raises on types of side data that PyAV does not list. FFmpeg's ``sidedata`` filter first removes all others.
     """
     if _filtered(frame, ["mode=select:type=DISPLAYMATRIX"]) is None:
         return None
@@ -247,7 +247,7 @@ def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
 
 
 def _filtered(frame: VideoFrame, steps: list[str]) -> VideoFrame | None:
-    """Apply FFmpeg's `sidedata` filter once per step; returns None if a step drops the frame."""
+    """Apply FFmpeg's ``sidedata`` filter once per step; returns None if a step drops the frame."""
     graph = Graph()
     source = graph.add_buffer(
         width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)

@@ -24,7 +24,7 @@ _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
 
 
 class MmspecLM(HFLM):
-    """Runs generation tasks by speculative decoding, and likelihood tasks as ``hf`` does.
+    """Run generation tasks by speculative decoding, and likelihood tasks as ``hf`` does.
 
     Args:
         pretrained, drafter, device, dtype: as for ``mmspec.load``.
@@ -53,7 +53,7 @@ class MmspecLM(HFLM):
         self._nodes = None if nodes is None else int(nodes)
         # The model's own limit would take precedence over the harness's.
         self.pipe.model.generation_config.max_new_tokens = None
-        super().__init__(pretrained=self.pipe.model, tokenizer=self.pipe.io.tokenizer, **options)
+        super().__init__(pretrained=self.pipe.model, tokenizer=self.pipe.processor.tokenizer, **options)
 
     def generate_until(self, requests: list[Any], *args: Any, **options: Any) -> list[str]:
         """Answers in the order of the requests."""
@@ -88,7 +88,7 @@ class MmspecLM(HFLM):
 
 
 class _StopTexts(StoppingCriteria):
-    """Stops a row once its generated text contains one of some texts; the prompt is ignored."""
+    """Stop a row once its generated text contains one of some texts; the prompt is ignored."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
         self._prompt_length = prompt_length

@@ -17,7 +17,7 @@ from mmspec.eval.harness.acceptance import AcceptanceStats
 
 
 class MmspecLMM(lmms):
-    """Runs lmms-eval's generation tasks.
+    """Run lmms-eval's generation tasks.
 
     Args:
         pretrained, drafter, device, dtype: as for ``mmspec.load``.

@@ -213,7 +213,7 @@ def _decode(
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.io, profiled, max_num_seqs=method.max_num_seqs)
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs)
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)

@@ -261,7 +261,7 @@ def time_answers(
         which no kernel ran; tokens per second, alone and over plain decoding's; equal answers; captures made meanwhile.
     """
     target, device = model.pipe.target, model.pipe.target.device
-    pipes = {m.name: Pipeline(target, model.pipe.io, m.drafter, max_num_seqs=len(groups[0])) for m in methods}
+    pipes = {m.name: Pipeline(target, model.pipe.processor, m.drafter, max_num_seqs=len(groups[0])) for m in methods}
     answered: dict[str, list[_Answered]] = {method.name: [] for method in methods}
     captured, peaks = dict.fromkeys(pipes, 0), dict.fromkeys(pipes, 0)
 

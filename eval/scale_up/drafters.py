@@ -204,7 +204,7 @@ def scaled_pipeline(
         for label, drafter in parse_drafters(drafters, small.model.config.name_or_path).items()
     }
     gc.collect()  # the small model
-    return Pipeline(type(small.target)(big), small.io, name=model), scaled
+    return Pipeline(type(small.target)(big), small.processor, name=model), scaled
 
 
 def prompt_tokens(pipe: Pipeline, request: Mapping[str, Any]) -> int:

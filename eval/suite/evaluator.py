@@ -60,7 +60,7 @@ class Evaluator:
 
     @property
     def visual(self) -> bool:
-        return self.pipe.io.reads_media
+        return self.pipe.processor.reads_media
 
     def __call__(self, job: dict[str, Any]) -> dict[str, Any]:
         """Decode a batch of conversations.
@@ -166,7 +166,7 @@ def _method_results(
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {
             "answers": first.answers,
-            "texts": [pipe.io.decode(answer).strip() for answer in first.answers],
+            "texts": [pipe.processor.decode(answer).strip() for answer in first.answers],
             "seconds": [batch.seconds for batch in rounds],
             "stats": [dict(vars(stats)) for stats in first.stats],
             "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmspec.checks import TEXT, Checked, again, listed, option, required, settable, several, whole
+from mmspec.checks import TEXT, Checked, inherited, listed, option, required, settable, several, whole
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class SuiteSettings(Checked):
     batch_sizes: tuple[int, ...] = option((1,), listed(whole(1)), "Conversations per batch.", default_text="1")
     rounds: int = option(3, whole(1), "Measurements of each batch.")
     warm_up: int = option(2, whole(0), "Unmeasured batches.")
-    max_new_tokens: int | None = again(
+    max_new_tokens: int | None = inherited(
         SamplingParams, "max_new_tokens", "Per answer.", default_text="as each task sets it"
     )
-    seed: int = again(SamplingParams, "seed", default=0, rule=whole(0, 2**31))
+    seed: int = inherited(SamplingParams, "seed", default=0, rule=whole(0, 2**31))
     device: str = option("auto", TEXT)
     dtype: str = option("auto", TEXT)
     threads: int | None = option(None, settable(whole(1)), "CPU threads.", default_text="torch's")

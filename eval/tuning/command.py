@@ -77,7 +77,7 @@ def tune(
     _print_table(contenders)
     measured = "{method}: {median:.2f}x plain decoding (95 % interval {low:.2f} to {high:.2f})".format_map(best)
     click.echo(f"fastest: {measured}" if contenders[0].speed > 1 else f"fastest: plain decoding; {measured}")
-    click.echo(f"mmspec {'caption FILE' if pipe.io.reads_media else 'generate PROMPT'} {chosen}")
+    click.echo(f"mmspec {'caption FILE' if pipe.processor.reads_media else 'generate PROMPT'} {chosen}")
 
 
 def _methods(pipe: Pipeline, drafters: str, sizes: str) -> tuple[list[Any], list[str]]:

@@ -190,7 +190,7 @@ _BUFFER = 1 << 27  # bytes of hidden states that are kept to learn from
 
 
 class Learner(Protocol):
-    """Trains a copy of a drafter's network; made by the plug-ins ``adapt``, by the drafter's name."""
+    """Train a copy of a drafter's network; made by the plug-ins ``adapt``, by the drafter's name."""
 
     def learn(self, answer: RecordedAnswer) -> None:
         """Add an answer to a batch; the last one of a batch takes a training step."""

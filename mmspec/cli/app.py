@@ -31,7 +31,7 @@ cli = click.version_option(__version__, prog_name="mmspec")(
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Run the command line.
 
     Args:
         args: arguments without the program's name; by default those of the process.
@@ -95,7 +95,7 @@ def _report(kind: str, error: Exception, status: int) -> int:
 
 
 def _print_line(message: str, status: int) -> int:
-    """Prints a message to stderr as one line, with unprintable characters escaped; returns the exit status."""
+    """Print a message to stderr as one line, with unprintable characters escaped; returns the exit status."""
     line = " ".join(message.split())
     try:
         sys.stdout.flush()
@@ -118,7 +118,7 @@ def _silence_libraries() -> None:
 
 
 def _escape_unencodable() -> None:
-    """Makes stdout and stderr escape characters that their encoding lacks."""
+    """Make stdout and stderr escape characters that their encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell (``>&-``)

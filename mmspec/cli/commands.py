@@ -112,7 +112,7 @@ def training_command(name: str, training: Any) -> click.Command:
     """The command of ``mmspec train`` of a drafter, from its ``DrafterTraining``."""
 
     def train(**options: Any) -> None:
-        from mmspec.distil.run import train_drafter
+        from mmspec.training.run import train_drafter
 
         train_drafter(training.options(**options), training.setup)
 

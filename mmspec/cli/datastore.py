@@ -27,7 +27,7 @@ def datastore() -> None:
 @click.option("--model", required=True, metavar="NAME", help="Whose tokenizer encodes the texts.")
 @click.option("--out", "--output", required=True, type=OUT_FOLDER, help="Folder of the store, which must not exist.")
 def build(files: Sequence[Path], model: str, out: Path) -> None:
-    """Index FILES: texts, or JSON Lines of {"text": ...} or of conversations as of `mmspec train make-data`.
+    """Index FILES: texts, or JSON Lines of {"text": ...} or of conversations as of ``mmspec train make-data``.
 
     Needs memory for a part of the texts only. The store appears when it is complete.
     """

@@ -53,7 +53,7 @@ def info(model: str | None, drafters: bool, as_json: bool) -> None:
 
 
 def collect(model: str | None = None) -> dict[str, Any]:
-    """Returns what ``mmspec info`` shows, as JSON values."""
+    """What ``mmspec info`` shows, as JSON values."""
     from mmspec.drafters.registry import drafter_specs
     from mmspec.files import cache_folder
 

@@ -1,4 +1,4 @@
-"""`mmspec train recycle`: fills the successor table of the recycle drafter from a model's answers."""
+"""``mmspec train recycle``: fills the successor table of the recycle drafter from a model's answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mmspec.checks import shown
 from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
 from mmspec.cli.session import open_pipeline
-from mmspec.distil.recorded import RecordedFeatures
 from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.files import read_rows
 from mmspec.progress import show_progress
+from mmspec.training.recorded import RecordedFeatures
 
 _BATCH = 16
 
@@ -60,6 +60,7 @@ def recycle(
         drafter.save(out, pipe.target)
         click.echo(f"{drafter.entries} contexts: {out}", err=True)
         return
+    assert prompts is not None
     requests = list(_read(prompts))
     with show_progress(console, "answering") as show:
         for start in range(0, len(requests), _BATCH):

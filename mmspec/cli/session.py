@@ -79,7 +79,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
 
 
 def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keywords of ``Pipeline.generate`` from the options of ``generation_options``.
+    """Keywords of ``Pipeline.generate`` from the options of ``generation_options``.
 
     Raises:
         UserError: one is out of range.
@@ -90,7 +90,7 @@ def generation_keywords(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_limits(notes: Console, model: str) -> None:
-    """Prints what an embedded model was trained on, before it answers user input."""
+    """Print what an embedded model was trained on, before it answers user input."""
     if limits := plugins.limits(model):
         notes.print(f"note: {limits}", markup=False, highlight=False, soft_wrap=True)
 
@@ -104,7 +104,7 @@ def open_pipeline(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Pipeline:
-    """Calls ``mmspec.load`` with a status line, and without other libraries' messages."""
+    """Call ``mmspec.load`` with a status line, and without other libraries' messages."""
     if not os.environ.get("MMSPEC_DEBUG"):
         transformers.logging.set_verbosity_error()
     downloading = is_on_hub(model) and notes.is_terminal  # shows the progress bars of transformers
@@ -122,7 +122,7 @@ def open_pipeline(
 def _as_object(
     generation: Generation, model: str, drafter: str | None, comparison: Comparison | None
 ) -> dict[str, Any]:
-    """Returns the JSON object of ``--json``."""
+    """The JSON object of ``--json``."""
     content = {
         "text": generation.text,
         "token_ids": generation.token_ids,
@@ -135,7 +135,7 @@ def _as_object(
 
 
 def _stats_line(generation: Generation, drafter: str | None) -> str:
-    """Returns the line of statistics after an answer."""
+    """The line of statistics after an answer."""
     stats = generation.stats
     drafting = "none"
     if drafter:
@@ -156,7 +156,7 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
 
 
 def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """Collects the pieces of an answer; prints them as they arrive if ``show``."""
+    """Collect the pieces of an answer; print them as they arrive if ``show``."""
     # Escape sequences in an answer must not control the terminal.
     controls = _CONTROLS if sys.stdout.isatty() else {}
     text, token_ids = "", []
@@ -196,7 +196,7 @@ def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     texts = [
-        repr(pipe.io.tokenizer.decode([token])) if token is not None else "the end"
+        repr(pipe.processor.tokenizer.decode([token])) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"

@@ -21,7 +21,7 @@ _REPORTED: set[tuple[str, type[Exception]]] = set()  # drafters and errors, of t
 
 
 class Guard(Wrapper):
-    """Decodes plainly after an error of a drafter, instead of ending the requests that it drafts for.
+    """Decode plainly after an error of a drafter, instead of ending the requests that it drafts for.
 
     A drafter that raises in a step, or proposes a tree of another shape, loses its rows and rests until the sequences
     that are running have ended, those included that join them meanwhile. Then it is tried again. If it cannot drop its
@@ -89,7 +89,7 @@ class Guard(Wrapper):
 
 
 def _check(tree: Any, token: Tensor) -> None:
-    """Raises ``TypeError`` or ``ValueError`` if something is not a tree for these roots, (batch,)."""
+    """Raise ``TypeError`` or ``ValueError`` if something is not a tree for these roots, (batch,)."""
     if not isinstance(tree, TokenTree):
         raise TypeError(f"expected a TokenTree, received {type(tree).__name__}")
     if tree.batch != len(token) or tree.tokens.dtype != torch.long or tree.tokens.device != token.device:

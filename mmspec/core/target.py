@@ -266,7 +266,7 @@ class Target(Protocol):
             decode and leave before.
         """
 
-    def kind(self, prompt: Prompt) -> Hashable:
+    def batch_key(self, prompt: Prompt) -> Hashable:
         """Key of a prompt: only prompts with equal keys may decode in one batch."""
 
     def select(self, rows: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mmspec.ops.transfer import on_device
 
 _ROUNDING = 1e-3  # of log probabilities
+_FEW_NODES = 32  # of all rows, for which lists on the host take less time than tensor operations
 
 
 class TokenTree:
@@ -78,7 +79,7 @@ class TokenTree:
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
     def check_shapes(self) -> None:
-        """Raises ``ValueError`` where shapes disagree."""
+        """Raise ``ValueError`` where shapes disagree."""
         tokens, probs = self.tokens, self.draft_probs
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (batch, nodes) with at least the root: got shape {tuple(tokens.shape)}")
@@ -90,25 +91,31 @@ class TokenTree:
             raise ValueError(f"draft_probs must be (batch, nodes, vocab): got {tuple(probs.shape)}")
 
     def check_values(self) -> None:
-        """Raises ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
-        # On the host: trees have dozens of nodes, and each tensor operation takes as long as a loop over ten of them.
-        for b, (parents, alive) in enumerate(zip(self.parents.tolist(), self.alive.tolist(), strict=True)):
-            if not alive[0]:
+        """Raise ``ValueError`` where parents do not point backwards, to valid nodes, or probabilities are above 1."""
+        # Lists: between passes, which fill the caches, a tensor operation takes as long as a loop over a hundred nodes.
+        valid, log_probs = (None if part is None else part.tolist() for part in (self.valid, self.log_probs))
+        for b, parents in enumerate(self.parents.tolist()):
+            alive = None if valid is None else valid[b]
+            if alive and not alive[0]:
                 raise ValueError("the root must be valid in every row")
             for i, parent in enumerate(parents):
                 if not (0 <= parent < i if i else parent == -1):
                     expected = f">= 0 and < {i}" if i else "-1"
                     raise ValueError(f"parents must point backwards: parents[{b}, {i}] = {parent}, expected {expected}")
-                if i and alive[i] and not alive[parent]:
+                if alive and i and alive[i] and not alive[parent]:
                     raise ValueError(
                         f"a valid node requires a valid parent: node [{b}, {i}] has the padded parent {parent}"
                     )
-        if self.log_probs is not None and not (self.log_probs.where(self.alive, 0.0) < _ROUNDING).all():
-            raise ValueError(f"log_probs must be at most 0: got {float(self.log_probs.max())}")
+            scores = [] if log_probs is None else log_probs[b]
+            if not all(score < _ROUNDING for i, score in enumerate(scores) if alive is None or alive[i]):
+                raise ValueError(f"log_probs must be at most 0: got {max(scores)}")
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i (pointer doubling)."""
+        """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i."""
+        if self.tokens.device.type == "cpu" and self.tokens.numel() <= _FEW_NODES:
+            return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()])
+        # Pointer doubling.
         reach = torch.eye(self.nodes, dtype=torch.bool, device=self.tokens.device).expand(self.batch, -1, -1)
         jump = self.parents.clamp(min=0)
         span = 1
@@ -194,6 +201,15 @@ class TokenTree:
 
     def __repr__(self) -> str:
         return f"TokenTree(batch={self.batch}, nodes={self.nodes}, drawn={self.draft_probs is not None})"
+
+
+def _ancestors(parents: list[int]) -> list[list[bool]]:
+    """``TokenTree.ancestors`` of a row."""
+    rows: list[list[bool]] = []
+    for node, parent in enumerate(parents):
+        rows.append(list(rows[parent]) if node else [False] * len(parents))
+        rows[node][node] = True
+    return rows
 
 
 def build_tree(

@@ -44,7 +44,7 @@ class Budgets:
     def __init__(self, target: Target, drafts: bool) -> None:
         self._target, self._drafts = target, drafts
         self.adaptive: MeasuredBudget | None = None
-        self._fixed: dict[int, Budget] = {}  # by draft tokens per step
+        self._fixed: dict[int | None, Budget] = {}  # by draft tokens per step
         self._searched = False  # for the target's stored cost
         self._refused = False  # the target cannot be calibrated
         self._outdated = False  # passes have proved the calibration wrong
@@ -75,14 +75,11 @@ class Budgets:
     def of(self, batch: int, num_draft_tokens: int | None) -> Budget:
         """The budget of a step of so many rows: ``num_draft_tokens`` draft tokens, or adaptive if None."""
         cost, fixed = self._target.cost, num_draft_tokens if self._drafts else 0
-        if fixed is None and self.adaptive is None:
-            if cost is None:
-                fixed = Budget().nodes
-            else:
-                steady = kernels.static_shapes(self._target.device)
-                self.adaptive = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
-        if fixed is not None:
-            return self._fixed.setdefault(fixed, Budget(fixed))
+        if fixed is None and self.adaptive is None and cost is not None:
+            steady = kernels.static_shapes(self._target.device)
+            self.adaptive = (SteadyBudget if steady else AdaptiveBudget)(cost, batch=batch)
+        if fixed is not None or self.adaptive is None:
+            return self._fixed.setdefault(fixed, Budget() if fixed is None else Budget(fixed))
         if self.adaptive.check.overestimated and not self._outdated:
             forget_cost(self._target)
             self._outdated = True  # measured again once there are no sequences

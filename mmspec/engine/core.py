@@ -21,10 +21,9 @@ from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
-from mmspec.engine.request import Call
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import Mode, PromptBatch, Scheduler
-from mmspec.engine.timing import mark, seconds
+from mmspec.engine.scheduler import BatchKey, PromptBatch, Scheduler
+from mmspec.engine.stats import mark, seconds
 from mmspec.engine.trace import record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
 
@@ -43,18 +42,13 @@ class EngineCore:
         scheduler: prompts that wait.
         running: decoding sequences; their indices are the rows of target and drafter.
         touched: sequences that may have changed in this step.
-        leads: whether this process has the clients; False on other ranks than 0 of a sharded target.
-        broken: why no further steps can be run; None while they can.
     """
-
-    leads = True
-    broken: Exception | None = None
 
     def __init__(self, target: Target, max_num_seqs: int, chunk: int, lock: Condition) -> None:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[RequestState] = []
-        self.mode: Mode | None = None
+        self.mode: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
         self._lock = lock
         self._prefilling: PromptBatch | None = None
@@ -78,11 +72,7 @@ class EngineCore:
         """Whether any sequence is unfinished."""
         return bool(self.running) or not all(batch.done for batch in self.queued)
 
-    def pack(self, call: Call) -> tuple[Call, bytes]:
-        """A request, and its form for other ranks, which ``add`` takes."""
-        return call, b""
-
-    def add(self, batch: PromptBatch, call: bytes) -> None:
+    def add(self, batch: PromptBatch) -> None:
         """Queue prompts; the lock is held."""
         self.scheduler.add(batch)
 
@@ -91,16 +81,13 @@ class EngineCore:
         for sequence in sequences:
             sequence.cancelled = True
 
-    def close(self) -> None:
-        """Called after the last step."""
-
     def clear(self) -> None:
         """Forget finished prompts and give up the drafter."""
         self.scheduler.clear()
         self._prefilling = None
         self._hold(None)
 
-    def _hold(self, mode: Mode | None) -> None:
+    def _hold(self, mode: BatchKey | None) -> None:
         """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
         held = self.mode.speculation if self.mode else None
         new = mode.speculation if mode else None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
 from collections import abc
-from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter as clock
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -18,18 +15,15 @@ import torch
 from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import EngineCore
 from mmspec.engine.idle import IDLE_DELAY_SECONDS, IDLE_TIME_SHARE, IdleTask, run_idle
-from mmspec.engine.lockstep import LockstepCore
-from mmspec.engine.openmp import release_threads
-from mmspec.engine.request import Call
+from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import Mode, PromptBatch
+from mmspec.engine.scheduler import BatchKey, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
-from mmspec.engine.threads import TorchThreads
+from mmspec.engine.threads import TorchThreads, release_threads
 from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
-from mmspec.targets.transformers_target import sharded
 
 MAX_NUM_SEQS = 32
 """Default maximum batch size."""
@@ -57,13 +51,15 @@ class Engine:
         threads: chooses the number of torch's threads.
     """
 
+    core_class: ClassVar[type[EngineCore]] = EngineCore
+
     def __init__(self, target: Target, *, max_num_seqs: int = MAX_NUM_SEQS, chunk: int = CHUNK) -> None:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
-        self.core = (LockstepCore if sharded(target) else EngineCore)(target, max_num_seqs, chunk, self._changed)
+        self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
         self._worker: threading.Thread | None = None
         self.idle: WeakSet[IdleTask] = WeakSet()
-        self.threads = TorchThreads(adapts=target.device.type == "cpu" and not sharded(target))
+        self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = self._closed = False
         self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
         self._task: IdleTask | None = None  # of this turn
@@ -91,12 +87,7 @@ class Engine:
         stopper: Stopper,
         speculation: Speculation,
         num_draft_tokens: int | None = None,
-        *,
-        trace: bool = False,
-        logprobs: int | None = None,
-        logits: bool = False,
-        call: bytes = b"",
-        on_change: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> list[RequestState]:
         """Queue prompts for decoding; those of one call start together.
 
@@ -105,10 +96,7 @@ class Engine:
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together.
-            logprobs: record each token's log probability and those of so many alternatives; None records none.
-            logits: record the logits of each token.
-            call: the request for other ranks; see ``EngineCore.pack``.
-            on_change: called in the worker thread after a step in which one of the sequences got tokens or ended.
+            **options: of ``RequestState``: what is recorded, and who is notified.
 
         Raises:
             UserError: called by a logits processor or a stopping criterion of this engine.
@@ -120,24 +108,26 @@ class Engine:
         release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
+        prompts: abc.Sequence[Prompt | None] = prompt.singles if sampler.aligned else [None] * len(histories)
         sequences = [
-            RequestState(history, sampler, stopper, index, generator)
-            for index, (history, generator) in enumerate(zip(histories, generators, strict=True))
+            RequestState(history, sampler, stopper, index, generator, prompt=own, **options)
+            for index, (history, generator, own) in enumerate(zip(histories, generators, prompts, strict=True))
         ]
-        for sequence in sequences:
-            sequence.trees = [] if trace else None
-            sequence.prompt = prompt.singles[sequence.index] if sampler.aligned else None
-            sequence.top_logprobs = logprobs
-            sequence.logits = [] if logits else None
-            sequence.on_change = on_change
-        batch = PromptBatch(prompt, sequences, Mode(speculation, num_draft_tokens, self.target.kind(prompt)))
+        key = BatchKey(speculation, num_draft_tokens, self.target.batch_key(prompt))
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")
-            self.core.add(batch, call)
-            if self.core.leads:
-                self._wake()
+            self.core.add(PromptBatch(prompt, sequences, key))
+            self._wake()
         return sequences
+
+    def admit(self, request: Request) -> Request:
+        """A request as this engine decodes it; called before it is encoded.
+
+        Raises:
+            UserError: the engine cannot decode it.
+        """
+        return request
 
     def together(self) -> AbstractContextManager[Any]:
         """A block whose sequences are scheduled together: the next step begins after it."""
@@ -146,24 +136,6 @@ class Engine:
     def remove(self, sequences: abc.Iterable[RequestState]) -> None:
         """Cancel sequences; their rows are freed before the next step. No effect on finished ones."""
         self.core.cancel(sequences)
-
-    def follow(self, speculation: Speculation, start: Callable[[Call], RequestState]) -> bool:
-        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
-
-        Args:
-            speculation: drafts for all requests.
-            start: queues a request.
-        """
-        core = self.core
-        if not isinstance(core, LockstepCore):
-            return False
-        if core.leads:
-            atexit.register(self.close)  # other ranks wait for the end, whether or not this engine is still used
-            core.begin(speculation)
-        else:
-            with self._on_device():
-                core.follow(start)
-        return not core.leads
 
     def warm_up(self, speculation: Speculation, rows: int, tokens: int | None, sizes: abc.Sequence[int | None]) -> None:
         """Warm up decode steps, where these are captured, once there are no sequences; see ``Pipeline.warm_up``."""
@@ -193,17 +165,9 @@ class Engine:
         with self._changed:
             self._closed = True
             self.remove(self.core.sequences)
-        if self.waits_for_lost_rank:
-            return
         self.drain()
         for task in list(self.idle):
             run_idle(task, task.close)
-        self.core.close()
-
-    @property
-    def waits_for_lost_rank(self) -> bool:
-        """Whether the worker may never end, as it waits for a rank that is lost."""
-        return self.core.broken is not None and self._worker is not None
 
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
@@ -297,10 +261,5 @@ class Engine:
 @atexit.register
 def _close_all() -> None:
     """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
-    engines = list(_ALL)
-    for engine in engines:
+    for engine in list(_ALL):
         engine.close()
-    if any(engine.waits_for_lost_rank for engine in engines):  # for ever: so would the interpreter's end
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

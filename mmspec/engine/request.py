@@ -48,7 +48,7 @@ PARAMS = Rule("mmspec.SamplingParams", lambda value: isinstance(value, SamplingP
 
 
 @dataclass(frozen=True)
-class Extras(Checked):
+class DecodeOptions(Checked):
     """Decoding options shared by all requests of a call.
 
     Attributes:
@@ -73,18 +73,18 @@ class Extras(Checked):
 
 
 @dataclass(frozen=True)
-class Call:
-    """A validated request.
+class Request:
+    """A validated request, which the engine keeps with its sequence.
 
     Attributes:
-        request: ``prompt``, ``images`` and ``videos``.
+        content: ``prompt``, ``images`` and ``videos``.
         inputs: further keywords, passed to the processor's ``encode``.
     """
 
-    request: Mapping[str, Any]
+    content: Mapping[str, Any]
     params: SamplingParams
-    extras: Extras
-    inputs: dict[str, Any]
+    options: DecodeOptions
+    inputs: Mapping[str, Any]
 
 
 def parse(
@@ -108,18 +108,18 @@ def parse(
     left = dict(keywords)
     if "nodes" in left:
         left["num_draft_tokens"] = num_draft_tokens_of(left.get("num_draft_tokens"), left.pop("nodes"))
-    params, extras = _pop_params(left), Extras(**_pop_fields(left, Extras))
+    params, options = _pop_params(left), DecodeOptions(**_pop_fields(left, DecodeOptions))
     for name in left:
         if inputs is not None and name not in inputs:
-            known = [*SamplingParams.__dataclass_fields__, *Extras.__dataclass_fields__, "params", *inputs]
+            known = [*SamplingParams.__dataclass_fields__, *DecodeOptions.__dataclass_fields__, "params", *inputs]
             hint = f"; write {_ELSEWHERE[name]} instead" if name in _ELSEWHERE else nearest(name, known)
             raise UserError(f"unknown option for this model: got {name}{hint}")
 
-    def call(request: Any) -> Call:
-        _check_request(request)
-        return Call(request, request.get("params") or params, extras, left)
+    def checked(content: Any) -> Request:
+        _check_content(content)
+        return Request(content, content.get("params") or params, options, left)
 
-    return [attempt(partial(call, request)) for request in requests]
+    return [attempt(partial(checked, content)) for content in requests]
 
 
 def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int | None:
@@ -160,7 +160,7 @@ def _pop_fields(keywords: dict[str, Any], kind: Any) -> dict[str, Any]:
     return {field.name: keywords.pop(field.name) for field in fields_of(kind) if field.name in keywords}
 
 
-def _check_request(request: Any) -> None:
+def _check_content(request: Any) -> None:
     if not isinstance(request, Mapping):
         raise UserError(f'a request must be a dict with a prompt, as {{"prompt": "Hello"}}: got {shown(request)}')
     known = f"a request's keys are {', '.join(_KEYS)}"

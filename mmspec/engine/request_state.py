@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import Prompt
+from mmspec.engine.request import Request
 from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.engine.trace import TreeRecord
@@ -22,18 +23,23 @@ from mmspec.sampling.sampler import Sampled, Sampler
 class RequestState(Sampled):
     """One sequence of a batch: history, stopping, statistics and unread output.
 
+    Args:
+        history, index, generator: as for ``Sampled``.
+        prompt: to begin rejected outputs with.
+        request: that it answers; None for encoded prompts without one, of which trees and log probabilities are not
+            recorded.
+        logits: record the logits of each token.
+        on_change: called in the worker thread after a step in which the sequence got tokens or ended.
+
     Attributes:
         finish_reason: set when the sequence has finished.
         cancelled: whether the client has dropped the sequence.
         added: time of queueing, ``perf_counter`` seconds.
         trees: verified trees, one per step; None if not recorded.
         logprobs: of all generated tokens, and possibly of some after a stop; empty if not recorded.
-        top_logprobs: alternatives per token in ``logprobs``; None does not record them.
         logits: (vocab,) float32 each, raw logits of all generated tokens and possibly of some after a stop; None if not
             recorded.
-        prompt: to begin rejected outputs with; None if none are.
         rejected: whether the output is to be begun anew.
-        on_change: called after a step in which the sequence got tokens or ended.
     """
 
     def __init__(
@@ -43,6 +49,11 @@ class RequestState(Sampled):
         stopper: Stopper,
         index: int = 0,
         generator: torch.Generator | None = None,
+        *,
+        prompt: Prompt | None = None,
+        request: Request | None = None,
+        logits: bool = False,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(history, sampler, index, generator)
         self.stopper = stopper
@@ -50,13 +61,12 @@ class RequestState(Sampled):
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()
-        self.trees: list[TreeRecord] | None = None
+        self.prompt, self.request, self.on_change = prompt, request, on_change
+        self.trees: list[TreeRecord] | None = [] if request and request.options.trace else None
         self.logprobs: list[TokenLogprob] = []
-        self.top_logprobs: int | None = None
-        self.logits: list[Tensor] | None = None
-        self.prompt: Prompt | None = None
+        self._top_logprobs = request.options.logprobs if request else None
+        self.logits: list[Tensor] | None = [] if logits else None
         self.rejected = False
-        self.on_change: Callable[[], None] = lambda: None
         self._read = len(history)
 
     @property
@@ -100,8 +110,8 @@ class RequestState(Sampled):
             logits: (nodes, vocab), raw logits of the target.
             path, tokens: as for ``append``.
         """
-        if self.top_logprobs is not None:
-            self.logprobs += token_logprobs(logits[path], tokens, self.top_logprobs)
+        if self._top_logprobs is not None:
+            self.logprobs += token_logprobs(logits[path], tokens, self._top_logprobs)
         if self.logits is not None:
             self.logits += logits[path].float()  # a copy: the next pass may overwrite the logits
 

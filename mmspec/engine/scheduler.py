@@ -12,17 +12,17 @@ from mmspec.engine.speculation import Speculation
 
 
 @dataclass(frozen=True)
-class Mode:
+class BatchKey:
     """Settings that sequences must share to decode in one batch.
 
     Attributes:
         num_draft_tokens: drafted nodes per step; None chooses adaptively.
-        kind: the target's key of the prompt.
+        prompt: the target's key of the prompt.
     """
 
     speculation: Speculation
     num_draft_tokens: int | None
-    kind: Hashable
+    prompt: Hashable
 
 
 @dataclass
@@ -38,7 +38,7 @@ class PromptBatch:
 
     prompt: Prompt
     sequences: list[RequestState]
-    mode: Mode
+    mode: BatchKey
     seconds: float = 0.0
     passes: abc.Iterator[TargetOutput | None] | None = None
     parts: list[PromptBatch] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Scheduler:
     def add(self, batch: PromptBatch) -> None:
         self._waiting.append(batch)
 
-    def add_rejected(self, sequences: abc.Iterable[RequestState], mode: Mode) -> None:
+    def add_rejected(self, sequences: abc.Iterable[RequestState], mode: BatchKey) -> None:
         """Append the prompts of rejected outputs, which begin anew."""
         for sequence in sequences:
             sequence.restart()
@@ -91,7 +91,7 @@ class Scheduler:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def next(self, running: int, mode: Mode | None, tokens: int) -> PromptBatch | None:
+    def next(self, running: int, mode: BatchKey | None, tokens: int) -> PromptBatch | None:
         """Remove the next prompts from the queue; None if none of them can join.
 
         Args:

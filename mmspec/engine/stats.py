@@ -1,10 +1,18 @@
-"""Decoding statistics, under vLLM's per-request names."""
+"""Decoding statistics, under vLLM's per-request names, and the times in them.
+
+Times on a device are those of CUDA events where kernels run asynchronously, else of the host's clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from time import perf_counter
+
+import torch
+
+Mark = float | torch.cuda.Event
 
 
 @dataclass
@@ -100,3 +108,19 @@ class Stats:
         """All statistics, derived ones included, as JSON values."""
         derived = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second")
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}
+
+
+def mark(device: torch.device) -> Mark:
+    """Record the current point of the device's stream."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: Mark, end: Mark) -> float:
+    """Seconds between two marks of one device, which must have been synchronised since."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]

@@ -1,9 +1,16 @@
-"""Fewer threads of torch beside other programs: a parallel region waits for each thread, also for those that the system
-does not run."""
+"""Threads of torch. Python threads have a team of OpenMP threads each; clients give up theirs.
+
+Beside other programs, a parallel region waits for each thread, also for those that the system does not run: the worker
+then uses fewer.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import perf_counter as clock
 from time import thread_time
@@ -16,6 +23,8 @@ _WINDOW = 0.25  # seconds of steps between decisions
 _MUCH, _LITTLE = 0.25, 0.05  # delays as parts of the steps' time
 _FIRST, _LAST = 1.0, 60.0  # seconds without delays before more threads are tried
 _TASKS = Path("/proc/self/task")
+_SOFT = 1  # omp_pause_soft: settings are kept
+_PROCESS = os.getpid()
 
 
 class ThreadCount:
@@ -110,3 +119,26 @@ def _delays() -> dict[str, int] | None:
         with suppress(OSError):  # a thread that has ended
             delays[task.parent.name] = int(task.read_text().split()[1])
     return delays or None
+
+
+def release_threads() -> None:
+    """End the calling thread's OpenMP threads; its next computation starts others.
+
+    Teams of all Python threads count, idle ones too: once they have more threads than there are processors, libgomp no
+    longer spins at barriers, and a decode step, which has hundreds of them, takes several times as long. Without
+    libgomp, nothing happens.
+    """
+    if os.getpid() != _PROCESS:
+        return  # after a fork, libgomp would wait for threads of the parent
+    if (pause := _pause()) is not None:
+        pause(_SOFT)
+
+
+@cache
+def _pause() -> Callable[[int], int] | None:
+    """libgomp's function, in the library that torch computes with."""
+    library = ctypes.CDLL(torch._C.__file__)
+    if not hasattr(library, "GOMP_parallel") or hasattr(library, "__kmpc_fork_call"):  # the latter: LLVM's runtime
+        return None
+    pause: Callable[[int], int] | None = getattr(library, "omp_pause_resource_all", None)  # since GCC 9
+    return pause

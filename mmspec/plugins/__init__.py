@@ -18,7 +18,7 @@ used. Groups:
 - ``towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
   registers its classes with transformers.
 - ``commands``, ``train``: click commands of ``mmspec`` and ``mmspec train``; a drafter's is a ``DrafterTraining``
-  (see ``mmspec/distil/tasks.py``).
+  (see ``mmspec/training/tasks.py``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PackagedTower:
     """A vision tower whose weights a package carries, which is not imported.
 
     Attributes:
-        package: what contains the weights, one file `models/*.pth`.
+        package: what contains the weights, one file ``models/*.pth``.
         install: the command that installs it.
         read: reads the file: tensors by name.
     """
@@ -104,7 +104,7 @@ class PackagedTower:
     read: Callable[[Path], dict[str, Any]]
 
     def file(self) -> Path:
-        """Returns the path of the weights.
+        """The path of the weights.
 
         Raises:
             UserError: the package is not installed, or does not hold one such file.

@@ -1,20 +1,22 @@
-"""Sampling defaults of requests: the library's, or those of a model's generation config."""
+"""Logits processors and samplers of sampling parameters, and defaults of parameters: the library's, or those of a
+model's generation config."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
+from transformers.generation import logits_process as hf
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
-from mmspec.sampling.chain import additive, sampler
 from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
+from mmspec.sampling.processors import AdditiveTerms
 from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
 MODELS, LIBRARYS = "auto", "mmspec"
@@ -22,6 +24,88 @@ SOURCE = Rule(f"{MODELS!r} or {LIBRARYS!r}", lambda value: value in (MODELS, LIB
 
 _OWN = tuple(name for name in LIBRARY if name != "stop")  # under the same names in a generation config
 _SAMPLING = ("temperature", "top_p", "top_k")  # which generate() itself has defaults for
+_FILTERS = (  # in the order of transformers' generate, each with the value that changes nothing
+    ("temperature", 1.0, hf.TemperatureLogitsWarper),
+    ("top_k", 0, hf.TopKLogitsWarper),
+    ("top_p", 1.0, hf.TopPLogitsWarper),
+    ("min_p", 0.0, hf.MinPLogitsWarper),
+)
+
+
+def sampler(
+    params: SamplingParams,
+    custom: Sequence[Processor],
+    chain: LogitsProcessorList,
+    constraint: Constraint | None = None,
+) -> Sampler:
+    """Sampler with these parameters.
+
+    Args:
+        custom: the request's own logits processors.
+        chain: all logits processors, ``custom`` included.
+        constraint: as for ``Sampler``.
+    """
+    return Sampler(
+        chain,
+        do_sample=params.do_sample,
+        generator=None if params.seed is None else torch.Generator().manual_seed(params.seed),
+        key=None if custom else signature(chain),
+        constraint=constraint,
+        lossy=params.lossy,
+        aligned=params.grammar_aligned and constraint is not None,
+        least=params.min_new_tokens or 0,
+    )
+
+
+def processors(
+    params: SamplingParams,
+    custom: Sequence[Processor] = (),
+    prompt_length: int = 0,
+    eos_token_ids: Sequence[int] = (),
+) -> LogitsProcessorList:
+    """Logits processors in the order of transformers' ``generate``: ``custom`` ones precede the temperature.
+
+    Args:
+        prompt_length: tokens before the output.
+        eos_token_ids: tokens that ``min_new_tokens`` forbids at first.
+    """
+    chain, params = LogitsProcessorList(), params.over(LIBRARY)
+    if params.repetition_penalty != 1.0:
+        chain.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))  # type: ignore[arg-type]
+    if params.min_new_tokens and eos_token_ids:
+        ends = torch.tensor(eos_token_ids)
+        chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
+    chain.extend(additive(params, prompt_length))
+    chain.extend(custom)
+    if params.do_sample:
+        values = ((getattr(params, name), neutral, kind) for name, neutral, kind in _FILTERS)
+        chain.extend(kind(value) for value, neutral, kind in values if value != neutral)
+    return chain
+
+
+def additive(params: SamplingParams, prompt_length: int) -> list[Processor]:
+    """The logits processor of ``logit_bias``, ``presence_penalty`` and ``frequency_penalty``, if there are any."""
+    bias, presence, frequency = params.logit_bias or (), params.presence_penalty, params.frequency_penalty
+    return [AdditiveTerms(bias, presence, frequency, prompt_length)] if bias or presence or frequency else []
+
+
+def signature(processors: Sequence[Any]) -> Hashable:
+    """Key of logits processors: those with equal keys compute the same."""
+    return tuple(
+        (type(one), tuple((name, _comparable(value)) for name, value in sorted(vars(one).items())))
+        for one in processors
+    )
+
+
+def _comparable(value: Any) -> Hashable:
+    """A key of plain values and tensors; anything else equals nothing."""
+    if isinstance(value, Tensor):
+        return (value.dtype, value.shape, tuple(value.flatten().tolist()))
+    if isinstance(value, dict):
+        return tuple((_comparable(key), _comparable(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else object()
 
 
 class Defaults:
@@ -47,7 +131,7 @@ class Defaults:
 
     def complete(self, params: SamplingParams) -> SamplingParams:
         """Parameters with a value of each: a request's own, the model's, or the library's."""
-        return params.over(self.params).over(LIBRARY)
+        return params.over({**LIBRARY, **self.params})
 
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()
@@ -93,6 +177,8 @@ class ModelDefaults(Defaults):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._read: dict[str, Any] = {}  # values of the generation config, as they were last checked
+        self._valid: dict[str, Any] = {}
         try:
             refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
@@ -121,7 +207,11 @@ class ModelDefaults(Defaults):
         found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
         if found["temperature"] is not None and found["temperature"] < MIN_TEMPERATURE:
             found["temperature"] = 0.0
-        return {name: value for name, value in found.items() if value is not None}
+        found = {name: value for name, value in found.items() if value is not None}
+        if found != self._read:
+            checked = SamplingParams(**found)
+            self._read, self._valid = found, {name: getattr(checked, name) for name in found}
+        return dict(self._valid)
 
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +112,9 @@ class SamplingParams(Checked):
         grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
             ``mmspec.sampling.aligned``): outputs that leave the grammar are rejected and begun anew. Without an effect
             where there is no grammar.
-        lossy: above 0, greedy outputs may differ from the model's (see ``mmspec.sampling.lossy``): a drafted token is
-            accepted if the model's negative log probability of it, in nats, is at most this. ``Stats.lossless`` of the
-            answer is then False.
+        lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if the model's negative
+            log probability of it, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer is
+            then False.
 
     Raises:
         UserError: a value has the wrong type or is out of range; several of ``json_schema``, ``regex`` and ``grammar``
@@ -152,7 +153,8 @@ class SamplingParams(Checked):
         if self.grammar_trigger is not None and not given:
             raise UserError(f"grammar_trigger goes with one of {', '.join(KINDS)}: got none of them")
         if self.constraint:
-            check_grammar(*self.constraint)
+            kind, text = self.constraint
+            object.__setattr__(self, kind, check_grammar(kind, text))  # marked: a copy does not compile it again
 
     @property
     def constraint(self) -> tuple[str, str] | None:
@@ -169,21 +171,25 @@ class SamplingParams(Checked):
         return bool(self.temperature)
 
     def over(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """These parameters, with those that are not set from ``defaults``."""
+        """These parameters, with those that are not set from ``defaults``, which must be valid: no field is checked."""
         unset = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        return replace(self, **unset) if unset else self
+        if not unset:
+            return self
+        filled = copy(self)
+        vars(filled).update(unset)
+        return filled
 
     def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
         """Sampler with these parameters and ``processors``."""
-        from mmspec.sampling.chain import sampler
+        from mmspec.sampling.defaults import sampler
 
         return sampler(self, custom, self.processors(custom))
 
     def processors(
         self, custom: Sequence[Processor] = (), prompt_length: int = 0, eos_token_ids: Sequence[int] = ()
     ) -> LogitsProcessorList:
-        """Logits processors with these parameters; see ``mmspec.sampling.chain.processors``."""
-        from mmspec.sampling.chain import processors
+        """Logits processors with these parameters; see ``mmspec.sampling.defaults.processors``."""
+        from mmspec.sampling.defaults import processors
 
         return processors(self, custom, prompt_length, eos_token_ids)
 

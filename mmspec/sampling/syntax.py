@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import ROUND_CEILING, Decimal
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from mmspec.checks import Rule, is_text
@@ -62,8 +63,9 @@ class CheckedText(str):
     """Text of a grammar that ``check_grammar`` has accepted: sampling parameters do not check it again."""
 
 
+@lru_cache(64)
 def check_grammar(kind: str, text: str) -> CheckedText:
-    """Check a grammar by compiling it for a tokenizer of bytes.
+    """Check a grammar by compiling it for a tokenizer of bytes, once for the last ones that were valid.
 
     Args:
         kind: one of ``KINDS``.

@@ -1,38 +1,56 @@
-"""The ASGI application: OpenAI's endpoints over one pipeline."""
+"""The ASGI application: OpenAI's endpoints over one pipeline, and vLLM's for tokens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+import html
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving.catalog import Catalog, unknown_path
-from mmspec.serving.drain import Drain, Drained
-from mmspec.serving.endpoints import ClientGoneError, add_endpoints
+from mmspec.serving.builder import GenerationJob, JobBuilder
 from mmspec.serving.errors import APIError, as_api_error
-from mmspec.serving.grammars import GrammarChecker
-from mmspec.serving.guard import Guard
-from mmspec.serving.limits import Limits
+from mmspec.serving.formats import Format
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.requests import Requests
-from mmspec.serving.runner import Runner
-from mmspec.serving.slots import Admission, Slots
-from mmspec.serving.stored import StoredResponses
-from mmspec.serving.tool_formats import AUTO
-from mmspec.serving.tool_use import ToolUse
+from mmspec.serving.middleware import PROBES, Drain, Drained, Guard
+from mmspec.serving.responses import ResponsesRequest, StoredResponses
+from mmspec.serving.runner import Admission, GrammarChecker, RequestRunner, Slots
+from mmspec.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    F,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
+from mmspec.serving.settings import Limits
+from mmspec.serving.tools import AUTO, ToolPlanner
 
+_log = logging.getLogger("mmspec.serving")
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
 _STORED_SECONDS = 3600
+BODY_SECONDS = 60.0
+"""Time in which a body must arrive."""
+
+R = TypeVar("R", bound=GenerationRequest)
+T = TypeVar("T")
 
 
 def create_app(
@@ -61,15 +79,14 @@ def create_app(
         scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
         slots: lets requests in; None for slots of its own.
     """
-    if limits.max_model_len and limits.max_model_len < (pipe.context_limit or limits.max_model_len + 1):
-        pipe.context_limit = limits.max_model_len
+    pipe = pipe.limited(limits.max_model_len) if limits.max_model_len else pipe
     slots = slots or Slots(limits.max_running, limits.max_waiting)
-    catalog = Catalog(pipe, names)
-    metrics = Metrics(catalog.name, lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
+    names = tuple(names) or (pipe.name,)
+    metrics = Metrics(names[0], lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    runner = Runner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
+    runner = RequestRunner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    requests = Requests(pipe, limits, catalog, ToolUse(pipe.io, tool_parser), media, stored)
+    builder = JobBuilder(pipe, limits, names, ToolPlanner(pipe.io, tool_parser), media, stored)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +98,22 @@ def create_app(
             pipe.adaptation.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    add_endpoints(app, runner, requests, catalog, stored, limits.body_bytes, scrape)
+    _add_generation(app, runner, builder, limits.body_bytes)
+    _add_models(app, pipe, names, builder.check_model)
+    app.get("/v1/responses/{name}")(stored.get)
+    app.delete("/v1/responses/{name}")(stored.delete)
+
+    @app.get("/metrics")
+    async def figures() -> Response:
+        found = metrics.registry if scrape is None else await scrape()
+        return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
+
+    async def health() -> Response:
+        """Status 200; see ``mmspec.serving.middleware`` for other times."""
+        return Response()
+
+    for path in PROBES:
+        app.get(path)(health)
     for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
@@ -93,10 +125,222 @@ def create_app(
     return app
 
 
+def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int) -> None:
+    """Add the endpoints with bodies.
+
+    Args:
+        body_bytes: most bytes of a request's body.
+    """
+
+    async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
+        """Parse a request's body, and call a function with it, in a thread: large ones take long."""
+        content = await read_body(request, body_bytes)
+        return await asyncio.to_thread(lambda: use(parse(kind, content)))
+
+    async def answered(request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, Format]]) -> Response:
+        asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
+        if not asked.stream:
+            return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
+        events = _events(runner, job, form)
+        # The status must be that of errors before the first token.
+        first = await unless_gone(request.receive, events.__anext__())
+        return EventStream(first, events)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answered(request, ChatRequest, builder.chat)
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await answered(request, CompletionRequest, builder.completion)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        return await answered(request, ResponsesRequest, builder.response)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        return await parsed(request, TokenizeRequest, builder.tokens)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        return await parsed(request, DetokenizeRequest, builder.text)
+
+
+def _add_models(app: FastAPI, pipe: Pipeline, names: Sequence[str], check: Callable[[str], None]) -> None:
+    """Add the endpoints that describe the model and the server."""
+    created = int(time.time())
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        """OpenAI's object of the model, with vLLM's ``max_model_len``."""
+        check(name)
+        limit = {"max_model_len": pipe.context_limit}
+        return {"id": name, "object": "model", "created": created, "owned_by": "mmspec", **limit}
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        """OpenAI's list of models: one object for each name."""
+        return {"object": "list", "data": [model(name) for name in names]}
+
+    @app.get("/")
+    def page() -> HTMLResponse:
+        lines = [f"mmspec serve: {names[0]}", "Base URL of OpenAI's clients: /v1 of this address", "", *_endpoints(app)]
+        return HTMLResponse(f"<!doctype html><title>mmspec</title><pre>{html.escape(chr(10).join(lines))}</pre>")
+
+
+_INSTEAD = {
+    "/v1/embeddings": "the model generates text: use a server of embeddings",
+    "/v1/rerank": "the model generates text: use a server of embeddings",
+    "/v1/score": "the model generates text: use a server of embeddings",
+    "/v1/moderations": "the model generates text: ask it through POST /v1/chat/completions",
+    "/v1/audio": "the model reads no audio: use POST /v1/chat/completions with texts, images and videos",
+    "/v1/realtime": "the model reads no audio: use POST /v1/chat/completions with stream: true",
+    "/v1/images": "the model generates text only: use POST /v1/chat/completions, which reads images",
+    "/v1/videos": "the model generates text only: use POST /v1/chat/completions, which reads videos",
+    "/v1/files": "send images and videos as data URIs to POST /v1/chat/completions",
+    "/v1/uploads": "send images and videos as data URIs to POST /v1/chat/completions",
+    "/v1/batches": "send requests to POST /v1/chat/completions at the same time: they decode together",
+    "/v1/conversations": "use POST /v1/responses with previous_response_id",
+    "/v1/assistants": "use POST /v1/responses with previous_response_id",
+    "/v1/threads": "use POST /v1/responses with previous_response_id",
+    "/v1/fine_tuning": "the server does not train: see the command mmspec train",
+    "/v1/messages": "this is OpenAI's API, not Anthropic's: use POST /v1/chat/completions",
+    "/chat/completions": "the base URL ends with /v1: use POST /v1/chat/completions",
+    "/completions": "the base URL ends with /v1: use POST /v1/completions",
+    "/responses": "the base URL ends with /v1: use POST /v1/responses",
+    "/completion": "this is OpenAI's API, not llama.cpp's: use POST /v1/completions",
+    "/generate": "use POST /v1/completions",
+    "/api": "this is OpenAI's API, not Ollama's: use POST /v1/chat/completions",
+}
+"""What to use instead of paths of other APIs."""
+
+
+def _endpoints(app: FastAPI) -> list[str]:
+    """Methods and paths of the endpoints."""
+    return [f"{min(route.methods or ())} {route.path}" for route in app.routes if isinstance(route, APIRoute)]
+
+
 async def _respond(request: Request, error: Exception) -> Response:
-    """The response to a request that has failed."""
+    """The response to a request that has failed; the error of an unknown path names an endpoint to use instead."""
     if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=_CLIENT_GONE)
     if isinstance(error, HTTPException) and error.status_code == 404:
-        return unknown_path(request.url.path).response()
+        path = request.url.path
+        known = (instead for prefix, instead in _INSTEAD.items() if path == prefix or path.startswith(f"{prefix}/"))
+        expected = next(known, f"expected one of {', '.join(_endpoints(request.app))}")
+        return APIError(404, f"there is no {path[:100]} here: {expected}").response()
     return as_api_error(error).response()
+
+
+async def _whole(runner: RequestRunner, job: GenerationJob, form: Format) -> dict[str, Any]:
+    async with runner.start(job) as pieces:
+        async for index, piece in pieces:
+            form.choices[index].append(piece)
+    return form.whole()
+
+
+async def _events(runner: RequestRunner, job: GenerationJob, form: Format) -> AsyncGenerator[bytes]:
+    """Server-sent events; exceptions after the first one are events, too."""
+    started = False
+    try:
+        async with runner.start(job) as pieces:
+            async for index, piece in pieces:
+                if not started:
+                    for chunk in form.first_chunks():
+                        yield form.event(chunk)
+                    started = True
+                for chunk in form.chunks(index, piece):
+                    yield form.event(chunk)
+    except Exception as error:
+        if not started:
+            raise
+        found = as_api_error(error)
+        if found.status >= 500:
+            _log.error("a request failed", exc_info=error)
+        for chunk in form.failed(found):
+            yield form.event(chunk)
+    yield form.end
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """A request's body.
+
+    Args:
+        most: bytes.
+
+    Raises:
+        APIError: it is too large, or takes too long.
+    """
+    error = APIError(413, f"a request's body must have at most {most} bytes: got more")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length) > most:
+        raise error
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise error
+    except TimeoutError:
+        raise APIError(408, f"a request's body must arrive within {BODY_SECONDS:g} s") from None
+    return bytes(body)
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and cancel it when the client disconnects.
+
+    Args:
+        receive: of the request, whose body has been read.
+
+    Raises:
+        ClientGoneError: the client has disconnected.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that closes its generator as soon as the client disconnects.
+
+    starlette's own leaves an open generator to the garbage collector.
+
+    Args:
+        first: the first event, which the generator has already yielded.
+        events: further ones.
+    """
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:
+        async def all_events() -> AsyncIterator[bytes]:
+            yield first
+            async for event in events:
+                yield event
+
+        self._events = events
+        super().__init__(all_events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        except (ClientGoneError, OSError):
+            pass
+        finally:
+            await self._events.aclose()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,11 +23,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.serving.addresses import is_loopback, names, url
-from mmspec.serving.limits import Limits
-
-if TYPE_CHECKING:
-    from mmspec.serving.settings import Settings
+from mmspec.serving.settings import Limits, Settings, host_names, is_loopback, server_url
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -111,11 +107,9 @@ def serve(
     adapt = adapt_of(options)
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
-    from mmspec.serving.settings import Settings
-
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     loading = {name: options.pop(name) for name in LOADING}
-    access = {**options, "api_key": api_key, "hosts": names(host)}
+    access = {**options, "api_key": api_key, "hosts": host_names(host)}
     settings = Settings(loading, limits, access, prefix_cache, adapt)
     if engine == "ray":
         if ranks() > 1:
@@ -167,4 +161,4 @@ def _on_ray(settings: Settings, replicas: int, gpus: int, host: str, port: int) 
 
 
 def _announce(host: str, port: int, what: str) -> None:
-    click.echo(f"mmspec serve: {url(host, port)}/v1 ({what}; Ctrl-C to stop)")
+    click.echo(f"mmspec serve: {server_url(host, port)}/v1 ({what}; Ctrl-C to stop)")

@@ -16,15 +16,15 @@ from mmspec.engine.stats import Stats
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
-from mmspec.serving.protocol import GenerationRequest
-from mmspec.serving.tool_calls import CallReader
+from mmspec.serving.schemas import GenerationRequest
+from mmspec.serving.tools import CallReader
 from mmspec.targets.processor import Processor
 
 _LEAST = -9999.0  # JSON has no infinity
 
 
 @dataclass
-class Answer:
+class Choice:
     """A choice that is complete, or grows."""
 
     text: str = ""
@@ -81,18 +81,18 @@ class Format(ABC):
         self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
         self._include_usage = asked.include_usage
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.answers = [Answer(text) for text in before]
+        self.choices = [Choice(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
         """The response, once all choices are complete."""
         choices = [
             {
                 "index": index,
-                **self._content(index, answer.text),
-                "logprobs": self._logprobs_of(answer.logprobs, answer),
+                **self._content(index, choice.text),
+                "logprobs": self._logprobs_of(choice.logprobs, choice),
                 "finish_reason": self._finish_reason(index),
             }
-            for index, answer in enumerate(self.answers)
+            for index, choice in enumerate(self.choices)
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self._figures()}
 
@@ -106,12 +106,11 @@ class Format(ABC):
 
     def chunks(self, index: int, piece: Piece) -> Iterable[dict[str, Any]]:
         """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
-        answer = self.answers[index]
-        answer.append(piece)
-        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, answer)}
-        choice = {"index": index, **delta, "finish_reason": self._finish_reason(index)}
-        chunk = self._chunk(choice)
-        ended = all(answer.finish_reason is not None for answer in self.answers)
+        choice = self.choices[index]
+        choice.append(piece)
+        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, choice)}
+        chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
+        ended = all(choice.finish_reason is not None for choice in self.choices)
         if not self._include_usage:
             return [{**chunk, "metrics": self._figures()["metrics"]} if ended else chunk]
         last = [{**self._chunk(), **self._figures()}] if ended else []
@@ -125,7 +124,7 @@ class Format(ABC):
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
     def _figures(self) -> dict[str, Any]:
-        stats = [answer.stats or Stats() for answer in self.answers]
+        stats = [choice.stats or Stats() for choice in self.choices]
         whole = Stats.combined(stats)
         asked = Stats.combined(stats[:: self._n])  # one prompt has n choices
         prompt, generated = asked.num_prompt_tokens, whole.num_generated_tokens
@@ -139,7 +138,7 @@ class Format(ABC):
 
     def _finish_reason(self, index: int) -> str | None:
         """Why a choice has ended, if it has."""
-        return self.answers[index].finish_reason
+        return self.choices[index].finish_reason
 
     @abstractmethod
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
@@ -150,7 +149,7 @@ class Format(ABC):
         """Fields of a chunk's choice that contain the new text."""
 
     @abstractmethod
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         """Log probabilities of a choice's next tokens: each is passed once, after the text that it is part of."""
 
 
@@ -165,10 +164,10 @@ class ChatFormat(Format):
 
     def __init__(self, *common: Any, reader: Callable[[], CallReader] | None = None) -> None:
         super().__init__(*common)
-        self._readers = None if reader is None else [reader() for _ in self.answers]
+        self._readers = None if reader is None else [reader() for _ in self.choices]
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
-        for index in range(len(self.answers)):
+        for index in range(len(self.choices)):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
@@ -192,7 +191,7 @@ class ChatFormat(Format):
         called = self._readers is not None and self._readers[index].calls > 0
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [
@@ -215,16 +214,16 @@ class TextFormat(Format):
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
-        for index, answer in enumerate(self.answers):
-            if answer.text:
-                yield self._chunk({"index": index, "text": answer.text, "logprobs": None, "finish_reason": None})
+        for index, choice in enumerate(self.choices):
+            if choice.text:
+                yield self._chunk({"index": index, "text": choice.text, "logprobs": None, "finish_reason": None})
 
     def _content(self, index: int, text: str) -> Mapping[str, Any]:
         return {"text": text}
 
     _delta = _content
 
-    def _logprobs_of(self, tokens: Sequence[TokenLogprob], answer: Answer) -> dict[str, Any] | None:
+    def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         contents = [self._io.token_bytes(one.token_id) for one in tokens]
@@ -233,7 +232,7 @@ class TextFormat(Format):
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
             "top_logprobs": [self._by_text(one.top) for one in tokens],
             "text_offset": [
-                answer.offset(b"" if self._io.is_special(one.token_id) else content)
+                choice.offset(b"" if self._io.is_special(one.token_id) else content)
                 for one, content in zip(tokens, contents, strict=True)
             ],
         }

@@ -19,7 +19,7 @@ from mmspec.serving.settings import Settings
 
 _NAME = "mmspec"
 _ROUTER = "mmspec.serving.ray_router.SessionRouter"
-_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.drain.proxy_middleware"}
+_PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middleware.proxy_middleware"}
 
 
 class Replica:

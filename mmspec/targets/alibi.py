@@ -51,7 +51,7 @@ class Alibi:
 
     @contextmanager
     def applied(self, mask: Tensor | None) -> Iterator[None]:
-        """Replaces the function during a pass with a mask of ``with_positions``. Calls of other threads keep
+        """Replace the function during a pass with a mask of ``with_positions``. Calls of other threads keep
         transformers' function."""
         with replaced(self._replacement):
             token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
@@ -73,7 +73,7 @@ def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | N
 
 @cache
 def _biases(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Replaces ``build_alibi_tensor``: (batch * heads, 1, slots)."""
+    """Replace ``build_alibi_tensor``: (batch * heads, 1, slots)."""
 
     @wraps(original)
     def biases(attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ def _biases(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @cache
 def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``MptAttention.forward``, whose biases are the same for all rows."""
+    """Replace ``MptAttention.forward``, whose biases are the same for all rows."""
 
     @wraps(original)
     def attention(self: Any, hidden_states: Tensor, position_bias: Tensor, **options: Any) -> tuple[Tensor, None]:

@@ -155,7 +155,7 @@ class PassAttention:
 
     @contextmanager
     def applied(self, name: str | None = None) -> Iterator[None]:
-        """Applies the implementation, or a named one, during one pass. Passes of all targets through one decoder are
+        """Apply the implementation, or a named one, during one pass. Passes of all targets through one decoder are
         serialised: they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]

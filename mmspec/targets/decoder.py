@@ -224,7 +224,7 @@ class Decoder:
 
     @contextmanager
     def _reading(self, names: Sequence[Feature]) -> Iterator[dict[Feature, Tensor]]:
-        """Records the inputs and outputs of the named layers during one pass."""
+        """Record the inputs and outputs of the named layers during one pass."""
         features: dict[Feature, Tensor] = {}
 
         def record_input(name: Feature, _: Any, args: Any, inputs: dict[str, Any]) -> None:
@@ -277,7 +277,7 @@ _SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict", "logit
 
 
 class _DecoderReachedError(Exception):
-    """Ends a model's forward when it calls the decoder."""
+    """End a model's forward when it calls the decoder."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         self.inputs = inputs

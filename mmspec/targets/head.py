@@ -62,7 +62,7 @@ class Head:
         return NarrowHead(narrow, self._before, self._scale)
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
-        """Checks at the first call that the head returns the model's own logits; finds the module before the output
+        """Check at the first call that the head returns the model's own logits; finds the module before the output
         layer (ModernBERT's decoder), and corrects the scaling.
 
         Raises:

@@ -176,7 +176,7 @@ class Processor:
         return False
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raises ``UserError`` if a token id is outside the vocabulary."""
+        """Raise ``UserError`` if a token id is outside the vocabulary."""
         size = len(self.tokenizer)
         if wrong := [token for token in ids if not 0 <= token < size]:
             raise UserError(f"token ids must be in [0, {size - 1}]: got {wrong[0]}")

@@ -82,7 +82,7 @@ def _queries(decoder: Decoder, layer: int, hidden: Tensor, positions: Tensor) ->
 
 
 class _AttentionReachedError(Exception):
-    """Ends a decoder's forward when a layer calls its attention function.
+    """End a decoder's forward when a layer calls its attention function.
 
     Args:
         query: (batch, heads, tokens, head_dim).

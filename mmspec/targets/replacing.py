@@ -17,7 +17,7 @@ _PASSES: Counter[Place] = Counter()  # that run now
 
 @contextmanager
 def replaced(replacements: Mapping[Place, Callable[[Any], Any]]) -> Iterator[None]:
-    """Replaces functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
+    """Replace functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
 
     Args:
         replacements: by place, a function that makes the replacement from the original, which it has as ``__wrapped__``

@@ -181,7 +181,7 @@ class EagerRunner(VerifyRunner):
 
 
 class StaticRunner(VerifyRunner):
-    """Passes padded to few shapes, over buffers that keep their addresses: captured as CUDA graphs."""
+    """Pass padded to few shapes, over buffers that keep their addresses: captured as CUDA graphs."""
 
     static_shapes = True
 

@@ -163,7 +163,7 @@ class TransformersTarget:
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
         self._reuse.retain(rows, histories)
 
-    def kind(self, prompt: Prompt) -> Hashable:
+    def batch_key(self, prompt: Prompt) -> Hashable:
         return rope_side(self.config, prompt.input_ids.shape[1])
 
     @torch.inference_mode()
@@ -324,7 +324,7 @@ class PrefixReuse:
         return prefixes.find(ids, self._key(prompt), self._target.features, least, self._uncuttable)
 
     def _key(self, prompt: Prompt) -> Hashable:
-        return self._target.kind(prompt), media_key(prompt), self._target.device, self._target.dtype
+        return self._target.batch_key(prompt), media_key(prompt), self._target.device, self._target.dtype
 
     @property
     def _uncuttable(self) -> bool:

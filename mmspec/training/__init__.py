@@ -1,1 +1,1 @@
-"""The trainer of drafters and embedded models, and what training commands share."""
+"""The trainer, and the training of drafters: conversations, the target's features of them, objectives."""

@@ -17,11 +17,11 @@ def draw(log: Path, out: Path) -> None:
     """Plots losses (training: thin line, held-out: points) and mean acceptance lengths of a run by step.
 
     Args:
-        log: its `log.jsonl`.
+        log: its ``log.jsonl``.
         out: file to write; its suffix is the format.
 
     Raises:
-        UserError: the file is not a training log, or `out` cannot be written.
+        UserError: the file is not a training log, or ``out`` cannot be written.
     """
     rows, name = read(log), log.resolve().parent.name
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -40,7 +40,7 @@ def draw(log: Path, out: Path) -> None:
 
 
 def read(log: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a training log."""
+    """Read the rows of a training log."""
     rows = []
     for number, row in read_rows(log):
         if missing := {"event", "step"} - row.keys():
@@ -56,7 +56,7 @@ def _line(axes: Axes, rows: list[dict[str, Any]], event: str, name: str, **style
 
 
 def write_figure(figure: Figure, out: Path) -> None:
-    """Writes a figure atomically; the suffix of `out` is the format, SVG if there is none.
+    """Write a figure atomically; the suffix of ``out`` is the format, SVG if there is none.
 
     Raises:
         UserError: it cannot be written.

@@ -22,17 +22,17 @@ class LossOutput:
 
 
 class RunningMeans:
-    """Means of loss and metrics over the steps since the last `pop`."""
+    """Means of loss and metrics over the steps since the last ``pop``."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, dict[str, float]]] = []
 
     def add(self, loss: Tensor, metrics: dict[str, float]) -> None:
-        """Adds a step. The scalar `loss` stays on its device until `pop`."""
+        """Add a step. The scalar ``loss`` stays on its device until ``pop``."""
         self._rows.append((loss.detach(), metrics))
 
     def pop(self) -> dict[str, float]:
-        """Returns the means, that of the loss as "loss", and resets them."""
+        """The means, that of the loss as "loss", and resets them."""
         means = {"loss": torch.stack([loss for loss, _ in self._rows]).mean().item()}
         for name in dict.fromkeys(name for _, metrics in self._rows for name in metrics):
             values = [metrics[name] for _, metrics in self._rows if name in metrics]

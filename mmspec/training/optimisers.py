@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ class LearningRates:
     """Learning rates, weight decay and gradient clipping.
 
     Attributes:
-        matrix: of Muon, scaled to match AdamW's update RMS (`match_rms_adamw`); None trains matrices by AdamW too.
+        matrix: of Muon, scaled to match AdamW's update RMS (``match_rms_adamw``); None trains matrices by AdamW too.
         other: of AdamW.
         decay: weight decay of both.
         clip: maximum norm of all gradients together.
@@ -45,15 +46,15 @@ class Optimisers:
         self.parameters = matrices + others
         self.all: list[torch.optim.Optimizer] = []
         if matrices:
-            muon = {"lr": rates.matrix, "weight_decay": rates.decay, "adjust_lr_fn": "match_rms_adamw"}
-            self.all.append(torch.optim.Muon(matrices, **muon))
+            muon = partial(torch.optim.Muon, weight_decay=rates.decay, adjust_lr_fn="match_rms_adamw")
+            self.all.append(muon(matrices, lr=rates.matrix or 0.0))
         if others:
-            adamw = {"lr": rates.other, "weight_decay": rates.decay, "betas": (0.9, 0.95), "fused": True}
-            self.all.append(torch.optim.AdamW(others, **adamw))
+            adamw = partial(torch.optim.AdamW, weight_decay=rates.decay, betas=(0.9, 0.95), fused=True)
+            self.all.append(adamw(others, lr=rates.other))
         self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
 
     def step(self, factor: float) -> None:
-        """Clips the gradients, takes a step at `factor` times the learning rates, and clears the gradients."""
+        """Clip the gradients, take a step at ``factor`` times the learning rates, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.parameters, self.rates.clip)
         for optimiser, base in zip(self.all, self._base, strict=True):
             for group, own in zip(optimiser.param_groups, base, strict=True):
@@ -65,12 +66,12 @@ class Optimisers:
         return [optimiser.state_dict() for optimiser in self.all]
 
     def load_state_dict(self, states: list[dict]) -> None:
-        """Restores the `state_dict()` of the same groups."""
+        """Restore the ``state_dict()`` of the same groups."""
         for optimiser, state in zip(self.all, states, strict=True):
             optimiser.load_state_dict(state)
 
 
 def lr_factor(progress: float, step: int, warmup: int, hold: float) -> float:
-    """Learning-rate factor: linear warm-up over `warmup` steps, 1 until progress `hold`, then linear decay to 0."""
+    """Learning-rate factor: linear warm-up over ``warmup`` steps, 1 until progress ``hold``, then linear decay to 0."""
     decay = 1.0 if progress <= hold else max(0.0, (1.0 - progress) / (1.0 - hold))
     return min(1.0, (step + 1) / warmup) * decay

@@ -1,4 +1,4 @@
-"""Training plan, the order of examples, and the interface of what the `Trainer` trains."""
+"""Training plan, the order of examples, and the interface of what the ``Trainer`` trains."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Schedule(Checked):
 
 @dataclass(frozen=True)
 class TrainingPlan(Schedule):
-    """A `Schedule` with exactly one of `steps` and `minutes`.
+    """A ``Schedule`` with exactly one of ``steps`` and ``minutes``.
 
     Raises:
         UserError: both or neither of them are given, or a value is out of range.
@@ -55,20 +55,20 @@ class TrainingPlan(Schedule):
 
 
 class Sampler(Protocol):
-    """Samples the examples of each step; resumable."""
+    """Sample the examples of each step; resumable."""
 
     @property
     def info(self) -> dict[str, Any]:
         """Logged with each step, such as the stage of a curriculum."""
 
     def next(self, progress: float) -> list[Any]:
-        """Returns the next step's examples, those of all processes, given the run's progress from 0 to 1."""
+        """The next step's examples, those of all processes, given the run's progress from 0 to 1."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs to continue."""
+        """What ``load_state_dict`` needs to continue."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict()`."""
+        """Continue from a ``state_dict()``."""
 
 
 class TrainingTask(Protocol):
@@ -87,24 +87,24 @@ class TrainingTask(Protocol):
         """Of the training examples."""
 
     def batch(self, examples: list[Any]) -> Any:
-        """Returns examples as a batch of tensors."""
+        """Examples as a batch of tensors."""
 
     def weight(self, batch: Any) -> int:
-        """Returns the number of positions that a batch's loss is a mean over."""
+        """The number of positions that a batch's loss is a mean over."""
 
     def loss(self, network: nn.Module, batch: Any, generator: torch.Generator, progress: float) -> LossOutput:
-        """Returns the loss of a batch at a progress from 0 to 1."""
+        """The loss of a batch at a progress from 0 to 1."""
 
     def evaluate(self) -> dict[str, float]:
-        """Returns metrics of the current network on held-out examples."""
+        """Metrics of the current network on held-out examples."""
 
     def save(self, folder: Path) -> None:
-        """Writes the trained drafter."""
+        """Write the trained drafter."""
 
 
 TEXT, MIXED = "text", "mixed"
 ExampleIndex = tuple[str, int]
-"""Kind of an example, `TEXT` (stage 1) or `MIXED` (stage 2), and its index among the examples of that kind."""
+"""Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
 
 POOL = 8
 """Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
@@ -116,7 +116,7 @@ class CurriculumSampler:
     Args:
         lengths: length of each example by kind, in any unit.
         seed: of the shuffling.
-        mixed_share: maps the run's progress (0 to 1) to the probability that an example is `MIXED`. Only used where
+        mixed_share: maps the run's progress (0 to 1) to the probability that an example is ``MIXED``. Only used where
             there are examples of both kinds.
 
     Attributes:
@@ -145,7 +145,7 @@ class CurriculumSampler:
         self._shuffled: dict[str, tuple[int, list[int]]] = {}
 
     def next(self, progress: float) -> list[ExampleIndex]:
-        """Returns the next batch of examples, given the run's progress from 0 to 1."""
+        """The next batch of examples, given the run's progress from 0 to 1."""
         share = self._mixed_share(progress) if len(self.lengths) == 2 else float(MIXED in self.lengths)
         self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
         if not self._waiting:
@@ -153,11 +153,11 @@ class CurriculumSampler:
         return self._waiting.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs to continue the sequence of batches."""
+        """What ``load_state_dict`` needs to continue the sequence of batches."""
         return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the `state_dict()` of a sampler of the same examples, batch size and seed."""
+        """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
         self._drawn, self._pools = dict(state["drawn"]), state["pools"]
         self._waiting = [[(kind, index) for kind, index in batch] for batch in state["waiting"]]
 
@@ -181,5 +181,5 @@ class CurriculumSampler:
 
 
 def linear_ramp(start: float, end: float = 1.0) -> Callable[[float], float]:
-    """Returns a function of progress that is 0 until `start`, then rises linearly, and is 1 from `end` on."""
+    """A function of progress that is 0 until ``start``, then rises linearly, and is 1 from ``end`` on."""
     return lambda progress: 0.0 if progress <= start else min(1.0, (progress - start) / (end - start))

@@ -1,6 +1,6 @@
 """The trainer of drafters: one device or several, limited by steps or minutes, resumable.
 
-It is independent of what it trains: a `TrainingTask` provides network, optimisers, examples and loss. On the console,
+It is independent of what it trains: a ``TrainingTask`` provides network, optimisers, examples and loss. On the console,
 it has a progress bar and stops cleanly on SIGINT or SIGTERM.
 """
 
@@ -45,14 +45,14 @@ class Trainer:
     """A training run in a folder. The constructor resumes from the folder's checkpoint if there is one.
 
     Args:
-        folder: of the run: `checkpoint.pt`, `settings.json`, `log.jsonl`, `curve.svg` and `drafter`.
+        folder: of the run: ``checkpoint.pt``, ``settings.json``, ``log.jsonl``, ``curve.svg`` and ``drafter``.
         settings: of the run, as JSON values by name; resuming with other settings is an error.
 
     Attributes:
-        notify: called with each row of the log, to which the run's `progress` is added.
+        notify: called with each row of the log, to which the run's ``progress`` is added.
 
     Raises:
-        UserError: the folder holds a run of another version or with other settings, or `accelerator` shards the
+        UserError: the folder holds a run of another version or with other settings, or ``accelerator`` shards the
             network.
     """
 
@@ -90,7 +90,7 @@ class Trainer:
         return self.progress >= 1.0
 
     def train(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Trains until the plan is complete or `stop()` is true in any process, and writes a checkpoint."""
+        """Train until the plan is complete or ``stop()`` is true in any process, and write a checkpoint."""
         if self.done:
             return
         with files.alone(self.folder / ".lock", self.folder) if self.accelerator.is_main_process else nullcontext():
@@ -124,7 +124,7 @@ class Trainer:
         draw(self.folder / LOG, self.folder / CURVE)
 
     def save(self) -> None:
-        """Writes the checkpoint atomically, in the main process."""
+        """Write the checkpoint atomically, in the main process."""
         if not self.accelerator.is_main_process:
             return
         state = {
@@ -139,7 +139,7 @@ class Trainer:
             torch.save(state, file)  # a path's errors would not tell that the disk is full
 
     def _train_step(self) -> dict[str, Any]:
-        """Takes one optimiser step; returns its row of the log, without loss and metrics."""
+        """Take one optimiser step; returns its row of the log, without loss and metrics."""
         examples = self.task.sampler.next(self.progress)
         batch = self.task.batch(examples[self.accelerator.process_index :: self.accelerator.num_processes])
         loss, metrics = self.loss(batch, self._generator(), self.progress)
@@ -166,7 +166,7 @@ class Trainer:
         return torch.Generator(self.accelerator.device).manual_seed(seed)
 
     def _should_stop(self, stop: Callable[[], bool]) -> bool:
-        """Updates the clock to the main process's; returns whether `stop()` is true in any process."""
+        """Update the clock to the main process's; returns whether ``stop()`` is true in any process."""
         self.seconds = time.monotonic() - self._start
         if self.accelerator.num_processes == 1:
             return stop()
@@ -176,7 +176,7 @@ class Trainer:
         return bool(gathered[:, 0].any())
 
     def _prepare_folder(self) -> None:
-        """Writes the settings, removes the log of an earlier run without a checkpoint, and makes a first report."""
+        """Write the settings, remove the log of an earlier run without a checkpoint, and make a first report."""
         if self.accelerator.is_main_process:
             files.write_text(self.folder / SETTINGS, json.dumps(self.settings, indent=2) + "\n")
             (self.folder / LOG).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ class Trainer:
             files.truncate_log(self.folder / LOG, self.step)
 
     def _log(self, row: dict[str, Any]) -> None:
-        """Writes a row to the log and the trackers.
+        """Write a row to the log and the trackers.
 
         Raises:
             UserError: the loss is not finite.
@@ -233,7 +233,7 @@ class _LossModule(nn.Module):
 
 
 def train_with_progress(trainer: Trainer, console: Console) -> bool:
-    """Trains with a progress bar; returns whether the run is complete.
+    """Train with a progress bar; returns whether the run is complete.
 
     SIGINT and SIGTERM stop the run after the current step and its checkpoint.
     """
@@ -246,7 +246,7 @@ def train_with_progress(trainer: Trainer, console: Console) -> bool:
 
 @contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT or SIGTERM was received."""
+    """Yield a function that returns whether SIGINT or SIGTERM was received."""
     received = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -263,7 +263,7 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress_bar(console: Console) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a function that shows a row of the training log."""
+    """Yield a function that shows a row of the training log."""
     with show_progress(console, "training") as bar:
         shown: dict[str, str] = {}
 

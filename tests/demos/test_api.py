@@ -17,10 +17,9 @@ import pytest
 from gradio_client import Client, handle_file
 
 import mmspec
-from mmspec.demos import turns as turns_module
+from mmspec.demos import models as models_module
 from mmspec.demos.api import API, SharedSlots
-from mmspec.demos.models import ModelCache
-from mmspec.demos.turns import Turns
+from mmspec.demos.models import ModelCache, Turns
 from mmspec.serving.errors import APIError
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path
 from tests.process import ROOT
@@ -172,8 +171,8 @@ def test_limits_of_the_api_stay(address, monkeypatch):
     broken = post(address, question("x", "data:image/png;base64,aGVsbG8="))
     assert (broken.status_code, broken.json()["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
     assert post(address, question(n=9)).status_code == 400
-    monkeypatch.setattr(turns_module, "RUNNING", 0)
-    monkeypatch.setattr(turns_module, "WAITING", 0)
+    monkeypatch.setattr(models_module, "RUNNING", 0)
+    monkeypatch.setattr(models_module, "WAITING", 0)
     refused = post(address, question())
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -200,8 +199,8 @@ def test_access(models):
 
 
 def test_shared_slots(monkeypatch):
-    monkeypatch.setattr(turns_module, "RUNNING", 3)
-    monkeypatch.setattr(turns_module, "WAITING", 3)
+    monkeypatch.setattr(models_module, "RUNNING", 3)
+    monkeypatch.setattr(models_module, "WAITING", 3)
 
     async def scenario():
         turns, order = Turns(), []

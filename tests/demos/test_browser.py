@@ -10,7 +10,7 @@ from threading import Event
 import pytest
 
 from mmspec.demos import service
-from mmspec.demos.streaming import StreamedAnswer, Token
+from mmspec.demos.racing import StreamedAnswer, Token
 from tests.demos.browsing import PATIENCE, ask, choose
 
 pytestmark = pytest.mark.browser

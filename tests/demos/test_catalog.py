@@ -3,8 +3,7 @@
 import pytest
 
 from mmspec import UserError, plugins
-from mmspec.demos.catalog import make_catalog
-from mmspec.demos.methods import check_methods
+from mmspec.demos.catalog import check_methods, make_catalog
 from mmspec.drafters.registry import drafter_specs
 from tests.demos.serving import needs_smollm2
 

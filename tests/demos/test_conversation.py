@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from mmspec.demos.conversation import Conversation, Turn, parse
-from mmspec.demos.streaming import Token
+from mmspec.demos.racing import Token
 from mmspec.demos.views import tokens_html, turns_html
 
 TOKENS = [Token("A", "first", 0), Token(" <b", "accepted", 1), Token("ox>", "accepted", 1), Token(".", "bonus", 1)]

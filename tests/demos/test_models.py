@@ -12,10 +12,8 @@ from mmspec import Pipeline, UserError
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
-from mmspec.demos import turns
 from mmspec.demos.models import LoadedModel, ModelCache
-from mmspec.demos.racing import race
-from mmspec.demos.streaming import StreamedAnswer, resolved, stream_answer
+from mmspec.demos.racing import StreamedAnswer, race, resolved, stream_answer
 from mmspec.drafters.recycle import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -37,7 +35,7 @@ def parts():
 def models(monkeypatch):
     opened = []
 
-    def open_pipeline(notes, model, drafter, device, dtype, generation_config, warm_up):
+    def open_pipeline(views, model, drafter, device, dtype, generation_config, warm_up):
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
         opened.append(model)
@@ -45,7 +43,7 @@ def models(monkeypatch):
 
     monkeypatch.setattr(models_module, "open_pipeline", open_pipeline)
     monkeypatch.setattr(models_module, "cost_table", lambda target: COST)
-    monkeypatch.setattr(turns, "_POLL", 0.01)
+    monkeypatch.setattr(models_module, "_POLL", 0.01)
     made = ModelCache(capacity=2)
     made.opened = opened
     return made
@@ -185,8 +183,8 @@ def test_closing_a_request_closes_its_generator(models):
 
 
 def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
-    monkeypatch.setattr(turns, "RUNNING", 2)
-    monkeypatch.setattr(turns, "WAITING", 1)
+    monkeypatch.setattr(models_module, "RUNNING", 2)
+    monkeypatch.setattr(models_module, "WAITING", 1)
     running, other, third, fourth = (models.turns.run(iter("ab"), lambda ahead: ahead) for _ in range(4))
     assert [next(running), next(other), next(third)] == ["a", "a", 2]
     with pytest.raises(UserError, match=r"busy with 3 requests: try again"):

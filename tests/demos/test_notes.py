@@ -4,16 +4,15 @@ import re
 from email.message import Message
 
 from mmspec import plugins
-from mmspec.demos import notes
-from mmspec.demos.catalog import make_catalog
-from mmspec.demos.methods import drafter_of
+from mmspec.demos import views
+from mmspec.demos.catalog import drafter_of, make_catalog
 
 
 def test_each_method_has_a_line_with_its_paper():
     catalog = make_catalog()
     for model in plugins.installed():
         methods = catalog.methods(model)
-        lines = re.findall("<li>.*?</li>", notes.methods_html(methods))
+        lines = re.findall("<li>.*?</li>", views.methods_html(methods))
         drafters = {name for method in methods for name in drafter_of(method).split("+")}
         chain = any(method.endswith("@chain") for method in methods)
         assert len(lines) == len(drafters) + chain
@@ -29,8 +28,8 @@ def test_addresses_that_the_package_states_are_linked(monkeypatch):
     stated["Project-URL"] = "Source, https://example.org/code"
     stated["Project-URL"] = "Documentation, https://example.org/docs"
     stated["Project-URL"] = "Funding, https://example.org/pay"
-    monkeypatch.setattr(notes, "metadata", lambda name: stated)
-    assert re.findall('<a href="(.+?)">(.+?)</a>', notes.links_html()) == [
+    monkeypatch.setattr(views, "metadata", lambda name: stated)
+    assert re.findall('<a href="(.+?)">(.+?)</a>', views.links_html()) == [
         ("https://example.org/code", "Code"),
         ("https://example.org/docs", "Docs"),
         ("?view=api", "Use from Python"),

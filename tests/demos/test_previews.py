@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmspec.demos import previews
+from mmspec.demos import storage
 from mmspec.demos.chat_request import Upload
 from mmspec.errors import UserError
 from mmspec.vision.images import load_image
@@ -29,10 +29,10 @@ def write_video(path, codec, size, seconds=2):
 def test_image(tmp_path, size, small):
     path = str(tmp_path / "scan.tiff")
     Image.new("RGB", size, "navy").save(path)
-    assert previews.shown(path) == path
-    previews.write(Upload(path, "scan.tiff"), "image")
-    shown = previews.shown(path)
-    assert previews.original(shown) == path
+    assert storage.preview_of(path) == path
+    storage.write_preview(Upload(path, "scan.tiff"), "image")
+    shown = storage.preview_of(path)
+    assert storage.original_of(shown) == path
     with Image.open(shown) as image:
         assert (image.format, image.size) == ("PNG", small)
     assert load_image(shown).getpixel((0, 0)) == (0, 0, 128)
@@ -42,9 +42,9 @@ def test_image(tmp_path, size, small):
 @pytest.mark.parametrize(("name", "codec"), [("clip.avi", "mpeg4"), ("clip.mov", "mpeg4")])
 def test_video(tmp_path, name, codec):
     path = write_video(tmp_path / name, codec, (800, 450))
-    previews.write(Upload(path, name), "video")
-    shown = previews.shown(path)
-    assert previews.original(shown) == path
+    storage.write_preview(Upload(path, name), "video")
+    shown = storage.preview_of(path)
+    assert storage.original_of(shown) == path
     with av.open(shown) as container:
         (stream,) = container.streams
         assert (stream.codec_context.name, stream.width, stream.height) == ("h264", 400, 224)
@@ -58,5 +58,5 @@ def test_video(tmp_path, name, codec):
 def test_broken_file_has_none(tmp_path):
     (tmp_path / "a.tiff").write_bytes(b"II*\x00broken")
     with pytest.raises(UserError, match=r"^a\.tiff: expected"):
-        previews.write(Upload(str(tmp_path / "a.tiff"), "a.tiff"), "image")
+        storage.write_preview(Upload(str(tmp_path / "a.tiff"), "a.tiff"), "image")
     assert [path.name for path in tmp_path.iterdir()] == ["a.tiff"]

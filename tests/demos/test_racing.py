@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mmspec.compare import Difference
-from mmspec.demos.racing import Race, race
-from mmspec.demos.streaming import StreamedAnswer
+from mmspec.demos.racing import Race, StreamedAnswer, race
 from mmspec.engine.stats import Stats
 
 METHODS = {"none": 3.0, "ngram": 4.0, "recycle": 1.0, "msd": 2.0}

@@ -11,7 +11,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
-from mmspec.demos.request_filter import _API, _CALL_ROUTES, _CLOSED_ROUTES, _POST_ROUTES, RequestFilter
+from mmspec.demos.server import _API, _CALL_ROUTES, _CLOSED_ROUTES, _POST_ROUTES, RequestFilter
 
 UPLOAD = MAX_UPLOAD_MIB * 2**20 + 2**16  # with the form around the file
 OTHER = 2**20

@@ -17,8 +17,7 @@ from mmspec.demos import service
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
 from mmspec.demos.models import ModelCache
-from mmspec.demos.racing import Race
-from mmspec.demos.streaming import StreamedAnswer
+from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.vision.embedded import samples
 from tests.demos.serving import (
     SHORT,
@@ -168,8 +167,8 @@ def test_named_subset_of_parameters_over_http(address):
 
 
 def test_full_queue_is_a_sentence(client, models, monkeypatch):
-    monkeypatch.setattr("mmspec.demos.turns.RUNNING", 0)
-    monkeypatch.setattr("mmspec.demos.turns.WAITING", 0)
+    monkeypatch.setattr("mmspec.demos.models.RUNNING", 0)
+    monkeypatch.setattr("mmspec.demos.models.WAITING", 0)
     for name in ("/generate", "/compare"):
         with pytest.raises(AppError, match="the server is busy with 0 requests: try again in a minute"):
             client.predict("Work out: 3 + 4", api_name=name)

@@ -6,12 +6,10 @@ import pytest
 
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import ChatRequest
-from mmspec.demos.models import ModelCache
-from mmspec.demos.racing import Race
+from mmspec.demos.models import ModelCache, Turns
+from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
-from mmspec.demos.streaming import StreamedAnswer
-from mmspec.demos.turns import Turns
 
 
 class _Timed(Service):

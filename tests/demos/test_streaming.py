@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 from mmspec import Pipeline
 from mmspec.answer import Piece
-from mmspec.demos import streaming
-from mmspec.demos.streaming import stream_answer
+from mmspec.demos import racing
+from mmspec.demos.racing import stream_answer
 from mmspec.engine.stats import Stats
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -15,7 +15,7 @@ from tests.tiny import byte_model, byte_tokenizer
 def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
     """Of 2 s until the first piece, the engine took 0.5; a consumer that takes hours does not count."""
     now = [100.0]
-    monkeypatch.setattr(streaming, "clock", lambda: now[0])
+    monkeypatch.setattr(racing, "clock", lambda: now[0])
 
     def stream(**_):
         now[0] += 2.0

@@ -11,10 +11,8 @@ from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.endpoints import answer_result
-from mmspec.demos.plots import histogram, time_split
-from mmspec.demos.racing import Race
-from mmspec.demos.streaming import StreamedAnswer, Token, recording
-from mmspec.demos.views import claim_html, result_html, stopped_html, tokens_html
+from mmspec.demos.racing import Race, StreamedAnswer, Token, recording
+from mmspec.demos.views import claim_html, histogram, result_html, stopped_html, time_split, tokens_html
 from mmspec.engine.stats import Stats
 from mmspec.engine.trace import TreeRecord
 

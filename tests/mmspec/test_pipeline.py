@@ -250,7 +250,7 @@ def test_a_long_prompt_leaves_its_neighbours_their_room(drafter, position):
 def test_the_plain_objects_are_at_hand():
     pipe = pipeline()
     assert pipe.model is byte_model()
-    assert pipe.processor is byte_tokenizer()
+    assert pipe.hf_processor is byte_tokenizer()
 
 
 def test_a_checkpoint_folder(tmp_path):

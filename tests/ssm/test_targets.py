@@ -456,7 +456,7 @@ def test_a_pure_mamba_folder(tmp_path):
     assert "Infinity" in (tmp_path / "config.json").read_text()
     pipe = mmspec.load(str(tmp_path), "recycle")
     assert pipe.target.context_limit is None
-    ids = pipe.processor("Describe", return_tensors="pt")["input_ids"]
+    ids = pipe.hf_processor("Describe", return_tensors="pt")["input_ids"]
     expected = pipe.model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=2)[0, ids.shape[1] :]
     assert pipe.generate("Describe", max_new_tokens=20).token_ids == expected.tolist()
 

@@ -81,7 +81,7 @@ def test_size_of_embedded_files():
 
 def test_tokenizer_settings_are_not_changed():
     pipe = mmspec.load("tiny-llava", drafter=None, device="cpu")
-    tokenizer = pipe.io.tokenizer
+    tokenizer = pipe.processor.tokenizer
     expected = [pipe.generate(prompt, max_new_tokens=8).token_ids for prompt in ("Hello", "A red star, and a circle?")]
     tokenizer.pad_token, tokenizer.padding_side = None, "right"
     for _ in range(2):

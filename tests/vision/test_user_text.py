@@ -39,7 +39,7 @@ def _qwen():
 
 @pytest.fixture(params=["llava", "qwen"])
 def processor(request, llava):
-    return llava.io if request.param == "llava" else _qwen()
+    return llava.processor if request.param == "llava" else _qwen()
 
 
 def _specials(processor):

@@ -322,6 +322,28 @@ def test_animated_gif_and_png(tmp_path: Path) -> None:
         assert [number_of(frame) for frame in load_video(path, frames=4).frames] == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("suffix", ["gif", "png", "mp4"])
+def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "mp4":
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=10, options={"preset": "ultrafast"})
+            stream.width, stream.height = SIDE, SIDE
+            packets = [
+                packet
+                for number in range(4)
+                for packet in stream.encode(av.VideoFrame.from_ndarray(paint(number), format="rgb24"))
+            ] + stream.encode(None)
+            packets[-1].duration = 9 * (packets[1].pts - packets[0].pts)
+            container.mux(packets)
+    else:
+        pages = [Image.fromarray(paint(number)) for number in range(4)]
+        pages[0].save(path, save_all=True, append_images=pages[1:], duration=[100, 100, 100, 900])
+    video = load_video(path, frames=6)
+    assert video.duration == pytest.approx(1.2, abs=1e-3)
+    assert [number_of(frame) for frame in video.frames] == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
+
+
 def test_transparency_is_white(tmp_path: Path) -> None:
     page = Image.new("RGBA", (16, 16), (255, 0, 0, 0))
     other = page.copy()

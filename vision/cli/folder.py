@@ -46,7 +46,7 @@ class Captioner:
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
-        if not self.pipe.io.reads_media:
+        if not self.pipe.processor.reads_media:
             raise UserError(f"{self.pipe.name}: expected a vision-language model, received one that reads text only")
         self.decoder = Decoder()
 

@@ -26,7 +26,7 @@ smol_llava = EmbeddedModel(
 
 
 def samples() -> Path:
-    """Folder with held-out images, such as `scene.png`, and held-out videos, such as `clip.mp4`."""
+    """Folder with held-out images, such as ``scene.png``, and held-out videos, such as ``clip.mp4``."""
     return _HERE / "samples"
 
 

@@ -136,7 +136,7 @@ def test_the_harness_gets_the_same_results_as_from_its_own_model(folder, monkeyp
         found = lm_eval.simple_evaluate(model=model, tasks=tasks(tmp_path), task_manager=manager, bootstrap_iters=0)
         return {name: [row["resps"] for row in rows] for name, rows in found["samples"].items()}
 
-    theirs = samples(HFLM(pretrained=plain.model, tokenizer=plain.io.tokenizer, batch_size=2))
+    theirs = samples(HFLM(pretrained=plain.model, tokenizer=plain.processor.tokenizer, batch_size=2))
     assert set(theirs) == {"generate_until", "multiple_choice", "loglikelihood_rolling"}
     assert any(len(answer) > 5 for ((answer,),) in theirs["generate_until"])
     assert samples(ours) == theirs

@@ -61,12 +61,12 @@ def test_a_fork_learns_separately_and_shares_weights(pipe, tmp_path):
     asked = {"prompt": "Describe the image.", "max_new_tokens": 8, "nodes": 5}
     table = Recycle()
     copied = fork(table, pipe.target)
-    Pipeline(pipe.target, pipe.io, copied).generate(**asked)
+    Pipeline(pipe.target, pipe.processor, copied).generate(**asked)
     assert table.entries == 0 < copied.entries
     for drafter in (MSD(msd_network(pipe.model), torch.arange(90)), Small(str(save_text_model(tmp_path)))):
-        expected = Pipeline(pipe.target, pipe.io, drafter).generate(**asked)
+        expected = Pipeline(pipe.target, pipe.processor, drafter).generate(**asked)
         copied = fork(drafter, pipe.target)
-        again = Pipeline(pipe.target, pipe.io, copied).generate(**asked)
+        again = Pipeline(pipe.target, pipe.processor, copied).generate(**asked)
         assert again.token_ids == expected.token_ids
         assert again.stats.accept_lengths == expected.stats.accept_lengths
         part = "network" if isinstance(drafter, MSD) else "model"
@@ -90,7 +90,7 @@ def test_attaching_the_same_target_again_changes_nothing(pipe):
 
 def test_profiling_counts_trees(pipe):
     observer = ProfiledDrafter(MSD(msd_network(pipe.model), depth=3, total_tokens=6))
-    stats = Pipeline(pipe.target, pipe.io, observer).generate("A star", max_new_tokens=9, nodes=6).stats
+    stats = Pipeline(pipe.target, pipe.processor, observer).generate("A star", max_new_tokens=9, nodes=6).stats
     assert observer.proposals == sum(sum(stats.accept_lengths[:k]) < 7 for k in range(stats.num_spec_steps))
     assert 0 < observer.seconds < stats.draft_seconds
 

@@ -27,7 +27,7 @@ def pipe(tmp_path, monkeypatch):
         "mmspec.eval.harness.drafters",
     ):
         monkeypatch.setattr(f"{module}.clock", lambda: now[0])
-    monkeypatch.setattr("mmspec.engine.timing.perf_counter", lambda: now[0])
+    monkeypatch.setattr("mmspec.engine.stats.perf_counter", lambda: now[0])
 
     def timed(call, seconds):
         @wraps(call)

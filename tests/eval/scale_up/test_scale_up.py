@@ -59,7 +59,7 @@ class RecordingDrafter:
 def decode(pipe, model, drafter, request, tokens=24):
     """Tokens and trees of an answer of ``model``."""
     recorder = RecordingDrafter(drafter)
-    own = Pipeline(type(pipe.target)(model), pipe.io, recorder)
+    own = Pipeline(type(pipe.target)(model), pipe.processor, recorder)
     return own.generate(**request, max_new_tokens=tokens, nodes=12).token_ids, recorder.trees
 
 

@@ -13,9 +13,6 @@ from mmspec.adaptation.adaptation import Adaptation
 from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
-from mmspec.distil import online
-from mmspec.distil.features import ConversationFeatures, collate
-from mmspec.distil.tasks import drafter_optimisers
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
@@ -23,6 +20,9 @@ from mmspec.engine import engine as engines
 from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
+from mmspec.training import online
+from mmspec.training.features import ConversationFeatures, collate
+from mmspec.training.tasks import drafter_optimisers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter

@@ -34,7 +34,7 @@ def test_builds_a_store_of_texts_and_conversations(model, tmp_path):
     assert f"use it as --drafter datastore:{tmp_path}/store" in result.output.replace("\n", "")
     index = Datastore(tmp_path / "store").index
     pipe = mmspec.load(model, drafter=f"ngram+datastore:{tmp_path}/store")
-    ids = pipe.io.text_ids("one two three\n", add_special_tokens=False)
+    ids = pipe.processor.text_ids("one two three\n", add_special_tokens=False)
     assert len(index.find(ids[:4])) == 3
     assert len(index.find([7, 8, 9])) == 1
     (after,) = index.following(index.find([8, 9]), 2, 9)
@@ -72,9 +72,14 @@ def test_a_text_in_another_encoding_is_told_with_its_line(model, tmp_path):
 
 def test_texts_in_parts_are_those_of_the_whole(model, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes("\ufeffone two\r\nthree\n\nfour".encode())
-    processor = mmspec.load(model, drafter=None).io
+    processor = mmspec.load(model, drafter=None).processor
     whole = [token for part in commands._texts(tmp_path / "a.txt", processor, 9) for token in part]
     assert whole == processor.text_ids("one two\nthree\n\nfour", add_special_tokens=False)
-    monkeypatch.setattr(commands, "_CHARACTERS", 1)
-    lines = [processor.text_ids(line, add_special_tokens=False) for line in ("one two\n", "three\n", "\n", "four", "")]
-    assert list(commands._texts(tmp_path / "a.txt", processor, 9)) == lines
+    for characters, texts in {
+        1: ("one two\n", "three\n", "\n", "four", ""),
+        8: ("one two\n", "three\n\nfour", ""),
+        9: ("one two\nthree\n", "\nfour"),
+    }.items():
+        monkeypatch.setattr(commands, "_CHARACTERS", characters)
+        parts = [processor.text_ids(text, add_special_tokens=False) for text in texts]
+        assert list(commands._texts(tmp_path / "a.txt", processor, 9)) == parts

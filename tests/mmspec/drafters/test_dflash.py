@@ -13,13 +13,13 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.distil.dflash import DFlashObjective
-from mmspec.distil.features import Features
 from mmspec.drafters import layouts
 from mmspec.drafters.dflash import DFlash, default_layer_ids, plain_embedding
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
+from mmspec.training.dflash import DFlashObjective
+from mmspec.training.features import Features
 from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB

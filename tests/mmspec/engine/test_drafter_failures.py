@@ -18,7 +18,7 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
-from mmspec.engine.ranks import RankError
+from mmspec.engine.distributed import RankError
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor

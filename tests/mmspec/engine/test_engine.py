@@ -35,7 +35,7 @@ class TableTarget:
         self.features = ()
         self.passes = []  # (rows, nodes) of every verify pass
 
-    def kind(self, prompt):
+    def batch_key(self, prompt):
         return None
 
     def prefill_chunks(self, prompt, max_new_tokens, chunk):
@@ -386,7 +386,7 @@ class Stacking(TableTarget):
         super().__init__(table)
         self.prefills = []
 
-    def kind(self, prompt):
+    def batch_key(self, prompt):
         return None if self.kinds is None else self.kinds.pop(0)
 
     def prefill_chunks(self, prompt, max_new_tokens, chunk):

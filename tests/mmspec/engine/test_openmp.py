@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="co
 
 PROGRAM = """
 import os, time, torch, mmspec
-from mmspec.engine.openmp import release_threads
+from mmspec.engine.threads import release_threads
 
 torch.set_num_threads(3)
 busy = lambda: torch.ones(2_000_000).exp()
@@ -43,7 +43,7 @@ print(loaded, max(seen) - before, torch.get_num_threads())
 
 FORKED = """
 import os, torch
-from mmspec.engine.openmp import release_threads
+from mmspec.engine.threads import release_threads
 
 torch.ones(2_000_000).exp()
 if child := os.fork():

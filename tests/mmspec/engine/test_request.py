@@ -167,13 +167,13 @@ def test_names_that_are_nearly_right(pipe, function, message):
 
 
 def test_what_is_left_goes_to_the_target():
-    (call,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
-    assert (call.inputs, call.params.top_k, call.extras.num_draft_tokens) == ({"frames": 3}, 2, 5)
+    (request,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
+    assert (request.inputs, request.params.top_k, request.options.num_draft_tokens) == ({"frames": 3}, 2, 5)
 
 
 def test_nodes_is_another_name_of_num_draft_tokens():
-    (call,) = parse([{"prompt": "a"}], {"num_draft_tokens": None, "nodes": 3})
-    assert call.extras.num_draft_tokens == 3
+    (request,) = parse([{"prompt": "a"}], {"num_draft_tokens": None, "nodes": 3})
+    assert request.options.num_draft_tokens == 3
     with pytest.raises(UserError, match=r"^nodes is the former name of num_draft_tokens"):
         parse([{"prompt": "a"}], {"num_draft_tokens": 3, "nodes": 3})
 
@@ -182,8 +182,8 @@ def test_params_of_a_request_take_the_place_of_the_calls():
     own = SamplingParams(top_k=7)
     calls = parse([{"prompt": "a", "params": own}, {"prompt": "b"}, {"prompt": "c", "params": None}], {"top_k": 2})
     assert [call.params.top_k for call in calls] == [7, 2, 2]
-    (call,) = parse([{"prompt": "a"}], {"params": own})
-    assert call.params is own
+    (request,) = parse([{"prompt": "a"}], {"params": own})
+    assert request.params is own
 
 
 def test_params_are_given_in_one_form():

@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <string>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -44,12 +45,28 @@ void stopped_helper() {
         left -= items;
         return;
       }
-      if (items > ITEMS / 8) std::exit(1);
+      if (items > ITEMS / 4) std::exit(1);
       taken = true, left -= items;
       while (left > 0) std::this_thread::yield();
     });
     held += taken;
   }
+}
+
+// Each loop has the threads of its team, not those that an earlier one has started; all of them in the end.
+void other_teams() {
+  for (int threads : {4, 2, 3, 1, 2})
+    for (int full = 0; full < 5;) {
+      std::mutex mutex;
+      std::set<std::thread::id> team;
+      loop(threads, [&](int64_t) {
+        std::this_thread::sleep_for(std::chrono::microseconds(500));
+        std::lock_guard<std::mutex> lock(mutex);
+        team.insert(std::this_thread::get_id());
+      });
+      if (team.size() > size_t(threads)) std::fprintf(stderr, "%zu of %d\n", team.size(), threads), std::exit(1);
+      full += team.size() == size_t(threads);
+    }
 }
 
 // Helpers that cannot start.
@@ -104,6 +121,7 @@ void several_callers() {
 int main(int, char** arguments) {
   std::string name = arguments[1];
   if (name == "stopped helper") stopped_helper();
+  if (name == "other teams") other_teams();
   if (name == "no helpers") no_helpers();
   if (name == "forked") forked();
   if (name == "several callers") several_callers();

@@ -21,7 +21,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("case", ["loops", "several callers", "stopped helper", "no helpers", "forked"])
+@pytest.mark.parametrize("case", ["loops", "several callers", "stopped helper", "other teams", "no helpers", "forked"])
 def test_each_item_is_computed_once(program, case):
     done = subprocess.run([program, case], capture_output=True, text=True, timeout=120)
     if done.returncode == 77:

@@ -105,7 +105,9 @@ def test_tokens_are_those_of_plain_decoding_with_the_same_seed() -> None:
 def test_prompts_with_images_and_recurrent_layers_begin_anew(name: str, drafter: str, prefix_cache: int) -> None:
     pattern, given = "[A-Z][a-z]* [a-z ]+", {"temperature": 1.0, "max_new_tokens": 6, "grammar_aligned": True}
     plain = mmspec.load(name, None)
-    pipe = Pipeline(plain.target, plain.io, make_drafter(drafter, plugins.model_path(name)), prefix_cache=prefix_cache)
+    pipe = Pipeline(
+        plain.target, plain.processor, make_drafter(drafter, plugins.model_path(name)), prefix_cache=prefix_cache
+    )
     rejected = 0
     for seed in range(6):
         found = [p.generate(**REQUESTS[name], regex=pattern, seed=seed, **given, nodes=6) for p in (plain, pipe)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as hf
 
-from mmspec.sampling.chain import processors, signature
+from mmspec.sampling.defaults import processors, signature
 from mmspec.sampling.params import SamplingParams
 
 

@@ -18,9 +18,8 @@ from mmspec.cli import main
 from mmspec.cli.generate import generate
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
-from mmspec.serving.fields import parse
-from mmspec.serving.limits import Limits
-from mmspec.serving.protocol import ChatRequest, CompletionRequest
+from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
+from mmspec.serving.settings import Limits
 from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]
@@ -54,9 +53,7 @@ def test_every_parameter_is_an_option_and_a_field_of_requests(name: str) -> None
     if name not in (*KINDS, "grammar_trigger"):
         value, field = CHANGES[name], FIELDS.get(name, name)
         given = json.loads(json.dumps(value))  # JSON's keys are texts
-        assert getattr(asked(**{field: given}).params(Limits(), {}), name) == getattr(
-            SamplingParams(**{name: value}), name
-        )
+        assert asked(**{field: given}).sampling(Limits(), {})[name] == getattr(SamplingParams(**{name: value}), name)
         assert field in CompletionRequest.model_fields
 
 

@@ -13,8 +13,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.drafters.ngram import Ngram
-from mmspec.sampling.chain import signature
-from mmspec.sampling.defaults import Defaults
+from mmspec.sampling.defaults import Defaults, signature
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

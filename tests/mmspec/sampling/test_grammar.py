@@ -21,7 +21,7 @@ from mmspec import SamplingParams, UserError, plugins
 from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
-from mmspec.sampling.matcher import Matcher
+from mmspec.sampling.sampler import Matcher
 from mmspec.sampling.syntax import FORMATS, LIMITS
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -380,7 +380,7 @@ def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch)
     monkeypatch.setitem(LIMITS, limit, value)
     errors = set()
     for drafter in (None, Recycle()):
-        one = mmspec.Pipeline(pipe.target, pipe.io, drafter)
+        one = mmspec.Pipeline(pipe.target, pipe.processor, drafter)
         with pytest.raises(
             UserError, match=rf"^the {kind} is too complex after [1-9]\d* tokens of output: \w+"
         ) as error:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec.core.tree import TokenTree
-from mmspec.sampling.histories import NOTHING, Histories, NodeHistories
+from mmspec.sampling.processors import NOTHING, Histories, NodeHistories
 from tests.tiny import random_tree, root_path, valid_nodes
 
 

@@ -89,11 +89,11 @@ def test_they_are_recorded_on_request_only(pipe: Pipeline, monkeypatch: pytest.M
 
 
 def test_prompts_without_the_chat_template(pipe: Pipeline) -> None:
-    ids = pipe.io.tokenizer("A large red", return_tensors="pt").input_ids
+    ids = pipe.processor.tokenizer("A large red", return_tensors="pt").input_ids
     expected = pipe.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
     answer = pipe.generate("A large red", max_new_tokens=10, chat_template=False)
     assert answer.token_ids == expected
-    assert answer.text == pipe.io.tokenizer.decode(expected, skip_special_tokens=True)
+    assert answer.text == pipe.processor.tokenizer.decode(expected, skip_special_tokens=True)
     assert answer.text.startswith(" ")
     with pytest.raises(UserError, match="need a chat template"):
         pipe.generate(**REQUEST, chat_template=False)

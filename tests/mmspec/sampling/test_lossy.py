@@ -15,7 +15,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError
-from mmspec.sampling.lossy import lossy_choices
+from mmspec.sampling.batch_sampler import lossy_choices
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

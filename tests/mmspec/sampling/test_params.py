@@ -1,6 +1,6 @@
 """Every option of a request, in a batch with requests that lack it: each is answered as if it were alone.
 
-A new field of ``SamplingParams`` or ``Extras`` fails here until ``CHANGES`` has a value for it.
+A new field of ``SamplingParams`` or ``DecodeOptions`` fails here until ``CHANGES`` has a value for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.answer import Generation
-from mmspec.engine.request import Extras
+from mmspec.engine.request import DecodeOptions
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
@@ -92,7 +92,7 @@ def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: Samplin
 
 
 @pytest.mark.parametrize("base", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("name", [field.name for field in fields(Extras)])
+@pytest.mark.parametrize("name", [field.name for field in fields(DecodeOptions)])
 def test_calls_with_different_options(pipe: Pipeline, name: str, base: SamplingParams) -> None:
     """Calls overlap: streams that have begun, of which neither is finished."""
     asked = [{}, {name: CHANGES[name]}, {}, {name: CHANGES[name]}]

@@ -62,7 +62,7 @@ def plain(name):
 
 def pipeline(name, drafter):
     made = drafter if not isinstance(drafter, str) else make_drafter(drafter, home(name))
-    return mmspec.Pipeline(plain(name).target, plain(name).io, made)
+    return mmspec.Pipeline(plain(name).target, plain(name).processor, made)
 
 
 def home(name):
@@ -81,7 +81,9 @@ def reference(name, kind, sampled=False, penalty=1.0):
     constraint = kind and (kind, CONSTRAINTS[kind])
     seed = SAMPLED["seed"] if sampled else None
     inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
-    tokens = decode_plainly(pipe.model, inputs, pipe.io.tokenizer, constraint, NEW, processors=processors, seed=seed)
+    tokens = decode_plainly(
+        pipe.model, inputs, pipe.processor.tokenizer, constraint, NEW, processors=processors, seed=seed
+    )
     return tuple(tokens)
 
 
@@ -178,7 +180,7 @@ def test_other_processors_see_masked_scores(others, sampled):
     expected = decode_plainly(
         pipe.model,
         {"input_ids": prompt.input_ids},
-        pipe.io.tokenizer,
+        pipe.processor.tokenizer,
         ("regex", PATTERN),
         NEW,
         processors=[*OTHERS[others](), *warpers],
@@ -248,7 +250,7 @@ def test_outputs_are_valid():
 
 def test_white_space_at_the_beginning_belongs_to_the_output():
     pipe = plain("tiny-llava")
-    assert pipe.io.decode([*pipe.io.tokenizer(" a", add_special_tokens=False).input_ids]) == "a"
+    assert pipe.processor.decode([*pipe.processor.tokenizer(" a", add_special_tokens=False).input_ids]) == "a"
     r = pipe.generate(**REQUESTS["tiny-llava"], regex="  ?[ab] c")
     assert re.fullmatch("  ?[ab] c", r.text)
 

@@ -32,7 +32,7 @@ def plain() -> Pipeline:
 
 @cache
 def known() -> Any:
-    return hf.from_tokenizer(plain().io.tokenizer, eos_token=plain().target.eos_token_ids[0])
+    return hf.from_tokenizer(plain().processor.tokenizer, eos_token=plain().target.eos_token_ids[0])
 
 
 def allowed(said: list[int], trigger: str, token: int | None, pattern: str, vocab: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def plainly(trigger: str, token: int | None, pattern: str, sampled: bool) -> lis
 @cache
 def free(sampled: bool) -> str:
     answer = plain().generate(PROMPT, max_new_tokens=NEW, **(SAMPLED if sampled else {}))
-    return plain().io.tokenizer.decode(answer.token_ids)
+    return plain().processor.tokenizer.decode(answer.token_ids)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_a_plain_loop(drafter: str, sampled: bool) -> None:
         if drafter == "oracle"
         else make_drafter(drafter, model_path("tiny-llava"))
     )
-    pipe = Pipeline(plain().target, plain().io, made)
+    pipe = Pipeline(plain().target, plain().processor, made)
     options = SAMPLED if sampled else {}
     answers = pipe.generate_batch(
         [
@@ -114,8 +114,8 @@ def test_tokens_are_those_of_a_plain_loop(drafter: str, sampled: bool) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_special_token_is_a_trigger_by_its_id_and_shown() -> None:
-    pipe = Pipeline(plain().target, plain().io, Ngram())
-    name, token = pipe.io.tokenizer.pad_token, pipe.io.tokenizer.pad_token_id
+    pipe = Pipeline(plain().target, plain().processor, Ngram())
+    name, token = pipe.processor.tokenizer.pad_token, pipe.processor.tokenizer.pad_token_id
     text = pipe.generate(
         PROMPT, nodes=4, max_new_tokens=NEW, regex=DIGITS, grammar_trigger=name, logit_bias={token: 100}
     )

@@ -16,7 +16,7 @@ import mmspec
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
-from mmspec.serving.limits import Limits
+from mmspec.serving.settings import Limits
 from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -492,7 +492,7 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -
 
 def test_messages_that_a_chat_template_refuses(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
-    monkeypatch.setattr(server.pipe.processor, "chat_template", refusing)
+    monkeypatch.setattr(server.pipe.hf_processor, "chat_template", refusing)
     response = server.post(question(messages=[{"role": "system", "content": "Be brief."}]))
     assert response.status_code == 400
     message = "the model's chat template does not accept the messages: no system role"
@@ -508,6 +508,7 @@ def test_the_context_is_limited(one_thread: None) -> None:
         assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 60
         usage = server.post(question(QUESTION, data_uri(SCENE), max_tokens=100)).json()["usage"]
         assert usage["total_tokens"] == 60
+    assert pipe.context_limit == 2048  # of the caller's own requests
 
 
 @pytest.mark.parametrize("after", [0, 1])

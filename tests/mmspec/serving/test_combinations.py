@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mmspec.pipeline import Pipeline
-from mmspec.serving.tool_formats import GENERIC, prompted
+from mmspec.serving.tools import GENERIC, prompted
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,8 +21,8 @@ from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
+from mmspec.serving.settings import Limits
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,10 +16,10 @@ from uvicorn.server import ServerState
 
 import mmspec
 from mmspec.pipeline import Pipeline
-from mmspec.serving import connections, server
-from mmspec.serving.connections import Connection
-from mmspec.serving.drain import Unready
-from mmspec.serving.limits import SPARE_REQUESTS, Limits
+from mmspec.serving import server
+from mmspec.serving.middleware import Unready
+from mmspec.serving.server import Connection
+from mmspec.serving.settings import SPARE_REQUESTS, Limits
 from tests.served import TIMEOUT, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +64,7 @@ def accepted(served: Served) -> int:
 
 
 def test_a_silent_connection_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.1)
     with served(pipe) as running, connected(running) as silent, connected(running) as begun:
         begun.sendall(HEAD[:20])
         assert is_closed(silent)
@@ -74,7 +74,7 @@ def test_a_silent_connection_is_closed(pipe: Pipeline, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("requests", [0, 1])
 def test_a_dripping_head_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, requests: int) -> None:
     """Also that of a second request, though each byte ends uvicorn's own time."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
     with served(pipe) as running, connected(running) as dripping:
         for _ in range(requests):
             dripping.sendall(HEAD)
@@ -96,7 +96,7 @@ def test_a_dripping_head_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPat
 def test_a_long_answer_is_no_silence(
     pipe: Pipeline, slow: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.01)
+    monkeypatch.setattr(server, "HEAD_SECONDS", 0.01)
     slow(0.05)
     with served(pipe) as running:
         assert running.post(question(max_tokens=8)).json()["usage"]["completion_tokens"] == 8
@@ -167,7 +167,7 @@ def large(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_does_not_read_is_dropped(
     pipe: Pipeline, large: None, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    monkeypatch.setattr(connections, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(server, "READ_SECONDS", 0.1)
     body = b'{"model": "tiny-llava", "prompt": "a", "stream": %s}' % str(stream).lower().encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     with served(pipe) as running, connected(running, receive=4096) as stuck:
@@ -229,34 +229,34 @@ def connection() -> Connection:
 
 def test_the_time_of_a_head_begins_anew_after_a_response(connection: Connection) -> None:
     connection.cycle = SimpleNamespace(response_complete=False)
-    connection.loop.pass_time(connections.HEAD_SECONDS)
+    connection.loop.pass_time(server.HEAD_SECONDS)
     assert connection.transport.state == "open"  # it is answered
     connection.cycle.response_complete = True
     connection.on_response_complete()
-    connection.loop.pass_time(connections.HEAD_SECONDS)
+    connection.loop.pass_time(server.HEAD_SECONDS)
     assert connection.transport.state == "closed"
 
 
 @pytest.mark.parametrize("begin", ["pause", "head"])
 def test_a_client_must_go_on_reading(connection: Connection, begin: str) -> None:
     """While a response is sent, and when its connection is being closed."""
-    transport, step = connection.transport, connections.READ_BYTES
+    transport, step = connection.transport, server.READ_BYTES
     transport.unread = 5 * step
     if begin == "pause":
         connection.pause_writing()
     else:
-        connection.loop.pass_time(connections.HEAD_SECONDS)
+        connection.loop.pass_time(server.HEAD_SECONDS)
     for _ in range(2):
         transport.unread -= step
-        connection.loop.pass_time(connections.READ_SECONDS)
+        connection.loop.pass_time(server.READ_SECONDS)
         assert transport.state != "aborted"
     transport.unread -= step - 1
-    connection.loop.pass_time(connections.READ_SECONDS)
+    connection.loop.pass_time(server.READ_SECONDS)
     assert transport.state == "aborted"
 
 
 def test_a_client_that_has_caught_up_has_time(connection: Connection) -> None:
     connection.pause_writing()
     connection.resume_writing()
-    connection.loop.pass_time(connections.READ_SECONDS)
+    connection.loop.pass_time(server.READ_SECONDS)
     assert connection.transport.state == "open"

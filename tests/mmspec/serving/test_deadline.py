@@ -11,8 +11,8 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
-from mmspec.serving.limits import Limits
 from mmspec.serving.runner import Deadline
+from mmspec.serving.settings import Limits
 from tests.served import LONG, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

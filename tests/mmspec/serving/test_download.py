@@ -13,9 +13,9 @@ import pytest
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving import download as module
-from mmspec.serving.addresses import is_loopback, is_public
-from mmspec.serving.download import download
+from mmspec.serving import media
+from mmspec.serving.media import download, is_public
+from mmspec.serving.settings import is_loopback
 from tests.served import QUESTION, SCENE, data_uri, question, served
 
 
@@ -114,7 +114,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.1")
     with ThreadingHTTPServer(("0.0.0.0", 0), Site) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

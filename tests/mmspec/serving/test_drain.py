@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.serving.drain import LostReplica
+from mmspec.serving.middleware import LostReplica
 
 STREAM = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
 JSON = [(b"content-type", b"application/json")]

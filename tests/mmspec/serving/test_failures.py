@@ -42,7 +42,7 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "encoding": (lambda server: server.pipe.io, "encode", 0),
     "defaults": (lambda server: Defaults, "complete", 0),
     "stopping": (lambda server: Stopper, "limit", 0),
-    "key of the batch": (lambda server: server.pipe.target, "kind", 0),
+    "key of the batch": (lambda server: server.pipe.target, "batch_key", 0),
     "queue": (lambda server: server.pipe.engine, "add", 0),
     "prefill": (lambda server: server.pipe.target, "prefill_chunks", 0),
     "first token": (lambda server: RequestState, "append", 0),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mmspec.serving.addresses import names, url
-from mmspec.serving.guard import Guard
+from mmspec.serving.middleware import Guard
+from mmspec.serving.settings import host_names, server_url
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 ORIGINS = ["http://app.example"]
@@ -110,4 +110,4 @@ def test_other_connections_pass() -> None:
     ],
 )
 def test_addresses_and_names_of_a_server(host: str, address: str, known: set[str] | None) -> None:
-    assert (url(host, 80), names(host)) == (address, known)
+    assert (server_url(host, 80), host_names(host)) == (address, known)

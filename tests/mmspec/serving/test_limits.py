@@ -13,25 +13,22 @@ import pytest
 from starlette.requests import Request
 
 from mmspec.errors import UserError
-from mmspec.serving import endpoints
-from mmspec.serving.catalog import Catalog
-from mmspec.serving.download import _limited
+from mmspec.serving import app
+from mmspec.serving.builder import JobBuilder
 from mmspec.serving.errors import APIError
-from mmspec.serving.fields import parse
-from mmspec.serving.limits import Limits
-from mmspec.serving.media import MediaReader, Medium
-from mmspec.serving.protocol import ChatRequest, CompletionRequest
-from mmspec.serving.requests import Requests
-from mmspec.serving.stored import StoredResponses
+from mmspec.serving.media import MediaReader, Medium, _limited
+from mmspec.serving.responses import StoredResponses
+from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
+from mmspec.serving.settings import Limits
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
 
 
-def requests(limits: Limits = LIMITS) -> Requests:
-    pipe: Any = SimpleNamespace(name="tiny")
+def builder(limits: Limits = LIMITS) -> JobBuilder:
+    pipe: Any = SimpleNamespace()
     parts: Any = (SimpleNamespace(), SimpleNamespace())
-    return Requests(pipe, limits, Catalog(pipe), *parts, StoredResponses(1, 1))
+    return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
 
 
 def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wait: float = 0.0) -> bytes:
@@ -43,7 +40,7 @@ def body_of(pieces: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]], wai
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
-    return asyncio.run(endpoints.read_body(request, LIMITS.body_bytes))
+    return asyncio.run(app.read_body(request, LIMITS.body_bytes))
 
 
 def pieces(size: int) -> list[bytes]:
@@ -85,9 +82,9 @@ def test_a_body_that_says_to_be_too_large_is_not_read(length: int, status: int |
 
 
 def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert endpoints.BODY_SECONDS == 60
+    assert app.BODY_SECONDS == 60
     assert body_of([b"a", b"b"], []) == b"ab"
-    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
     with pytest.raises(APIError, match=r"a request's body must arrive within 0\.05 s") as caught:
         body_of([b"a", b"b", b"c"], [], wait=0.03)
     assert caught.value.status == 408
@@ -97,10 +94,10 @@ def test_a_body_must_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_characters_of_all_prompts_together(lengths: list[int], fits: bool) -> None:
     texts = ["x" * length for length in lengths]
     if fits:
-        requests(Limits())._check_characters(texts, "prompt")
+        builder(Limits())._check_characters(texts, "prompt")
     else:
         with pytest.raises(APIError, match="prompts must have at most 500000 characters: got 500001"):
-            requests(Limits())._check_characters(texts, "prompt")
+            builder(Limits())._check_characters(texts, "prompt")
 
 
 class Reader(MediaReader):
@@ -204,7 +201,7 @@ def test_fields_at_their_limits(kind: Any, field: str, at: Any, beyond: Any) -> 
         given = {"model": "tiny", "prompt": "x"}
 
     def params(value: Any) -> None:
-        parse(kind, json.dumps({**given, field: value}).encode()).params(Limits(), {})
+        parse(kind, json.dumps({**given, field: value}).encode()).sampling(Limits(), {})
 
     params(at)
     with pytest.raises(APIError) as caught:

@@ -12,10 +12,7 @@ pytest.importorskip("openai")
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
-from mmspec.serving.fields import Fields, parse
-from mmspec.serving.messages import ChatMessage, ImagePart, RefusalPart, TextPart, ToolCall
-from mmspec.serving.protocol import ChatRequest, CompletionRequest, JSONSchema, ResponseFormat, StreamOptions
-from mmspec.serving.response_request import (
+from mmspec.serving.responses import (
     FunctionCall,
     FunctionCallOutput,
     FunctionTool,
@@ -26,7 +23,22 @@ from mmspec.serving.response_request import (
     _TextConfig,
     _TextFormat,
 )
-from mmspec.serving.tool_use import Function, Tool
+from mmspec.serving.schemas import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    Function,
+    ImagePart,
+    JSONSchema,
+    RefusalPart,
+    ResponseFormat,
+    StreamOptions,
+    TextPart,
+    Tool,
+    ToolCall,
+    parse,
+)
 from tests.served import Served, question
 
 pytestmark = pytest.mark.usefixtures("one_thread", "server")

@@ -11,8 +11,7 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
-from mmspec.serving.response_request import ITEMS, messages
-from mmspec.serving.stored import StoredResponses
+from mmspec.serving.responses import ITEMS, StoredResponses, messages
 from tests.served import QUESTION, SCENE, Served, data_uri, question, served
 
 openai = pytest.importorskip("openai")
@@ -207,7 +206,7 @@ def test_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         add(name)
     assert kept() == ["b", "c"]
-    monkeypatch.setattr("mmspec.serving.stored._BYTES", 1000)
+    monkeypatch.setattr("mmspec.serving.responses._STORED_BYTES", 1000)
     add("d")
     assert kept() == ["d"]
     now = time.monotonic()

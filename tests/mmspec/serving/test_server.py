@@ -16,9 +16,8 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import Limits, Settings
 from tests.serve_process import KEY, answers, gone, long_stream, process
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
@@ -232,7 +231,7 @@ def test_the_first_line_says_what_is_in_force(
             pipe.model.generation_config.update(**config)
             return pipe
 
-    monkeypatch.setattr("mmspec.serving.settings.Settings", Changed)
+    monkeypatch.setattr("mmspec.serving.command.Settings", Changed)
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
     main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "bfloat16", "--max-tokens", limit])
     line = capsys.readouterr().out

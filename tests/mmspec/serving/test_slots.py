@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mmspec.serving.errors import APIError
-from mmspec.serving.slots import Slots
+from mmspec.serving.runner import Slots
 
 
 async def turn() -> None:

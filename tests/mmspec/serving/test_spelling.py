@@ -13,7 +13,7 @@ pytest.importorskip("llguidance")
 import mmspec
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.formats import TextFormat
-from mmspec.serving.protocol import CompletionRequest
+from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor
 from tests.mmspec.targets.test_user_text import _TOKENIZERS
 from tests.served import Served, served
@@ -79,8 +79,8 @@ def test_a_dropped_blank_and_tokens_of_one_text() -> None:
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    form.answers[0].text = "the a"
-    form.answers[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
+    form.choices[0].text = "the a"
+    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
     assert logprobs["text_offset"] == [0, 3, 5]

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.serving.tool_calls import CallReader
-from mmspec.serving.tool_formats import HERMES, LLAMA, MISTRAL, ToolFormat
+from mmspec.serving.tools import HERMES, LLAMA, MISTRAL, CallReader, ToolFormat
 
 TRICKY = json.dumps({"a": 'x </tool_call> <tool_call> {"name": "b"} ] } \\" [TOOL_CALLS] \n', "b": [{"c": {}}]})
 SMALL = '{"n": 3}'

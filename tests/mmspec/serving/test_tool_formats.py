@@ -12,17 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mmspec import UserError
 from mmspec.sampling.syntax import check_grammar
 from mmspec.serving.command import serve
-from mmspec.serving.tool_formats import (
-    AUTO,
-    FORMATS,
-    GENERIC,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    ToolFormat,
-    prompted,
-    tool_format,
-)
+from mmspec.serving.tools import AUTO, FORMATS, GENERIC, HERMES, LLAMA, MISTRAL, ToolFormat, prompted, tool_format
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.

@@ -20,7 +20,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.serving.tool_formats import HERMES
+from mmspec.serving.tools import HERMES
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.served import Served, served

@@ -52,7 +52,7 @@ def test_layers_have_the_formats_of_the_file() -> None:
 )
 def test_it_decodes_as_generate_does(prompt: str) -> None:
     pipe = pipeline()
-    inputs = pipe.processor(prompt, return_tensors="pt")
+    inputs = pipe.hf_processor(prompt, return_tensors="pt")
     with torch.no_grad():
         expected = pipe.model.generate(**inputs, max_new_tokens=40, do_sample=False)
     found = pipe.generate(prompt, max_new_tokens=40, nodes=8)

@@ -240,7 +240,7 @@ def test_smollm2_decodes_as_generate_does(dtype: str) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     pipe = mmspec.load("smollm2", drafter="ngram", dtype=dtype)
     question = "List five animals."
-    inputs = pipe.processor.apply_chat_template(
+    inputs = pipe.hf_processor.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     expected = pipe.model.generate(**inputs, max_new_tokens=10, do_sample=False)[0, inputs["input_ids"].shape[1] :]
@@ -254,5 +254,7 @@ def test_smollm2_in_four_bits_decodes_as_it_does_plainly() -> None:
     pipe = mmspec.load("smollm2", drafter="ngram", dtype="int4")
     question = "List five animals. Then list them again."
     found = pipe.generate(question, max_new_tokens=32)
-    assert found.token_ids == mmspec.Pipeline(pipe.target, pipe.io).generate(question, max_new_tokens=32).token_ids
+    assert (
+        found.token_ids == mmspec.Pipeline(pipe.target, pipe.processor).generate(question, max_new_tokens=32).token_ids
+    )
     assert len(found.text) > 20

@@ -42,7 +42,7 @@ def test_a_dispatched_model_gives_the_same_tokens(name: str, folder: Path, head:
 
 def test_a_dispatched_model_object_gives_the_tokens_of_generate(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, device_map=MAPS["layers"])
-    words = mmspec.load(folder, None, "cpu", "float32").processor
+    words = mmspec.load(folder, None, "cpu", "float32").hf_processor
     pipe = mmspec.load(model, "recycle", processor=words)
     ids = words(PROMPTS[0], return_tensors="pt").input_ids
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]

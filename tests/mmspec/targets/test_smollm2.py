@@ -47,9 +47,9 @@ def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     assert found.stats.mean_acceptance_length > 1.5
     if dtype != "float32" and not cpu_library.available():
         return  # ties
-    plain = mmspec.Pipeline(pipe.target, pipe.io).generate(PROMPT, max_new_tokens=48)
+    plain = mmspec.Pipeline(pipe.target, pipe.processor).generate(PROMPT, max_new_tokens=48)
     assert found.token_ids == plain.token_ids
-    inputs = pipe.processor.apply_chat_template(
+    inputs = pipe.hf_processor.apply_chat_template(
         [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():

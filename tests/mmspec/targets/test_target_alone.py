@@ -56,7 +56,7 @@ class Sums:
         hidden = torch.zeros(*prompt.input_ids.shape, 1)
         yield TargetOutput(torch.stack([scores(row) for row in new])[:, None], {"last": hidden})
 
-    def kind(self, prompt: Prompt) -> None:
+    def batch_key(self, prompt: Prompt) -> None:
         return None
 
     def select(self, rows: Sequence[int]) -> None:

@@ -21,12 +21,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from mmspec import files
-from mmspec.distil.tasks import drafter_optimisers
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
 from mmspec.training.loss import LossOutput
 from mmspec.training.optimisers import lr_factor
 from mmspec.training.plan import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, TrainingPlan, linear_ramp
+from mmspec.training.tasks import drafter_optimisers
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
 
 EXAMPLES = 40

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
-from mmspec.distil import data
-from mmspec.distil.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.errors import UserError
 from mmspec.files import alone
 from mmspec.sampling.params import SamplingParams
+from mmspec.training import data
+from mmspec.training.answering import AnswerGenerator, PendingConversation, without_answers
 from mmspec.vision.cli.make_data import Dataset, make_data
 from tests.model_folders import save_llava, save_text_model
 
@@ -192,7 +192,7 @@ def test_text_targets(tmp_path, prompts):
 
 def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     # Random weights write no words.
-    monkeypatch.setattr("mmspec.distil.answering._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
+    monkeypatch.setattr("mmspec.training.answering._usable", lambda tokenizer, ids: ascii(tokenizer.decode(ids)))
     folder = save_text_model(tmp_path / "text")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"

@@ -1,0 +1,371 @@
+"""Engines of all ranks on one schedule, for a model that is sharded over them (tensor parallelism).
+
+Before each step rank 0 passes on which requests have come and which were cancelled, and all ranks compare their
+states. From equal queues and seeds, and logits that transformers has gathered, all ranks choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from mmspec.core.budget import Budget
+from mmspec.core.target import Target
+from mmspec.core.tree import TokenTree
+from mmspec.engine.core import EngineCore
+from mmspec.engine.engine import Engine
+from mmspec.engine.request import Request
+from mmspec.engine.request_state import RequestState
+from mmspec.engine.scheduler import PromptBatch
+from mmspec.engine.speculation import Speculation
+from mmspec.engine.threads import TorchThreads
+from mmspec.errors import UserError, first_line
+
+_RECENT = 64  # tokens of each sequence that ranks compare; a step emits fewer
+_INTERVAL = 1.0  # seconds between signs of life
+_PATIENCE = 10.0  # seconds to wait for the last sign; busy machines take more than an interval
+_SECONDS = 60.0  # without one, after which a rank is lost; MMSPEC_RANK_SECONDS
+_FOR_EVER = timedelta(days=365)  # ranks wait for orders while there are no requests
+
+
+class RankError(RuntimeError):
+    """A rank is lost, or the ranks are not in the same state: a model that is sharded over them answers no more."""
+
+
+class Ranks:
+    """All processes of the job, in groups of their own beside those of the model."""
+
+    def __init__(self) -> None:
+        seconds = float(os.environ.get("MMSPEC_RANK_SECONDS", _SECONDS))
+        self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
+        self._orders = distributed.new_group(backend="gloo", timeout=_FOR_EVER)
+        self._signs = distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self._turn = 0
+        self._ended = threading.Event()
+        self._watching: threading.Thread | None = None
+
+    def agree(self, state: int, orders: bytes = b"") -> bytes:
+        """Compare the states of all ranks, and return the orders of rank 0.
+
+        Args:
+            state: a number that is equal on all ranks.
+            orders: of rank 0.
+
+        Raises:
+            RankError: states differ, or a rank is lost.
+        """
+        own = torch.tensor([self._turn, state, len(orders)])
+        of_all = [torch.empty_like(own) for _ in range(self._size)]
+        try:
+            distributed.all_gather(of_all, own, group=self._orders)
+            found = [one.tolist() for one in of_all]
+            for rank, (turn, theirs, _) in enumerate(found):
+                if [turn, theirs] != found[0][:2]:
+                    raise RankError(
+                        f"the ranks must run the same schedule: expected turn {found[0][0]} in state {found[0][1]:x} "
+                        f"of rank 0, received turn {turn} in state {theirs:x} of rank {rank}"
+                    )
+            self._turn += 1
+            if not found[0][2]:
+                return b""
+            content = torch.frombuffer(bytearray(orders or found[0][2]), dtype=torch.uint8)
+            distributed.broadcast(content, src=0, group=self._orders)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return content.numpy().tobytes()
+
+    def watch(self, lost: Callable[[RankError], object]) -> None:
+        """Exchange signs of life from now on, in a thread.
+
+        Args:
+            lost: called once where a rank gives none.
+        """
+        self._watching = threading.Thread(target=self._watch, args=(lost,), name="mmspec ranks", daemon=True)
+        self._watching.start()
+
+    def end(self) -> None:
+        """Tell the other ranks that no sign of life will follow, and wait until they know: the interpreter's end would
+        crash a thread that communicates."""
+        self._ended.set()
+        if self._watching is not None and self._watching is not threading.current_thread():
+            self._watching.join(_PATIENCE)
+
+    def _watch(self, lost: Callable[[RankError], object]) -> None:
+        ended = False
+        while not ended:
+            self._ended.wait(_INTERVAL)
+            sign = torch.tensor([int(self._ended.is_set())])
+            try:
+                distributed.all_reduce(sign, distributed.ReduceOp.MAX, group=self._signs)
+            except RuntimeError as error:
+                if not self._ended.is_set():
+                    lost(_lost(error))
+                return
+            ended = bool(sign.item())
+
+
+def _lost(error: RuntimeError) -> RankError:
+    return RankError(f"a rank of the sharded model is lost: {str(error).strip().splitlines()[0]}")
+
+
+@dataclass(frozen=True)
+class _Orders:
+    """Orders for one step.
+
+    Attributes:
+        requests: those that have come.
+        cancelled: numbers of requests, in the order of coming.
+        end: there is no step, and no further orders.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    end: bool = False
+
+    def pack(self) -> bytes:
+        return pickle.dumps(self) if self.requests or self.cancelled or self.end else b""
+
+    @staticmethod
+    def unpack(content: bytes) -> _Orders:
+        return pickle.loads(content) if content else _Orders()
+
+
+class LockstepCore(EngineCore):
+    """Sequences of a sharded target, and the steps that all ranks run at the same time.
+
+    Attributes:
+        leads: whether this is rank 0, which has the clients.
+        broken: why no further steps can be run; None while they can.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._ranks = Ranks()
+        self.leads = self._ranks.rank == 0
+        self.broken: Exception | None = None
+        self._speculation: Speculation | None = None  # of the pipeline that all ranks run
+        self._arrived: deque[PromptBatch] = deque()  # not yet passed on
+        self._dropped: deque[RequestState] = deque()
+        self._numbers: dict[RequestState, int] = {}
+        self._count = 0
+        self._state = 0
+
+    def begin(self, speculation: Speculation) -> None:
+        """Let the other ranks decode with their pipelines' drafters; ``speculation`` is that of rank 0's."""
+        if self._speculation is None:
+            self._ranks.watch(self._fail)
+        self._speculation = speculation
+
+    def add(self, batch: PromptBatch) -> None:
+        """Queue a request for the next orders; on other ranks than 0, for the next step."""
+        if not self.leads:
+            super().add(batch)
+            return
+        if self.broken is not None:
+            raise RankError(str(self.broken)) from self.broken
+        if batch.sequences[0].request is None or self._speculation is not batch.mode.speculation:
+            raise UserError(
+                "a sharded model answers requests of one pipeline, after follow() was called on it on all ranks: got "
+                "one of another pipeline or before"
+            )
+        self._arrived.append(batch)
+
+    def cancel(self, sequences: Iterable[RequestState]) -> None:
+        """Cancel sequences with the next orders."""
+        self._dropped.extend(sequences)
+
+    @property
+    def sequences(self) -> list[RequestState]:
+        """All that decode or wait, also those that were not passed on."""
+        return [*super().sequences, *(sequence for batch in self._arrived for sequence in batch.sequences)]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._arrived) or super().has_work
+
+    def step(self) -> None:
+        """Run a step at the same time on all ranks; on rank 0, pass on requests before.
+
+        Raises:
+            RankError: a rank is lost, or in another state.
+        """
+        if self.leads:
+            self._lead()
+        super().step()
+        if not super().has_work:  # give up the drafter, at the same time on all ranks
+            self.clear()
+
+    def _lead(self) -> None:
+        """Pass on which requests have come and which were cancelled."""
+        if self.broken is not None:
+            raise self.broken
+        state = self._next_state()
+        with self._lock:
+            arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+            for batch in arrived:
+                (sequence,) = batch.sequences
+                self._numbers[sequence] = self._count
+                self._count += 1
+                self.scheduler.add(batch)
+        gone = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        gone = [sequence for sequence in gone if sequence in self._numbers and not sequence.done]
+        requests = [sequence.request for batch in arrived for sequence in batch.sequences if sequence.request]
+        orders = _Orders(requests, [self._numbers[sequence] for sequence in gone])
+        self._ranks.agree(state, orders.pack())
+        super().cancel(gone)
+        self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
+
+    def follow(self, start: Callable[[Request], RequestState]) -> None:
+        """Run rank 0's steps until it ends.
+
+        Args:
+            start: queues a request.
+
+        Raises:
+            RankError: rank 0 is lost, or in another state.
+        """
+        self._ranks.watch(_give_up)
+        sequences: dict[int, RequestState] = {}
+        try:
+            while not (orders := _Orders.unpack(self._ranks.agree(self._next_state()))).end:
+                for request in orders.requests:
+                    sequences[self._count] = start(request)
+                    self._count += 1
+                super().cancel(sequences[number] for number in orders.cancelled)
+                self.step()
+                sequences = {number: sequence for number, sequence in sequences.items() if not sequence.done}
+        finally:
+            self._ranks.end()
+
+    def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
+        drafted = super()._draft(budget)
+        if failures := {row.stats.drafter_error for row in self.running} - {""}:  # of this rank, maybe not of others
+            raise RankError(f"all ranks must draft the same: {min(failures)}")
+        return drafted
+
+    def abort(self, error: Exception) -> None:
+        """End all requests with an error, and answer no others."""
+        super().abort(self._fail(error))
+
+    def _fail(self, error: Exception) -> Exception:
+        if not isinstance(error, RankError):
+            error = RankError(f"a step of a sharded model failed, as where a rank is lost: {first_line(error)}")
+        self.broken = self.broken or error
+        with self._lock:
+            sequences = self.sequences
+            self._arrived.clear()
+        for sequence in sequences:
+            if not sequence.done:
+                sequence.error = self.broken
+                sequence.on_change()
+        return self.broken
+
+    def close(self) -> None:
+        """Let the other ranks end. Without an effect on these."""
+        if self.leads and self._speculation is not None:
+            if self.broken is None:
+                with suppress(RankError):  # those that are lost need not be told
+                    self._ranks.agree(self._next_state(), _Orders(end=True).pack())
+            self._ranks.end()
+            self._speculation = None
+
+    def _next_state(self) -> int:
+        """A number for the tokens and the queue up to here."""
+        rows = tuple((len(row.history), *row.history[-_RECENT:]) for row in self.running)
+        self._state = hash((self._state, len(self.scheduler), rows)) & ((1 << 62) - 1)
+        return self._state
+
+
+class DistributedEngine(Engine):
+    """The engine of a sharded target: rank 0 answers clients, other ranks run its steps.
+
+    The order and the results of steps must not depend on one rank's clock.
+    """
+
+    core_class = LockstepCore
+    core: LockstepCore
+
+    def __init__(self, target: Target, **settings: Any) -> None:
+        super().__init__(target, **settings)
+        self.threads = TorchThreads(adapts=False)
+
+    def admit(self, request: Request) -> Request:
+        """A request with a seed, as all ranks must draw the same numbers.
+
+        Raises:
+            UserError: a part of the request is not the same on all ranks.
+        """
+        if not self.core.leads:
+            return request
+        if (limit := request.options.max_time) is not None:
+            raise UserError(f"max_time follows the clock of one rank: got {limit} with a sharded model")
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=int(torch.randint(1 << 62, (1,)))))
+        try:
+            pickle.dumps(request)
+        except Exception as error:
+            raise UserError(
+                "requests to a sharded model must be ones that other processes can unpickle: received "
+                f"{first_line(error)}"
+            ) from error
+        return request
+
+    def follow(self, speculation: Speculation, start: Callable[[Request], RequestState]) -> bool:
+        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``.
+
+        Args:
+            speculation: drafts for all requests.
+            start: queues a request.
+        """
+        if self.core.leads:
+            atexit.register(self._end_process)  # other ranks wait for the end, whether or not this engine is still used
+            self.core.begin(speculation)
+        else:
+            with self._on_device():
+                self.core.follow(start)
+        return not self.core.leads
+
+    def close(self) -> None:
+        super().close()
+        if not self._waits_for_lost_rank:
+            self.core.close()
+
+    def drain(self) -> None:
+        if not self._waits_for_lost_rank:
+            super().drain()
+
+    def _wake(self) -> None:
+        if self.core.leads:  # other ranks run steps in ``follow``
+            super()._wake()
+
+    @property
+    def _waits_for_lost_rank(self) -> bool:
+        """Whether the worker may never end, as it waits for a rank that is lost."""
+        return self.core.broken is not None and self._worker is not None
+
+    def _end_process(self) -> None:
+        self.close()
+        if self._waits_for_lost_rank:  # for ever: so would the interpreter's end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _give_up(error: Exception) -> None:
+    """End a process that waits for a rank in the middle of a pass."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(1)

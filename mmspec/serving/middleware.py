@@ -1,0 +1,211 @@
+"""Middleware: refuses requests by host, origin and key, and answers while the server loads, stops or was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Collection
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmspec.serving.errors import APIError, as_events
+
+LIVE = "/livez"
+"""Path of the liveness probe, which has status 200 as long as the process answers."""
+
+READY = ("/health", "/readyz")
+"""Paths of the readiness probe, which has status 200 while requests are accepted."""
+
+PROBES = (LIVE, *READY)
+
+
+class Unready:
+    """An application that accepts no requests: status 503 with ``Retry-After``, and 200 for the liveness probe.
+
+    Args:
+        why: completes "the server is".
+    """
+
+    def __init__(self, why: str) -> None:
+        self.error = APIError(503, f"the server is {why}: try again later", headers={"Retry-After": "1"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            response = Response() if scope["path"] == LIVE else self.error.response()
+            await response(scope, receive, send)
+
+
+class Drain:
+    """State of a server that may be about to stop. Used from one event loop only.
+
+    Attributes:
+        closing: new requests are refused.
+    """
+
+    def __init__(self) -> None:
+        self.closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self, seconds: float) -> None:
+        """Refuse new requests, and wait for those that run; cancel them after some seconds."""
+        self.closing = True
+        if self.tasks:
+            await asyncio.wait(set(self.tasks), timeout=seconds)
+        if tasks := set(self.tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1)
+            await asyncio.sleep(0.05)  # their responses
+
+    def close_from_thread(self, seconds: float) -> None:
+        """``close`` from another thread than the event loop's."""
+        self.closing = True
+        if self._loop is not None and self._loop.is_running():
+            closed = asyncio.run_coroutine_threadsafe(self.close(seconds), self._loop)
+            with suppress(TimeoutError):
+                closed.result(seconds + 2)
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        """A request has begun."""
+        self._loop = asyncio.get_running_loop()
+        self.tasks.add(task)
+
+
+class Watched:
+    """Sends the messages of a response, and completes one that its application leaves incomplete.
+
+    Args:
+        send: of the connection.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = self._stream = self._ended = False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._started = True
+            kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._stream = any(b"event-stream" in kind for kind in kinds)
+        elif message["type"] == "http.response.body":
+            self._ended = not message.get("more_body", False)
+
+    async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
+        """End the response with an error: as the whole response, or as the last event of a stream."""
+        if not self._started:
+            await error.response()(scope, receive, self._send)
+        elif self._stream and not self._ended:
+            await self._send({"type": "http.response.body", "body": as_events(error)})
+
+
+class Drained:
+    """Refuses requests to a server that stops or has too many, and completes the responses of those that it cancels.
+
+    Probes are always answered.
+
+    Args:
+        most: requests at a time.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain, most: int) -> None:
+        self.app, self._drain, self._stopping = app, drain, Unready("stopping")
+        self._most, self._busy = most, Unready(f"answering {most} requests")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self._drain.closing:
+            await self._stopping(scope, receive, send)
+            return
+        if scope["path"] in PROBES:
+            await self.app(scope, receive, send)
+            return
+        if len(self._drain.tasks) >= self._most:
+            await self._busy(scope, receive, send)
+            return
+        response = Watched(send)
+        task = asyncio.ensure_future(self.app(scope, receive, response))
+        self._drain.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._drain.tasks.discard(task)
+            if not task.done():  # this request itself is cancelled
+                task.cancel()
+        if not task.cancelled():
+            task.result()
+            return
+        with suppress(OSError):
+            await response.complete(self._stopping.error, scope, receive)
+
+
+class LostReplica:
+    """Completes responses that Ray's HTTP proxy leaves incomplete: it returns without a word when a replica dies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = Watched(send)
+        await self.app(scope, receive, response)
+        if scope["type"] == "http":
+            error = APIError(503, "the replica that ran the request was lost: try again", headers={"Retry-After": "1"})
+            await response.complete(error, scope, receive)
+
+
+def proxy_middleware() -> list[Middleware]:
+    """What Ray's proxy imports: see ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``."""
+    return [Middleware(LostReplica)]
+
+
+class Guard:
+    """Refuses requests that a browser sends for another site's page, and those without the API key.
+
+    A page whose name is made to resolve to this machine sends its own name as the host; other pages send their origin.
+
+    Args:
+        hosts: names in the Host header that are accepted, without ports; None accepts all.
+        origins: origins of pages that may call the server, such as ``http://localhost:3000``; the server's own may.
+        api_key: the key that requests must carry; None for none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str], api_key: str | None
+    ) -> None:
+        self.app = app
+        self._hosts, self._origins = hosts, origins
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope["path"], Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if error is None else error.response())(scope, receive, send)
+
+    def _error(self, path: str, headers: Headers) -> APIError | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and _name(host) not in self._hosts:
+            return APIError(403, f"the host must be one of {', '.join(sorted(self._hosts))}: got {host!r}")
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
+            return APIError(403, f"requests of web pages need --allow-origin {origin!r}")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self._key is not None and path not in PROBES:
+            same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
+            if not same or scheme.lower() != "bearer":  # RFC 9110: schemes are case-insensitive
+                message = "a valid API key is needed: expected Authorization: Bearer KEY"
+                return APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0].lower()

@@ -1,0 +1,494 @@
+"""OpenAI's Responses API: requests, translated into chat requests, responses, their events, and stored ones."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
+
+from mmspec.answer import Piece
+from mmspec.checks import Rule
+from mmspec.sampling.logprobs import LOGPROBS
+from mmspec.serving.errors import APIError
+from mmspec.serving.formats import ChatFormat
+from mmspec.serving.schemas import (
+    CACHE_BREAKPOINT,
+    CHOICE,
+    IGNORED,
+    MAX_TOKENS,
+    MOST_ITEMS,
+    NO_MODERATION,
+    CalledFunction,
+    ChatRequest,
+    Fields,
+    Function,
+    GenerationRequest,
+    JSONSchema,
+    Variant,
+    VideoPart,
+    checked,
+    validated,
+)
+from mmspec.serving.tools import Delta
+
+_LOGPROBS = "message.output_text.logprobs"
+"""The value of ``include`` that asks for log probabilities."""
+
+
+class _Text(Variant):
+    ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)  # the first two of answers that clients send back
+    type: Literal["input_text", "output_text"]
+    text: str
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+class _Image(Variant):
+    ignored: ClassVar = ("detail", CACHE_BREAKPOINT)
+    refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
+    type: Literal["input_image"]
+    image_url: str
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
+
+class _Video(VideoPart):
+    def as_chat(self) -> dict[str, Any]:
+        return self.model_dump()
+
+
+_Part = Annotated[_Text | _Image | _Video, Field(discriminator="type")]
+
+_Content = Annotated[
+    list[_Part],
+    Field(max_length=MOST_ITEMS),
+    BeforeValidator(lambda given: [{"type": "input_text", "text": given}] if isinstance(given, str) else given),
+]
+
+
+class Message(Variant):
+    """A message of a user, the system or an assistant."""
+
+    ignored: ClassVar = ("id", "status", "phase")
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+
+
+class FunctionCall(CalledFunction, Variant):
+    """A call of a function that the model made."""
+
+    ignored: ClassVar = ("async", "id", "status", "caller", "namespace", "parsed_arguments")
+    type: Literal["function_call"]
+    call_id: str
+
+
+class FunctionCallOutput(Variant):
+    """The result of a call."""
+
+    ignored: ClassVar = ("id", "status", "caller", "namespace", "name")
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Content
+
+
+Item = Annotated[Message | FunctionCall | FunctionCallOutput, Field(discriminator="type")]
+
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+
+
+def messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Chat messages of items: calls belong to the assistant's message before them."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, Message):
+            found.append({"role": item.role, "content": [part.as_chat() for part in item.content]})
+        elif isinstance(item, FunctionCallOutput):
+            content = [part.as_chat() for part in item.output]
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        else:
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": None})
+            function = {"name": item.name, "arguments": item.arguments}
+            found[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+    return found
+
+
+class _FunctionType(Fields):
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _FunctionType):
+    """A function; chat requests have its fields one level deeper."""
+
+    # There are no tool searches and programs beside calls; results are text.
+    ignored: ClassVar = (*Function.ignored, "allowed_callers", "async", "defer_loading", "output_schema")
+
+
+class _TextFormat(Fields):
+    ignored: ClassVar = JSONSchema.ignored
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _check(self) -> _TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema goes with the type json_schema")
+        return self
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": self.type} | ({"json_schema": {"schema": self.schema_}} if self.schema_ is not None else {})
+
+
+class _TextConfig(Fields):
+    ignored: ClassVar = ("verbosity",)
+    format: _TextFormat | None = None
+
+
+def _deeper(choice: Any) -> Any:
+    """A choice of tools in the form of chat requests."""
+    if isinstance(choice, dict) and choice.keys() == {"type", "name"}:
+        return {"type": choice["type"], "function": {"name": choice["name"]}}
+    return choice
+
+
+_CHOICE = Rule(
+    '"none", "auto", "required" or {"type": "function", "name": NAME}', lambda value: CHOICE.holds(_deeper(value))
+)
+
+_OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
+
+
+class ResponsesRequest(GenerationRequest):
+    """``POST /v1/responses``."""
+
+    limit_name = "max_output_tokens"
+    ignored = (
+        *(name for name in IGNORED if name not in ("metadata", "user")),
+        *("access_programs", "image", "max_tool_calls", "reasoning"),
+    )
+    neutral: ClassVar = {"background": (False,), "truncation": ("disabled",)}
+    refused: ClassVar = {
+        "background": "clients wait for their responses",
+        "background_options": "clients wait for their responses",
+        "context_management": "conversations are not shortened",
+        "conversation": "previous_response_id goes on with a conversation",
+        "moderation": NO_MODERATION,
+        "prompt": "prompts are not stored, instructions and input contain them",
+        "truncation": "conversations are not shortened",
+    }
+    n: Literal[1] = 1
+    input: Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
+    instructions: str | None = None
+    response_format: Annotated[Any, checked("response_format", _OTHER_FORMAT)] = None
+    max_output_tokens: Annotated[Any, checked("max_output_tokens", MAX_TOKENS)] = None
+    text: _TextConfig = _TextConfig()
+    tools: list[FunctionTool] = Field([], max_length=MOST_ITEMS)
+    tool_choice: Annotated[Any, checked("tool_choice", _CHOICE)] = "auto"
+    parallel_tool_calls: bool = True
+    include: list[str] = Field([])
+    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    previous_response_id: str | None = None
+    store: bool = True
+    metadata: dict[str, str] = Field({})
+    user: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _as_items(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            return [{"type": "message", "role": "user", "content": given}]
+        if not isinstance(given, list):
+            return given
+        return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
+
+    def as_chat(self, earlier: Sequence[Item]) -> ChatRequest:
+        """The chat request that asks for the same, after the items of an earlier response.
+
+        Raises:
+            APIError: there are too many messages.
+        """
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools = [{"type": "function", "function": one.model_dump(exclude={"type"})} for one in self.tools]
+        own = {"n", "stream", "stream_options", "response_format"}
+        logprobs = _LOGPROBS in self.include or self.top_logprobs is not None
+        return validated(
+            ChatRequest,
+            self.model_dump(include=set(GenerationRequest.model_fields) - own, exclude_unset=True)
+            | {
+                "messages": [*system, *messages([*earlier, *self.input])],
+                "response_format": self.text.format and self.text.format.as_chat(),
+                "tools": tools,
+                "tool_choice": _deeper(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "logprobs": logprobs,
+                "top_logprobs": self.top_logprobs,
+            },
+        )
+
+    def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of the response that repeat the request's, or the values that stand for them.
+
+        Args:
+            sampling: fields of ``SamplingParams``.
+        """
+        form = {"type": "text"}
+        if self.text.format is not None:
+            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        given = self.model_dump(
+            mode="json",
+            include={
+                *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id"),
+                *("store", "tool_choice", "tools", "top_logprobs", "user"),
+            },
+        )
+        values = {
+            "temperature": sampling.get("temperature"),
+            "top_p": sampling.get("top_p", 1.0),
+            "truncation": "disabled",
+        }
+        return given | values | {"text": {"format": form}}
+
+
+Event = dict[str, Any]
+
+
+class ResponsesFormat(ChatFormat):
+    """``response``: an output of messages and function calls, and the events by which it grows.
+
+    The whole response is built from the same events.
+
+    Args:
+        about: fields of the response that are known before its output.
+
+    Attributes:
+        on_end: called with the whole response.
+    """
+
+    prefix, end = "resp_", b""
+
+    def __init__(self, *common: Any, about: Mapping[str, Any], **keywords: Any) -> None:
+        super().__init__(*common, **keywords)
+        self._about = dict(about)
+        self._output: list[dict[str, Any]] = []
+        self._growing: dict[str, Any] | None = None  # the last item, if it goes on
+        self._number = 0  # of the next event
+        self.on_end: Callable[[dict[str, Any]], None] = lambda response: None
+
+    def event(self, chunk: Event) -> bytes:
+        return f"event: {chunk['type']}\n".encode() + super().event(chunk)
+
+    def whole(self) -> dict[str, Any]:
+        choice = self.choices[0]
+        for _ in self._grow(choice.text, choice.logprobs):
+            pass
+        return self._ended()
+
+    def first_chunks(self) -> Iterator[Event]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress"))
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
+        self.choices[index].append(piece)
+        yield from self._grow(piece.text, piece.logprobs)
+        if piece.finish_reason is not None:
+            response = self._ended()
+            yield self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: APIError) -> Iterator[Event]:
+        about = {"code": "server_error", "message": error.message}
+        yield self._event("response.failed", response=self._response("failed") | {"error": about})
+
+    def _ended(self) -> dict[str, Any]:
+        response = self._response(self._status()) | self._usage()
+        if response["status"] == "incomplete":
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.on_end(response)
+        return response
+
+    def _status(self) -> str:
+        return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+
+    def _response(self, status: str) -> dict[str, Any]:
+        head = {"id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status}
+        none = {"background": False, "error": None, "incomplete_details": None, "usage": None}
+        return {**head, "model": self._head["model"], **none, **self._about, "output": [*self._output]}
+
+    def _usage(self) -> dict[str, Any]:
+        figures = self._figures()
+        usage = figures["usage"]
+        return figures | {
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            }
+        }
+
+    def _grow(self, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
+        """Events of a text that is new in the output; the last ones if the answer has ended."""
+        final = self.choices[0].finish_reason is not None
+        delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
+        if delta.content or (final and not delta.calls and not self._output):
+            yield from self._say(
+                delta.content, (self._logprobs_of(list(logprobs), self.choices[0]) or {}).get("content", [])
+            )
+        for call in delta.calls.values():
+            yield from self._call(call)
+        if final:
+            yield from self._close(self._status())
+
+    def _say(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
+        if self._growing is None or self._growing["type"] != "message":
+            yield from self._open("msg", {"type": "message", "role": "assistant", "content": []})
+            part = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
+            yield self._item_event("response.content_part.added", content_index=0, part=dict(part))
+            self._item["content"].append(part)
+        self._item["content"][0]["text"] += text
+        self._item["content"][0]["logprobs"] += logprobs
+        if text:
+            yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _call(self, call: Mapping[str, Any]) -> Iterator[Event]:
+        function = call["function"]
+        if "id" in call:
+            names = {"call_id": call["id"], "name": function["name"]}
+            yield from self._open("fc", {"type": "function_call", **names, "arguments": ""})
+        if arguments := function["arguments"]:
+            self._item["arguments"] += arguments
+            yield self._item_event("response.function_call_arguments.delta", delta=arguments)
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        assert self._growing is not None
+        return self._growing
+
+    def _open(self, prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._growing = {"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
+        self._output.append(self._growing)
+        first = self._growing | ({"content": []} if "content" in fields else {})
+        yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=first)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if self._growing is None:
+            return
+        item, self._growing["status"] = self._growing, status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+            yield self._item_event("response.output_text.done", **done)
+            yield self._item_event("response.content_part.done", content_index=0, part=part)
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._item_event("response.function_call_arguments.done", **done)
+        yield self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        self._growing = None
+
+    def _item_event(self, kind: str, **fields: Any) -> Event:
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+_STORED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Stored:
+    response: dict[str, Any]
+    items: Sequence[Item]
+    size: int
+    time: float
+
+
+class StoredResponses:
+    """Responses of the Responses API with their conversations, in memory. Threads may share it.
+
+    Args:
+        most: responses that are kept; the oldest is dropped. Their texts have at most 256 MiB.
+        seconds: after which they are dropped.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._kept: dict[str, _Stored] = {}  # the oldest first
+        self._size = 0
+        self._lock = Lock()
+
+    def add(self, response: dict[str, Any], asked: Sequence[Item]) -> None:
+        """Keep a response and its conversation.
+
+        Args:
+            asked: the items before those of the response; a call that was cut short is not among the latter.
+        """
+        answered = [one for one in response["output"] if one["type"] == "message" or one["status"] == "completed"]
+        items = [*asked, *ITEMS.validate_python(answered)]
+        size = len(json.dumps(response)) + len(ITEMS.dump_json(items))
+        with self._lock:
+            self._kept[response["id"]] = _Stored(response, items, size, time.monotonic())
+            self._size += size
+            self._trim()
+
+    def items(self, name: str | None) -> Sequence[Item]:
+        """The conversation up to a response, its output included; none before the first.
+
+        Raises:
+            APIError: status 400, the response is not kept.
+        """
+        if name is None:
+            return ()
+        if (kept := self._find(name)) is not None:
+            return kept.items
+        message = f"previous_response_id must be that of a response which the server keeps: got {name[:80]!r}"
+        raise APIError(400, message, "previous_response_id", "previous_response_not_found")
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A response.
+
+        Raises:
+            APIError: status 404, it is not kept.
+        """
+        if (kept := self._find(name)) is not None:
+            return kept.response
+        raise APIError(404, f"no response of this id is kept: got {name[:80]!r}", "response_id")
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Drop a response; returns OpenAI's object of that.
+
+        Raises:
+            APIError: status 404, it is not kept.
+        """
+        self.get(name)
+        with self._lock:
+            self._drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    def _find(self, name: str) -> _Stored | None:
+        with self._lock:
+            self._trim()
+            return self._kept.get(name)
+
+    def _trim(self) -> None:
+        oldest = time.monotonic() - self._seconds
+        while self._kept:
+            name, first = next(iter(self._kept.items()))
+            if len(self._kept) <= self._most and self._size <= _STORED_BYTES and first.time >= oldest:
+                return
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        if (gone := self._kept.pop(name, None)) is not None:
+            self._size -= gone.size

@@ -1,0 +1,591 @@
+"""Requests of OpenAI's API, and vLLM's for tokens: fields and their limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+import pydantic_core
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from mmspec.checks import Rule, nearest, shown, whole
+from mmspec.errors import UserError
+from mmspec.sampling.logprobs import LOGPROBS
+from mmspec.sampling.params import SamplingParams
+from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
+from mmspec.serving.errors import APIError
+from mmspec.serving.media import Medium
+from mmspec.serving.settings import Limits
+from mmspec.targets.processor import is_token_ids
+
+MOST_ITEMS = 1024
+"""Prompts, messages, parts of a message, or tools."""
+
+_MOST_VALUES = 1_000_000  # of a body, with the commas and brackets in its texts
+
+
+class UnknownFieldError(ValueError):
+    """A field that a class does not have.
+
+    Args:
+        name: of the field.
+        reason: why it is not supported, or "".
+        value: what it was given.
+        known: the fields of the class.
+    """
+
+    def __init__(self, name: str, reason: str, value: Any, known: Collection[str]) -> None:
+        got = f"expected it to be left out, got {shown(value)}"
+        super().__init__(f", {reason}: {got}" if reason else f": {got}{nearest(name, known)}")
+        self.name = name
+
+
+class Fields(BaseModel):
+    """Base of the objects in requests.
+
+    A field that would change the answer and is not implemented is refused and named, with the reason where it is one of
+    OpenAI's, unless it has its neutral value. null stands for a field's default everywhere.
+
+    Attributes:
+        neutral: values by field that ask for nothing; such fields are dropped.
+        ignored: fields that are dropped.
+        refused: why fields of OpenAI's schema are not supported.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    ignored: ClassVar[Sequence[str]] = ()
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        left = {}
+        for name, value in given.items():
+            if value is None or name in cls.ignored or value in cls.neutral.get(name, ()):
+                continue
+            if name not in known:
+                raise UnknownFieldError(name, cls.refused.get(name, ""), value, known)
+            left[name] = value
+        return left
+
+
+class Variant(Fields):
+    """A member of a union in a list, selected by its ``type``."""
+
+    tags: ClassVar[set[str]] = set()
+    """Types of all members: pydantic's locations of errors contain them after the index."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
+        cls.tags.update(get_args(cls.model_fields["type"].annotation))
+
+
+def checked(name: str, rule: Rule) -> AfterValidator:
+    """Checks a field as the Python API does, with its message."""
+    return AfterValidator(partial(rule.check, name))
+
+
+F = TypeVar("F", bound=Fields)
+
+
+def parse(kind: type[F], body: bytes) -> F:
+    """Parse a request's body. A large one takes long: call it in a thread.
+
+    Raises:
+        APIError: it is no JSON, or a field is missing, unknown, of another type or out of range; the first such field
+            is named. All threads wait while millions of values are parsed: it has too many of them.
+    """
+    if (found := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > _MOST_VALUES:
+        raise APIError(400, f"a request's body must have at most {_MOST_VALUES} values: got about {found}")
+    try:
+        given = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise APIError(400, f"the body must be JSON: {error}") from None
+    return validated(kind, given)
+
+
+def validated(kind: type[F], given: Any) -> F:
+    """A request's fields.
+
+    Raises:
+        APIError: see ``parse``.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _api_error(error.errors(include_url=False)[0]) from None
+
+
+_EXPECTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "{expected_tags}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "greater_than_equal": ">= {ge}",
+}
+"""What a field must be, by pydantic's type of the error, with its context."""
+
+
+def _api_error(error: Any) -> APIError:
+    """The error for one of ``ValidationError.errors()``, with the path of the field, as ``messages[0].content``."""
+    what, context, received = error["type"], error.get("ctx", {}), error["input"]
+    reason = context.get("error")
+    steps = pairwise((None, *error["loc"]))
+    keys = [key for before, key in steps if not (isinstance(before, int) and key in Variant.tags)]
+    if isinstance(reason, UnknownFieldError):
+        keys.append(reason.name)
+    elif what.startswith("union_tag"):
+        keys.append("type")
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+    name = path or "the body"
+    if isinstance(reason, UnknownFieldError):
+        message = f"{path} is not supported{reason}"
+    elif reason is not None:
+        message = str(reason) if isinstance(reason, UserError) else f"{name}: {reason}"
+    elif what in ("missing", "union_tag_not_found"):
+        message = f"{path} is required"
+    else:
+        received = received["type"] if what == "union_tag_invalid" else received
+        got = len(received) if what in ("too_short", "too_long") else shown(received)
+        message = f"{name} must be {_EXPECTED.get(what, 'valid').format(**context)}: got {got}"
+    return APIError(400, message, path or None)
+
+
+CACHE_BREAKPOINT = "prompt_cache_breakpoint"
+"""Field of parts that is ignored: all prefixes of prompts are kept."""
+
+
+class _URL(Fields):
+    ignored: ClassVar = ("detail",)  # images have the resolution that the model's processor gives them
+    url: str
+
+
+class TextPart(Variant):
+    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Variant):
+    """What an assistant has said instead of an answer: text of the conversation."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class ImagePart(Variant):
+    """An image; a text as ``image_url`` is its URL."""
+
+    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    type: Literal["image_url"]
+    image_url: _URL
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _as_object(cls, given: Any) -> Any:
+        return {"url": given} if isinstance(given, str) else given
+
+
+class VideoPart(Variant):
+    type: Literal["video_url"]
+    video_url: _URL
+
+
+Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
+
+
+def _is_object(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+_ARGUMENTS = Rule("text of a JSON object", _is_object)
+
+
+class CalledFunction(Fields):
+    name: str
+    arguments: Annotated[Any, checked("arguments", _ARGUMENTS)]
+
+
+class ToolCall(Fields):
+    ignored: ClassVar = ("index",)
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Fields):
+    """One message; a text as content is one text part, an assistant's content may be null, or a refusal."""
+
+    refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
+    neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # of answers that clients send back
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: list[Part] = Field(max_length=MOST_ITEMS)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_content(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("role") != "assistant":
+            return given
+        given = dict(given)
+        refusal = given.pop("refusal", None)
+        if given.get("content") is None:
+            given["content"] = [] if refusal is None else refusal
+        return given
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _as_parts(cls, content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> ChatMessage:
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) is not None and self.role != role:
+                raise ValueError(f"{name} goes with the role {role}")
+        return self
+
+    @property
+    def texts(self) -> list[str]:
+        arguments = [call.function.arguments for call in self.tool_calls or ()]
+        return [*(part.text for part in self.content if isinstance(part, TextPart | RefusalPart)), *arguments]
+
+    def extras(self) -> dict[str, Any]:
+        """What a chat template's message has beside role and content: arguments of calls are objects there."""
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
+            }
+            for call in self.tool_calls or ()
+        ]
+        name = self.name if self.role == "tool" else None  # of its function; those of speakers are ignored
+        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[dict[str, Any]], list[Medium]]:
+    """Messages in transformers' format, and their images and videos in order.
+
+    Args:
+        reads_media: whether the model's template takes lists of parts; those of text models expect a text.
+    """
+    messages, media = [], []
+    names: dict[str, str] = {}  # of functions by ids of calls
+    for place, message in enumerate(given):
+        items: list[dict[str, Any]] = []
+        for number, part in enumerate(message.content):
+            if isinstance(part, TextPart | RefusalPart):
+                items.append({"type": "text", "text": part.text})
+                continue
+            kind: Any = part.type.removesuffix("_url")
+            url = part.image_url.url if part.type == "image_url" else part.video_url.url
+            media.append(Medium(kind, url, f"messages[{place}].content[{number}].{part.type}.url"))
+            items.append({"type": kind})
+        content = items if reads_media else "\n".join(item.get("text", "") for item in items)
+        role = "system" if message.role == "developer" else message.role
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+        extras = message.extras()
+        if message.tool_call_id in names:
+            extras.setdefault("name", names[message.tool_call_id])  # some templates need it
+        messages.append({"role": role, "content": content, **extras})
+    return messages, media
+
+
+_NAME = Rule(
+    "1 to 64 letters, digits, and any of _.-",
+    lambda name: isinstance(name, str) and re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name) is not None,
+)
+
+
+class Function(Fields):
+    ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
+    name: Annotated[Any, checked("name", _NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+def _is_choice(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value in ("none", "auto", "required")
+    return (
+        value.keys() == {"type", "function"} and value["type"] == "function" and isinstance(named_function(value), str)
+    )
+
+
+def named_function(choice: Any) -> str | None:
+    """Name of the function that must be called, if one is named."""
+    function = choice["function"] if isinstance(choice, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
+IGNORED = (
+    *("user", "safety_identifier", "metadata", "service_tier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+
+NO_MODERATION = "the server does not moderate"
+_STOP_STRINGS, _STOP_LENGTH = 16, 512
+
+
+class StreamOptions(Fields):
+    neutral: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+    include_usage: bool = False
+
+
+class JSONSchema(Fields):
+    ignored: ClassVar = ("name", "description", "strict")  # output is constrained strictly in any case
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema")
+        return self
+
+    def constraint(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar of the output, if any; the grammar is not checked yet.
+
+        Raises:
+            UserError: it is no JSON.
+        """
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
+        return "json_schema", JSON_SCHEMA.check("json_schema", schema)
+
+
+MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
+_OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
+_SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
+
+_Sampling = create_model(
+    "_Sampling",
+    __base__=Fields,
+    **{name: (Annotated[Any, checked(name, SamplingParams.rule(name))], None) for name in _SAMPLING},  # type: ignore[call-overload]
+)
+
+
+class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
+    """Fields of all endpoints that generate: those of ``SamplingParams``, and some more.
+
+    Attributes:
+        limit_name: the endpoint's own name of ``max_tokens``.
+    """
+
+    limit_name: ClassVar[str] = "max_tokens"
+    model: str
+    n: int = Field(1, ge=1)
+    max_tokens: Annotated[Any, checked("max_tokens", MAX_TOKENS)] = None
+    min_tokens: Annotated[Any, checked("min_tokens", _MIN_TOKENS)] = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_limit(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get(cls.limit_name) is None:
+            return given
+        new, old = given[cls.limit_name], given.get("max_tokens")
+        if old is not None and old != new:
+            raise ValueError(f"max_tokens and {cls.limit_name} are one limit: got {shown(old)} and {shown(new)}")
+        valid = isinstance(new, int) and MAX_TOKENS.holds(new)  # the field's own check reports other values
+        return {**given, "max_tokens": new} if valid else given
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _as_all(cls, top_k: Any) -> Any:
+        """-1 disables it, as in vLLM."""
+        return 0 if top_k == -1 else top_k
+
+    @field_validator("stop")
+    @classmethod
+    def _short(cls, stop: str | list[str]) -> str | list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > _STOP_STRINGS or any(len(text) > _STOP_LENGTH for text in texts):
+            limits = f"at most {_STOP_STRINGS} texts of at most {_STOP_LENGTH} characters"
+            raise ValueError(f"expected {limits}, got {shown(stop)}")
+        return stop
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def alternatives(self) -> int | None:
+        """Alternatives per token whose log probabilities are asked for; None if no log probabilities are."""
+        raise NotImplementedError
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of ``Pipeline.stream`` beside ``params``."""
+        return {"logprobs": self.alternatives, "max_time": self.t_max_predict_ms / 1000 or None}
+
+    def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
+
+        More tokens than the server's limit are cut to it.
+
+        Args:
+            defaults: for fields that are left out.
+
+        Raises:
+            APIError: a value is beyond the server's limits.
+        """
+        if self.n > limits.max_running:
+            raise APIError(400, f"n must be at most {limits.max_running}: got {self.n}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise APIError(400, "stream_options goes with stream: true", "stream_options")
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        most = self.max_tokens or defaults.get("max_new_tokens", limits.max_tokens)
+        given |= {} if self.min_tokens is None else {"min_new_tokens": self.min_tokens}
+        return {**defaults, **given, "max_new_tokens": min(most, limits.max_tokens)}
+
+    def constraint(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar of the output, if any."""
+        return None if self.response_format is None else self.response_format.constraint()
+
+
+class ChatRequest(GenerationRequest):
+    """``POST /v1/chat/completions``."""
+
+    limit_name = "max_completion_tokens"
+    # A prediction is for speed alone; responses are stored by /v1/responses only.
+    ignored = (*IGNORED, "prediction", "reasoning_effort", "store", "verbosity")
+    neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+    refused: ClassVar = {
+        "audio": "answers are text",
+        "function_call": "tool_choice replaces it",
+        "functions": "tools replaces it",
+        "modalities": "answers are text",
+        "moderation": NO_MODERATION,
+        "web_search_options": "the server does not search",
+    }
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_ITEMS)
+    max_completion_tokens: Annotated[Any, checked("max_completion_tokens", MAX_TOKENS)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _with_logprobs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs goes with logprobs: true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _as_prompts(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str) or is_token_ids(given) else list(given)
+
+
+def _are_prompts(given: Any) -> bool:
+    prompts = _as_prompts(given) if isinstance(given, str | list) else []
+    return 0 < len(prompts) <= MOST_ITEMS and all(isinstance(one, str) or is_token_ids(one) for one in prompts)
+
+
+_PROMPTS = Rule(f"a text, token ids, or a list of 1 to {MOST_ITEMS} of them", _are_prompts, _as_prompts)
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``."""
+
+    ignored = IGNORED
+    neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
+    refused: ClassVar = {
+        "best_of": "choices are not ranked, n returns all of them",
+        "suffix": "texts are continued at their end only",
+    }
+    prompt: Annotated[Any, checked("prompt", _PROMPTS)]
+    logprobs: Annotated[Any, checked("logprobs", LOGPROBS)] = None
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _without_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo does not go with logprobs, which are those of the output's tokens")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeRequest(Fields):
+    """``POST /tokenize``: a text, or a conversation as the chat template renders it."""
+
+    neutral: ClassVar = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
+    tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens goes with prompt: a chat template has its own")
+        return self
+
+
+class DetokenizeRequest(Fields):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,413 @@
+"""Tools: forms in which models write calls, what tools make of a prompt, and calls in a streamed output."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from mmspec.errors import UserError
+from mmspec.sampling.syntax import json_rule
+from mmspec.sampling.trigger import AT_START
+from mmspec.serving.errors import APIError
+from mmspec.serving.schemas import Tool, named_function
+from mmspec.targets.processor import Processor
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls: marker, opening, calls with separators between them, end.
+
+    A call is ``{"name": NAME, KEY: ARGUMENTS}``.
+
+    Attributes:
+        name: of ``--tool-parser``.
+        marker: text or special token before the calls; of ``in_call``, the beginning of a call at that of the output.
+        opening, between, end: texts; ``between`` is None where a model makes one call at a time.
+        key: of the arguments.
+        in_call: whether the marker is part of a call.
+        id_length: letters and digits of a call's id, if templates require so many.
+    """
+
+    name: str
+    marker: str
+    opening: str = ""
+    between: str | None = None
+    end: str = ""
+    key: str = "arguments"
+    in_call: bool = False
+    id_length: int | None = None
+
+    @property
+    def trigger(self) -> str:
+        """The trigger of the grammar of calls; see ``SamplingParams``."""
+        return AT_START + self.marker if self.in_call else self.marker
+
+    def grammar(
+        self, tools: Sequence[Mapping[str, Any]], *, marked: bool, several: bool, instead: str | None = None
+    ) -> str:
+        """Grammar of calls, in llguidance's variant of Lark's syntax.
+
+        Args:
+            tools: functions in OpenAI's form.
+            marked: whether it begins with the marker, or follows it.
+            several: whether there may be several calls, if the model can make them.
+            instead: a JSON schema that the output may satisfy in place of calls.
+        """
+        parts = [] if self.in_call else ["/[ \\n]?/", json.dumps(self.opening)]
+        if marked and not self.in_call:
+            parts.insert(0, json.dumps(self.marker))
+        parts.append("call")
+        if several and self.between is not None:
+            parts.append(f"({json.dumps(self.between)} call)*")
+        rules = [
+            f"start: {'calls | instead' if instead else 'calls'}",
+            f"calls: {' '.join(parts)} {json.dumps(self.end)}",
+            f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
+        ]
+        for number, tool in enumerate(tools):
+            head = f'{{"name": {json.dumps(tool["name"])}, "{self.key}": '
+            head = head if marked or not self.in_call else head.removeprefix(self.marker)
+            rules.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
+            rules.append(f"args_{number}: {json_rule(parameters(tool))}")
+        if instead is not None:
+            rules.append(f"instead: {json_rule(json.loads(instead))}")
+        return "\n".join(rules)
+
+
+def parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a function's arguments."""
+    return {"type": "object", **function.get("parameters", {})}
+
+
+HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+"""``<tool_call>{json}</tool_call>`` of Hermes 2 Pro, Qwen2.5 and Qwen3."""
+
+LLAMA = ToolFormat("llama3_json", '{"name": "', key="parameters", in_call=True)
+"""``{"name": ..., "parameters": ...}`` of Llama 3.1 and later: one call, which is the whole output."""
+
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "[", ", ", "]", id_length=9)
+"""``[TOOL_CALLS][{json}, {json}]`` of Mistral's models up to version 7 of their tokenizers."""
+
+GENERIC = replace(HERMES, name="generic")
+"""That of Hermes, which the prompt explains: for chat templates without tools, or with other formats."""
+
+FORMATS = {one.name: one for one in (HERMES, LLAMA, MISTRAL, GENERIC)}
+AUTO = "auto"
+_PROMPT = """You can call these functions. Each is a JSON object with a name and the JSON schema of its parameters:
+{tools}
+To call one, write its name and arguments as a JSON object between <tool_call> and </tool_call>, and nothing after:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>
+Results follow between <tool_response> and </tool_response>. Answer without a call where none is needed."""
+
+
+def tool_format(io: Processor, name: str = AUTO) -> ToolFormat:
+    """The format of a model's calls.
+
+    Args:
+        name: of a format; ``AUTO`` recognises the one of the chat template.
+
+    Raises:
+        UserError: the named format needs a chat template that renders tools, and the model has none.
+    """
+    template = io.chat_template_text()
+    if name != AUTO:
+        if name != GENERIC.name and "tools" not in template:
+            raise UserError(f"the tool parser {name} needs a chat template with tools: the model has none")
+        return FORMATS[name]
+    if "tools" not in template:
+        return GENERIC
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return MISTRAL
+    if "<tool_call>" in template and "arguments" in template and not any(one in template for one in _OTHERS):
+        return HERMES
+    return LLAMA if '"parameters": dictionary' in template else GENERIC
+
+
+_OTHERS = ("<function=", "<arg_key>", "<invoke")
+"""Parts of calls that are no JSON (Qwen3-Coder, GLM-4.5, MiniMax) between ``<tool_call>`` and its end."""
+
+
+def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in the generic format, for a chat template that has no tools: functions, calls and results as text.
+
+    The functions precede the first message's text. Results of consecutive calls are one message of the user's.
+    """
+    found: list[dict[str, Any]] = []
+    before = None
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "tool":
+            text = f"<tool_response>\n{_text(content)}\n</tool_response>"
+            if before == "tool":
+                found[-1]["content"] = _joined(found[-1]["content"], text)
+            else:
+                found.append({"role": "user", "content": _like(content, text)})
+        else:
+            for call in message.get("tool_calls", ()):
+                called = {name: call["function"][name] for name in ("name", "arguments")}
+                content = _joined(content, f"<tool_call>\n{_json(called)}\n</tool_call>")
+            found.append({"role": role, "content": content})
+        before = role
+    if tools:
+        text = _PROMPT.format(tools="\n".join(map(_json, tools)))
+        found[0]["content"] = _joined(_like(found[0]["content"], text), found[0]["content"], "\n\n")
+    return found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
+
+
+def _like(content: Any, text: str) -> Any:
+    """A text in the form of a content: text, or a list of items."""
+    return text if isinstance(content, str) else [{"type": "text", "text": text}]
+
+
+def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
+    """A content with more after it."""
+    if isinstance(content, str):
+        return f"{content}{separator}{more}" if content else more
+    more = [{"type": "text", "text": more}] if isinstance(more, str) else more
+    return [*content, {"type": "text", "text": separator}, *more] if content else list(more)
+
+
+_HEAD = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_LONGEST_HEAD = 200  # characters; more are no call
+
+
+@dataclass
+class Delta:
+    """What a piece of text adds.
+
+    Attributes:
+        content: text of the message.
+        calls: deltas of calls by index, in OpenAI's form.
+    """
+
+    content: str = ""
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of a delta or message: those that there are."""
+        content = {"content": self.content} if self.content else {}
+        return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
+
+
+class CallReader:
+    """Reads the calls of one output.
+
+    The arguments of a call are passed on as they are written, up to the end of their JSON object: markers inside of its
+    strings are text. White space around calls is left out. What begins like a call and is none is content.
+
+    Args:
+        begun: whether the marker precedes the output.
+
+    Attributes:
+        calls: number of calls so far.
+    """
+
+    def __init__(self, form: ToolFormat, *, begun: bool = False) -> None:
+        self._form, self.calls = form, 0
+        opening = re.escape(form.opening)
+        marker = "" if form.in_call else f"(?:{re.escape(form.marker)})?"
+        self._head = re.compile(rf"\s*{marker}\s*(?:{opening})?\s*{_HEAD}")
+        self._end = re.compile(rf"\s*\}}\s*{re.escape(form.end.strip())}")
+        self._next = re.compile(r"\s*\}\s*,\s*(?=\{)")
+        self._rest = ""
+        self._step = self._in_head if begun else self._in_text
+        self._said = False  # any content: the marker of a format may count at the beginning only
+        self._json = _Object()
+
+    def feed(self, text: str, *, final: bool = False) -> Delta:
+        """Read more of the output.
+
+        Args:
+            final: nothing follows.
+        """
+        self._rest += text
+        delta = Delta()
+        while self._step(delta, final):
+            pass
+        return delta
+
+    def _in_text(self, delta: Delta, final: bool) -> bool:
+        rest, marker = self._rest, self._form.marker
+        at = rest.find(marker)
+        if self._form.in_call and (self._said or at > 0):
+            at = -1
+        if at >= 0:
+            said = rest[:at].rstrip()
+            self._say(delta, said)
+            self._rest, self._step = rest[len(said) :], self._in_head
+            return True
+        held = len(rest.rstrip())
+        if not self._form.in_call or not self._said:
+            held = min([held, *(len(rest) - n for n in range(1, len(marker)) if rest.endswith(marker[:n]))])
+            held = len(rest[:held].rstrip())
+        if final and not (self.calls and not rest.strip()):
+            held = len(rest)
+        self._say(delta, rest[:held])
+        self._rest = rest[held:]
+        return False
+
+    def _in_head(self, delta: Delta, final: bool) -> bool:
+        found = self._head.match(self._rest)
+        if found is not None:
+            prefix, length = ("", self._form.id_length) if self._form.id_length else ("call_", 24)
+            call = {"index": self.calls, "id": f"{prefix}{uuid.uuid4().hex[:length]}", "type": "function"}
+            delta.calls[self.calls] = {**call, "function": {"name": found[1], "arguments": ""}}
+            self._rest, self._step, self._json = self._rest[found.end() :], self._in_arguments, _Object()
+            return True
+        if final or len(self._rest) > _LONGEST_HEAD:
+            self._say(delta, self._rest)
+            self._rest, self._step = "", self._in_text
+        return False
+
+    def _in_arguments(self, delta: Delta, final: bool) -> bool:
+        end = self._json.read(self._rest)
+        if end:
+            call = delta.calls.setdefault(self.calls, {"index": self.calls, "function": {"arguments": ""}})
+            call["function"]["arguments"] += self._rest[:end]
+            self._rest = self._rest[end:]
+        if self._json.over:
+            self.calls, self._step = self.calls + 1, self._in_tail
+        elif final:
+            self.calls += 1  # cut short
+        return self._json.over
+
+    def _in_tail(self, delta: Delta, final: bool) -> bool:
+        found = self._next.match(self._rest)
+        if found is not None:
+            self._step = self._in_head
+        elif (found := self._end.match(self._rest)) is not None:
+            self._step = self._in_text
+        if found is not None:
+            self._rest = self._rest[found.end() :]
+        return found is not None
+
+    def _say(self, delta: Delta, text: str) -> None:
+        delta.content += text
+        self._said = self._said or bool(text)
+
+
+class _Object:
+    """Finds the end of a JSON object that arrives in pieces.
+
+    Attributes:
+        over: the end was read.
+    """
+
+    def __init__(self) -> None:
+        self.over = False
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def read(self, text: str) -> int:
+        """Number of characters of a piece that belong to the object."""
+        for place, character in enumerate(text):
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    self.over = True
+                    return place + 1
+        return len(text)
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """What the tools of a request make of it.
+
+    Attributes:
+        keywords: of ``Processor.encode``.
+        grammar, trigger: of the output; see ``SamplingParams``.
+        schemas: what the grammar was made of, by names for errors.
+        reader: makes readers of the calls in outputs.
+        as_text: the functions that the messages must explain, for a chat template that does not.
+    """
+
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    grammar: str | None = None
+    trigger: str | None = None
+    schemas: Mapping[str, str] = field(default_factory=dict)
+    reader: Callable[[], CallReader] | None = None
+    as_text: Sequence[Mapping[str, Any]] | None = None
+
+    def messages(self, given: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return list(given) if self.as_text is None else prompted(given, self.as_text)
+
+
+class ToolPlanner:
+    """Tools with one model.
+
+    Args:
+        parser: name of a format of calls, or ``AUTO``.
+    """
+
+    def __init__(self, io: Processor, parser: str = AUTO) -> None:
+        self._form = tool_format(io, parser)
+        self._special = io.special_token(self._form.marker) is not None
+
+    def plan(self, tools: Sequence[Tool], choice: Any, *, several: bool = True, schema: str | None = None) -> ToolPlan:
+        """Tools of a request.
+
+        Args:
+            tools: empty without any.
+            choice: as OpenAI's ``tool_choice``.
+            several: whether there may be several calls.
+            schema: the JSON schema of outputs that are no calls, if they have one.
+
+        Raises:
+            APIError: the choice does not go with the tools, or the schema with the format.
+        """
+        generic, named = self._form is GENERIC, named_function(choice)
+        functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
+        names = [one["name"] for one in functions]
+        if len(set(names)) < len(names):
+            raise APIError(400, f"tools must have different names: got {', '.join(names)[:200]}", "tools")
+        if choice == "required" and not tools:
+            raise APIError(400, "tool_choice required goes with tools: got none", "tool_choice")
+        if named is not None and named not in names:
+            raise APIError(400, f"tool_choice must name one of the tools: got {named[:80]!r}", "tool_choice")
+        if choice == "none" or not tools:
+            return ToolPlan(as_text=[] if generic else None)
+        tools_of_template = [{"type": "function", "function": one} for one in functions]
+        keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
+        as_text = functions if generic else None
+        if choice == "auto" and schema is None:
+            grammar = self._form.grammar(functions, marked=False, several=several)
+            schemas = _schemas(functions)
+            return ToolPlan(keywords, grammar, self._form.trigger, schemas, partial(CallReader, self._form), as_text)
+        if choice == "auto" and self._special:
+            message = "response_format beside tools needs tool_choice none or required: got auto"
+            raise APIError(400, message, "response_format")
+        called = [one for one in functions if named in (None, one["name"])]
+        instead = schema if choice == "auto" else None
+        several = several and named is None
+        grammar = self._form.grammar(called, marked=not self._special, several=several, instead=instead)
+        if self._special:
+            keywords["answer_start"] = self._form.marker
+        reader = partial(CallReader, self._form, begun=self._special)
+        schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
+        return ToolPlan(keywords, grammar, None, schemas, reader, as_text)
+
+
+def _schemas(functions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The JSON schemas of calls, by names for errors."""
+    return {f"tool {one['name']}": json.dumps(parameters(one)) for one in functions}

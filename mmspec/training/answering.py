@@ -1,0 +1,213 @@
+"""Prompts and answers that a target generates, for conversations to train drafters on.
+
+Answers are generated in batches of similar cost. Prompts are the target's own: after its chat template's opening of a
+user's turn it continues with one (Magpie, arXiv 2406.08464), which needs no data of anybody's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from mmspec.core.target import Prompt
+from mmspec.engine.request_state import Wakeup
+from mmspec.engine.stopping import Stopper
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.sampling.params import SamplingParams
+from mmspec.training import data
+
+_POOL = 8  # batches sorted together, so that answers of similar lengths are generated together
+_GROUP = 2  # batches generated before they are yielded: a sequence that has ended leaves its place to the next
+
+
+@dataclass
+class PendingConversation:
+    """A conversation whose answers are being generated.
+
+    Attributes:
+        questions: content of each user message, as in ``data.Conversation``.
+        expected: estimated length of each answer, in characters.
+    """
+
+    id: str
+    questions: list[list[dict[str, Any]]]
+    expected: list[int]
+    system: tuple[dict[str, Any], ...] = ()
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.messages += self.system
+
+    @property
+    def pending(self) -> bool:
+        """Whether questions are left to answer."""
+        return len(self.answers) < len(self.questions)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """Sort key by the cost of the next answer: number of media so far, then expected length."""
+        questions = self.questions[: len(self.answers) + 1]
+        media = sum(item["type"] in data.MEDIA for items in questions for item in items)
+        return media, self.expected[len(self.answers)]
+
+    def prompt(self) -> list[dict[str, Any]]:
+        """The messages up to the next question."""
+        return [*self.messages, {"role": "user", "content": self.questions[len(self.answers)]}]
+
+    def add_answer(self, text: str, token_ids: Sequence[int]) -> None:
+        """Append the next question and its answer."""
+        self.messages.append({"role": "user", "content": self.questions[len(self.answers)]})
+        self.messages.append({"role": "assistant", "content": text.strip()})
+        self.answers.append(tuple(token_ids))
+
+    def result(self) -> data.Conversation:
+        """The conversation so far."""
+        return data.Conversation(self.id, tuple(self.messages), tuple(self.answers))
+
+
+def without_answers(conversation: data.Conversation) -> PendingConversation:
+    """The conversation's questions, to be answered by a target."""
+    questions, expected = [], []
+    for message in conversation.messages:
+        if message["role"] == "user":
+            questions.append(message["content"])
+            expected.append(0)
+        elif message["role"] == "assistant":
+            expected[-1] = len(message["content"])
+    system = tuple(message for message in conversation.messages[:1] if message["role"] == "system")
+    return PendingConversation(conversation.id, questions, expected, system)
+
+
+class AnswerGenerator:
+    """Generates answers with a pipeline, batching questions of similar cost.
+
+    Args:
+        pipe: of the target; its ``max_num_seqs`` is the batch size.
+        params: how answers are decoded; each has a seed of its own.
+        greedy: share of conversations that are answered greedily whatever ``params`` say.
+
+    Attributes:
+        answers, tokens: numbers generated so far.
+        failures: errors that ended conversations early, one line each.
+    """
+
+    def __init__(self, pipe: Pipeline, seed: int, params: SamplingParams, greedy: float = 0.0) -> None:
+        self.pipe, self.seed, self.params, self.greedy = pipe, seed, params, greedy
+        self.answers = self.tokens = 0
+        self.failures: list[str] = []
+        self._text_only = not pipe.processor.reads_media
+
+    def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
+        """Yield conversations as they are completed, some batches at a time."""
+        stream, size = iter(jobs), _GROUP * self.pipe.max_num_seqs
+        while pool := list(islice(stream, _POOL * self.pipe.max_num_seqs)):
+            while pool:
+                pool.sort(key=lambda job: job.cost)
+                for start in range(0, len(pool), size):
+                    group = pool[start : start + size]
+                    self._answer(group)
+                    yield [job.result() for job in group if not job.pending and job.answers]
+                pool = [job for job in pool if job.pending]
+
+    def _answer(self, group: list[PendingConversation]) -> None:
+        prompts = [data.as_text(job.prompt()) if self._text_only else job.prompt() for job in group]
+        requests = [{"prompt": prompt, "params": self._params(job)} for prompt, job in zip(prompts, group, strict=True)]
+        for job, answer in zip(
+            group, self.pipe.generate_batch(requests, num_draft_tokens=0, on_error="return"), strict=True
+        ):
+            if isinstance(answer, UserError):
+                self.failures.append(f"{job.id}: {answer}")
+                del job.questions[len(job.answers) :]
+                continue
+            job.add_answer(answer.text, answer.token_ids)
+            self.answers += 1
+            self.tokens += len(answer.token_ids)
+
+    def _params(self, job: PendingConversation) -> SamplingParams:
+        """How the next answer is decoded: the same in every run."""
+        if zlib.crc32(f"greedy {job.id}".encode()) < self.greedy * 2**32:
+            return replace(self.params, temperature=0.0)
+        return replace(self.params, seed=zlib.crc32(f"{self.seed} {job.id} {len(job.answers)}".encode()))
+
+
+MAX_TOKENS = 128
+"""A prompt that has not ended by then is dropped."""
+
+_MARK = "mmspec-user-turn"
+
+
+def draw_prompts(
+    pipe: Pipeline, numbers: Sequence[int], done: Collection[str], params: SamplingParams, *, chunk: int = 256
+) -> Iterator[PendingConversation]:
+    """Draw prompts and yield them as conversations to be answered; repeated and unusable ones are dropped.
+
+    Args:
+        pipe: of a target with a chat template.
+        numbers: of the prompts; a number and ``params`` give the same prompt in every run.
+        done: ids of conversations that exist, which are not drawn again.
+        chunk: prompts drawn at a time.
+    """
+    opening = user_opening(pipe.processor.tokenizer)
+    seen: set[str] = set()
+    left = [number for number in numbers if prompt_id(number) not in done]
+    for start in range(0, len(left), chunk):
+        drawn = left[start : start + chunk]
+        for number, text in zip(drawn, _draw(pipe, opening, drawn, params), strict=True):
+            if text is not None and text.lower() not in seen:
+                seen.add(text.lower())
+                yield PendingConversation(prompt_id(number), [[{"type": "text", "text": text}]], [0])
+
+
+def prompt_id(number: int) -> str:
+    """The id of the conversation that starts with this prompt."""
+    return f"self-{number:07d}"
+
+
+def user_opening(tokenizer: Any) -> list[int]:
+    """The tokens of a chat template before a user's first words.
+
+    Raises:
+        UserError: there is no chat template, or it does not show a user's words as they are.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("a model that writes its own prompts needs a chat template: its tokenizer has none")
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    opening, found, _ = rendered.partition(_MARK)
+    if not found or not opening:
+        raise UserError(f"expected a chat template that opens a user's turn, received {rendered[:60]!r}")
+    return tokenizer(opening, add_special_tokens=False)["input_ids"]
+
+
+def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
+    """Sample prompts; None for unusable ones."""
+    target = pipe.target
+    prompt = torch.tensor([opening], device=target.device)
+    stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
+    sequences, wakeup = [], Wakeup()
+    seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
+    samplers = [replace(params, seed=seed).sampler() for seed in seeds]
+    with pipe.engine.together():
+        for sampler in samplers:
+            sequences += pipe.add(Prompt(prompt, None), sampler, stopper, 0, on_change=wakeup)
+    try:
+        wakeup.wait(lambda: all(sequence.done for sequence in sequences))
+    finally:
+        pipe.engine.remove(sequences)
+    for sequence in sequences:
+        if sequence.error is not None:
+            raise sequence.error
+    return [_usable(pipe.processor.tokenizer, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
+
+
+def _usable(tokenizer: Any, token_ids: list[int]) -> str | None:
+    """The text of a prompt that has ended; None unless it has two words and every token of it shows as text."""
+    text = tokenizer.decode(token_ids[:-1]).strip()
+    special = set(tokenizer.all_special_ids) & set(token_ids[:-1])
+    return None if special or "\N{REPLACEMENT CHARACTER}" in text or len(text.split()) < 2 else text

@@ -1,0 +1,256 @@
+"""Conversations about images and videos: reads and writes LLaVA's JSON format.
+
+A record of a JSON array or of a JSON Lines file:
+
+    {"id": "7", "image": "a.png" | ["a.png", "b.png"], "video": "clip.mp4" | [...],
+     "conversations": [{"from": "human", "value": "<image>\\nDescribe the image."},
+                       {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
+
+Placeholders in the human values are the positions of the media. Media without a placeholder come first in the first
+human turn. ``token_ids``, optional and our extension, are the generated tokens of an answer, end of sequence included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mmspec.errors import UserError, explained
+from mmspec.files import read_lines, read_rows
+
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
+    "system": "system",
+}
+"""Speaker names in files, and their roles in chat templates."""
+
+MEDIA = ("image", "video")
+_PLACEHOLDER = re.compile(r"[ \t]*\n?<(image|video)>\n?")
+_ANY_PLACEHOLDER = re.compile("<image>|<video>")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation in the format of chat templates.
+
+    Attributes:
+        id: unique in its file.
+        messages: ``{"role": "user" | "assistant" | "system", "content": ...}``; a user's content is a list of items
+            (``{"type": "image", "path": ...}``, ``{"type": "video", "path": ...}``, ``{"type": "text", "text": ...}``),
+            that of the others is a string.
+        answers: generated tokens of each assistant message; None where only the text is known.
+    """
+
+    id: str
+    messages: tuple[dict[str, Any], ...]
+    answers: tuple[tuple[int, ...] | None, ...]
+
+    @property
+    def media(self) -> list[dict[str, Any]]:
+        """The image and video items, in order."""
+        items = (item for message in self.messages if message["role"] == "user" for item in message["content"])
+        return [item for item in items if item["type"] in MEDIA]
+
+    @property
+    def size(self) -> int:
+        """Approximate length in characters; an image counts as 1000, a video as 4000."""
+        text = sum(len(text_of(message["content"])) for message in self.messages)
+        return text + sum(1000 if item["type"] == "image" else 4000 for item in self.media)
+
+
+@dataclass
+class ConversationFile:
+    """Usable conversations of a file, and the number of skipped records by reason."""
+
+    conversations: list[Conversation]
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def read(path: Path, images: Path | None = None, *, answered: bool = True) -> ConversationFile:
+    """Read a file of conversations.
+
+    Args:
+        path: a JSON array or JSON Lines.
+        images: folder that media paths are relative to; by default the folder of the file.
+        answered: skip conversations without an answer, and drop the turns after the last answer; otherwise keep
+            every conversation with a question.
+
+    Raises:
+        UserError: the file cannot be read or a record is malformed; names the file and the line or record.
+    """
+    data = ConversationFile([])
+    root = (path.parent if images is None else images).absolute()
+    ids: Counter[str] = Counter()
+    for number, (where, record) in enumerate(_records(path), start=1):
+        try:
+            found = _conversation(record, root, answered)
+        except _MalformedRecordError as error:
+            raise UserError(f"{where}: {error}") from None
+        if isinstance(found, str):
+            data.skipped[found] += 1
+            continue
+        name = str(record.get("id", number))
+        ids[name] += 1
+        again = f"#{ids[name]}" if ids[name] > 1 else ""
+        data.conversations.append(Conversation(name + again, *found))
+    return data
+
+
+def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
+    """The record of a conversation, with media paths relative to ``root``."""
+    record: dict[str, Any] = {"id": conversation.id}
+    for kind in MEDIA:
+        paths = [os.path.relpath(item["path"], root) for item in conversation.media if item["type"] == kind]
+        if paths:
+            record[kind] = paths[0] if len(paths) == 1 else paths
+    turns, answers = [], iter(conversation.answers)
+    for message in conversation.messages:
+        if message["role"] == "assistant":
+            ids = next(answers)
+            turn = {"from": "gpt", "value": message["content"]}
+            turns.append(turn if ids is None else {**turn, "token_ids": list(ids)})
+        elif message["role"] == "user":
+            marked = [item.get("text", f"<{item['type']}>") for item in message["content"]]
+            turns.append({"from": "human", "value": "\n".join(marked)})
+        else:
+            turns.append({"from": "system", "value": message["content"]})
+    return {**record, "conversations": turns}
+
+
+def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
+    """Split into training and held-out conversations by a hash of their ids, the same in every run.
+
+    Args:
+        share: of held-out conversations; at least one if it is above 0.
+    """
+
+    def rank(conversation: Conversation) -> bytes:
+        return hashlib.sha256(conversation.id.encode()).digest()
+
+    count = max(1, round(share * len(conversations))) if share > 0 else 0
+    held = {conversation.id for conversation in sorted(conversations, key=rank)[:count]}
+    return [c for c in conversations if c.id not in held], [c for c in conversations if c.id in held]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content."""
+    return content if isinstance(content, str) else "\n".join(item.get("text", "") for item in content)
+
+
+def as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with strings as content, the format of text models' chat templates.
+
+    Raises:
+        UserError: a message contains images or videos.
+    """
+    if any(item["type"] in MEDIA for m in messages if not isinstance(m["content"], str) for item in m["content"]):
+        raise UserError("a text model reads text only: received a conversation with images or videos")
+    return [{**message, "content": text_of(message["content"])} for message in messages]
+
+
+class _MalformedRecordError(Exception):
+    """A record that violates the format."""
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record, with its place for messages."""
+    first = next((line.lstrip() for _, line in read_lines(path) if line.strip()), "")
+    if not first.startswith("["):
+        yield from ((f"{path}, line {number}", row) for number, row in read_rows(path))
+        return
+    with explained(f"{path}: expected a JSON array or JSON Lines of conversations", ValueError, RecursionError):
+        records = json.loads("".join(line for _, line in read_lines(path)))
+    yield from ((f"{path}, record {number}", record) for number, record in enumerate(records, start=1))
+
+
+def _conversation(record: Any, root: Path, answered: bool) -> Any:
+    """Messages and answers of a record, or the reason to skip it."""
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        raise _MalformedRecordError(
+            f"expected an object with a list `conversations`, received {json.dumps(record)[:60]}"
+        )
+    turns = [_turn(turn) for turn in record["conversations"]]
+    paths = {kind: _paths(record, kind, root) for kind in MEDIA}
+    while turns and turns[0][0] == "assistant":
+        del turns[0]
+    turns = _merged(turns)
+    if answered:
+        while turns and turns[-1][0] != "assistant":
+            del turns[-1]
+    if all(role != "user" for role, _, _ in turns):
+        return "no answer" if answered else "no question"
+    if any(role != "user" and _ANY_PLACEHOLDER.search(text) for role, text, _ in turns):
+        return "a media placeholder outside of a question"
+    if not any(paths.values()) and any(_ANY_PLACEHOLDER.search(text) for _, text, _ in turns):
+        return "a media placeholder without media"
+    return _messages(turns, paths), tuple(ids for role, _, ids in turns if role == "assistant")
+
+
+def _turn(turn: Any) -> tuple[str, str, tuple[int, ...] | None]:
+    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+        raise _MalformedRecordError(f"expected turns with `from` and a text `value`, received {json.dumps(turn)[:60]}")
+    role = ROLES.get(str(turn.get("from")))
+    if role is None:
+        raise _MalformedRecordError(f"expected turns from {', '.join(ROLES)}, received {turn.get('from')!r}")
+    ids = turn.get("token_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids)):
+        raise _MalformedRecordError(f"expected `token_ids` as a list of token numbers, received {json.dumps(ids)[:60]}")
+    return role, turn["value"], None if ids is None or role != "assistant" else tuple(ids)
+
+
+def _merged(turns: list[Any]) -> list[Any]:
+    """Merge consecutive turns of the same speaker: chat templates require alternating roles."""
+    merged: list[Any] = []
+    for role, text, ids in turns:
+        if merged and merged[-1][0] == role:
+            merged[-1] = (role, f"{merged[-1][1]}\n{text}", None)
+        else:
+            merged.append((role, text, ids))
+    return merged
+
+
+def _paths(record: dict[str, Any], kind: str, root: Path) -> list[str]:
+    given = record.get(kind)
+    listed = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(isinstance(path, str) and path for path in listed):
+        raise _MalformedRecordError(
+            f"expected `{kind}` as a path or a list of paths, received {json.dumps(given)[:60]}"
+        )
+    return [str(root / path) for path in listed]
+
+
+def _messages(turns: list[Any], paths: dict[str, list[str]]) -> tuple[dict[str, Any], ...]:
+    left = {kind: list(files) for kind, files in paths.items()}
+    messages = []
+    for role, text, _ in turns:
+        content = _items(text, left) if role == "user" else text
+        messages.append({"role": role, "content": content})
+    unmarked = [{"type": kind, "path": path} for kind in MEDIA for path in left[kind]]
+    first = next(message for message in messages if message["role"] == "user")
+    first["content"] = [*unmarked, *first["content"]]
+    return tuple(messages)
+
+
+def _items(text: str, left: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Split a question into items; each placeholder takes the next of the remaining media."""
+    items: list[dict[str, Any]] = []
+    parts = _PLACEHOLDER.split(text)  # text, kind of placeholder, text, ...
+    for index, part in enumerate(parts):
+        if index % 2 == 0:
+            if part:
+                items.append({"type": "text", "text": part})
+        elif left[part]:
+            items.append({"type": part, "path": left[part].pop(0)})
+        else:
+            raise _MalformedRecordError(
+                f"expected as many files in `{part}` as there are <{part}> placeholders, received fewer"
+            )
+    return items

@@ -1,0 +1,228 @@
+"""``mmspec train dflash``: objective, and what sets up network and drafter to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import exp
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.checks import FLAG, POSITIVE, Checked, inherited, inherited_optional, option, whole, with_fields_of
+from mmspec.core.target import Target
+from mmspec.drafters.dflash import (
+    DFlash,
+    DFlashConfig,
+    DFlashNetwork,
+    attended,
+    block_tokens,
+    default_layer_ids,
+    plain_embedding,
+)
+from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
+from mmspec.drafters.shape import TREE
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import TokenLosses
+from mmspec.training.options import NetworkOptions, Passes, TreeOptions
+from mmspec.training.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    decoder_weights,
+    load_shared_weights,
+    mask_token,
+    output_rows,
+)
+
+_OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
+_OPTIONAL = ("q_norm.weight", "k_norm.weight")
+
+
+@dataclass(frozen=True)
+class BlockLoss(Checked):
+    """Settings of DFlash's objective."""
+
+    anchors: int = option(24, whole(1), "Blocks per conversation.")
+    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(DFlashConfig)
+class DFlashOptions(BlockLoss, NetworkOptions):
+    """Options of ``mmspec train dflash``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=15)
+    layers: int | None = inherited_optional(DFlashConfig, "layers", "Decoder layers.", default_text="2")
+    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
+
+
+def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What ``train_drafter`` trains with these options."""
+    target, start = pipe.target, None
+    if options.start is not None:
+        start = DFlash.from_checkpoint(options.start)
+        start.attach(target)  # refuses drafters of other targets
+        if start.network.config.head or rotary_of(start.network.config)[1] is not None:
+            raise UserError(
+                f"{options.start}: expected a drafter with the target's output layer and plain rotary positions"
+            )
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+    config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
+    network = DFlashNetwork(config).to(target.device, torch.float32)
+    if config.markov_rank:
+        nn.init.zeros_(network.markov_out.weight)  # no correction at first
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    elif options.from_target:
+        copy_last_layers(network, target)
+    chosen = options.part(DFlashObjective.__dataclass_fields__)
+    layers = config.features(target.config.num_hidden_layers)
+    return DrafterSetup(network, DFlashObjective(**chosen), DFlash, draft_ids, options.part(TREE), layers=layers)
+
+
+def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
+    given, decoder = options.part(DFlashConfig.__dataclass_fields__), pipe.target.config
+    if "markov_rank" in given:
+        has = given["markov_rank"] > 0
+        given |= {"markov_inputs": has * decoder.vocab_size, "markov_outputs": has * drafts}
+    if start is not None:
+        return replace(start.network.config, **given)
+    new = {"block_size": 8, "layers": 2, "target_layer_ids": default_layer_ids(decoder.num_hidden_layers), **given}
+    if "mask_token_id" not in new:
+        new["mask_token_id"] = mask_token(pipe)
+    return DFlashConfig.like(decoder, **new)
+
+
+@torch.no_grad()
+def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
+    """Initialises the layers and the last norm as the target's last ones, which read the last of the states that the
+    drafter reads. Norms of queries and keys that the target does not have are kept.
+
+    Raises:
+        UserError: the target's layers are of another architecture or shape.
+    """
+    last = range(target.config.num_hidden_layers)[-network.config.layers :]
+    theirs, own = decoder_weights(target, last), network.state_dict()
+    parts = {
+        ours: some
+        for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
+        if not ours.startswith(_OWN) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
+    }
+    for name, expected in shapes_of(own, parts, network.config).items():
+        if (received := tuple(theirs[name].shape) if name in theirs else "none") != expected:
+            raise UserError(
+                f"--from-target needs layers like the drafter's: expected {name} {expected}, received {received}"
+            )
+    for ours, weight in stack(theirs, parts).items():
+        own[ours].copy_(weight)
+    network.hidden_norm.weight.copy_(own["layers.0.input_norm.weight"])
+    network.fc.weight.zero_()[:, -network.config.hidden_size :].fill_diagonal_(1.0)
+
+
+@dataclass(frozen=True)
+class DFlashObjective(BlockLoss):
+    """Loss of blocks against the target's next-token distributions (arXiv 2602.06036, section 4).
+
+    An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
+    to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
+    A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
+    11).
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, ``confidence_k`` is the confidence head's
+    loss.
+    """
+
+    def __call__(
+        self,
+        network: DFlashNetwork,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """The losses, see ``mmspec.training.tasks.Objective``; anchors are drawn."""
+        followed = batch.answer[:, :-1] & batch.answer[:, 1:]
+        losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids)
+        if not losses.count:
+            return losses.output
+        anchors = _draw(followed, self.anchors, generator)
+        states = _states(network, target, batch, anchors)
+        scoring = network.lm_head if network.config.head else losses.head
+        alive = followed.gather(1, anchors)
+        losses.count = int(alive.sum())  # blocks
+        memory = network.first_memory(states, batch.tokens.gather(1, anchors))
+        memory = None if memory is None else memory[alive]
+        for slot in range(1, network.config.drafts + 1):
+            at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
+            before, alive = alive, alive & followed.gather(1, at)
+            if not bool(alive.any()):
+                break
+            read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
+            memory = None if memory is None else memory[alive[before]]
+            scores, confidence, memory = network.corrected(scoring(read), read, previous, memory)
+            goal, further = losses.goals(alive, at), {}
+            if confidence is not None:
+                accepted = torch.minimum(goal, scores.detach().float().softmax(-1)).sum(-1).clamp(max=1.0)
+                further["confidence"] = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
+            losses.add(slot, scores, goal, exp(-(slot - 1) / self.gamma), **further)
+        return losses.output
+
+
+def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
+    """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
+    noise = torch.rand(possible.shape, generator=generator, device=possible.device).masked_fill(~possible, -1.0)
+    return noise.topk(min(count, int(possible.sum(1).max())), dim=1).indices
+
+
+def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Tensor) -> Tensor:
+    """The network's outputs over a block per anchor, (batch, anchors, block, hidden)."""
+    config, length = network.config, batch.tokens.shape[1]
+    assert batch.layers is not None, "the extractor reads the network's layers"
+    rotary, _ = rotary_of(config)
+    context = network.project(batch.layers)
+    rotary.reserve(length + config.block_size, context)
+    known = list(network.context(context, rotary(slice(0, length))))
+    places = anchors[:, :, None] + torch.arange(config.block_size, device=anchors.device)
+    masks = _masks(anchors, places, length, config)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(known[layer], (k, v), strict=True))
+        return F.scaled_dot_product_attention(q, keys, values, masks[layer], enable_gqa=True)
+
+    tokens = block_tokens(batch.tokens.gather(1, anchors), config).flatten(1)
+    if config.embedding:
+        x = network.embed_tokens(tokens)
+    else:
+        with torch.no_grad():
+            x = plain_embedding(target, tokens).clone()
+    outputs: Tensor = network(x.to(context.dtype), rotary(places.flatten(1)), attend)
+    return outputs.unflatten(1, places.shape[1:])
+
+
+def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -> list[Tensor]:
+    """Attention masks of the layers, (batch, 1, anchors * block, length + anchors * block) bool: the tokens before an
+    anchor, then its own block."""
+    tokens = torch.arange(length, device=anchors.device)
+    before = (tokens < anchors[:, :, None]).repeat_interleave(config.block_size, dim=1)
+    number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(config.block_size)
+    own = (number[:, None] == number).expand(len(anchors), -1, -1)
+    flat = places.flatten(1)
+    keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
+    seen = torch.cat([before, own], dim=2)[:, None]
+    return [seen & mask[:, None] for mask in attended(flat[:, :, None] - keys[:, None], config)]
+
+
+TRAINING = DrafterTraining(
+    DFlashOptions,
+    setup,
+    """Train a DFlash drafter, which drafts a block of tokens in one pass.
+
+    It reads several layers of the target, at image positions too.""",
+)

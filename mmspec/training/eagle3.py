@@ -1,0 +1,190 @@
+"""``mmspec train eagle3``: objective, and what sets up network and drafter to train.
+
+Entry j of a drafter's sequence takes token j + 1 and the target's states at token j, and predicts token j + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.checks import FLAG, SHARE, inherited, option, settable, with_fields_of
+from mmspec.core.target import Target
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
+from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.shape import TREE
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import PassCache, TokenLosses
+from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    head_weight,
+    load_shared_weights,
+    mask_token,
+    output_rows,
+)
+
+
+@dataclass(frozen=True)
+class Eagle3Passes(Passes):
+    """Settings of EAGLE-3's objective."""
+
+    passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
+    keep: float = option(
+        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(Eagle3Config)
+class Eagle3Options(Eagle3Passes, HeadOptions):
+    """Options of ``mmspec train eagle3``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=8)
+    parallel: bool | None = option(
+        None,
+        settable(FLAG),
+        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
+        default_text="one pass per level",
+        declared=("--parallel/--sequential",),
+    )
+
+
+def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What ``train_drafter`` trains with these options."""
+    target, start = pipe.target, None
+    if options.start is not None:
+        start = Eagle3.from_checkpoint(options.start)
+        if start.network.config.window or start.network.config.candidates:
+            raise UserError(f"{options.start}: expected an EAGLE-3 head without a sliding window, received EAGLE-4's")
+        start.attach(target)  # refuses drafters of other targets
+        draft_ids = start.draft_ids if draft_ids is None else draft_ids
+        if rotary_of(start.network.config)[1] is not None:
+            raise UserError(f"{options.start}: expected a head with plain rotary positions, received M-RoPE")
+    config = _network_config(options, pipe, draft_ids, start)
+    network = Eagle3Network(config).to(target.device, torch.float32)
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    else:
+        with torch.no_grad():
+            network.lm_head.weight.copy_(head_weight(target, draft_ids))
+    chosen = options.part(Eagle3Objective.__dataclass_fields__)
+    layers = config.features(target.config.num_hidden_layers)
+    tree = options.part(TREE)
+    return DrafterSetup(network, Eagle3Objective(**chosen), Eagle3, draft_ids, tree, layers=layers)
+
+
+def _network_config(
+    options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None, start: Eagle3 | None
+) -> Eagle3Config:
+    given: dict[str, Any] = options.part(Eagle3Config.__dataclass_fields__)
+    given |= {"states": len(given["reads"])} if "reads" in given else {}
+    before = None if start is None else start.network.config
+    mask = None if before is None else before.mask_token_id
+    if options.parallel is not None:
+        mask = (mask_token(pipe) if mask is None else mask) if options.parallel else None
+    head = output_rows(pipe.target) if draft_ids is None else len(draft_ids)
+    if before is not None:
+        return replace(before, **given, head=head if before.head else 0, mask_token_id=mask)
+    new = {"fc_norm": not given.get("norm_before_fc"), "norm_output": True, **given}
+    return Eagle3Config.like(pipe.target.config, **new, head=head, mask_token_id=mask)
+
+
+@dataclass(frozen=True)
+class Eagle3Objective(Eagle3Passes):
+    """Loss against the target's next-token distribution over several passes (training-time test, arXiv 2503.01840,
+    section 3.2).
+
+    The first pass takes the target's states at all entries. In pass s, an entry takes the state that the pass before
+    predicted for it, and attends to the s - 1 entries before it of earlier passes, and before these to the first pass:
+    as a node at depth s of a tree does. With a mask token (P-EAGLE, arXiv 2602.01469), entries of later passes take it
+    and the learnt state in place of their token and the predicted state.
+
+    A further pass keeps a chain with probability ``keep`` (conditional drop-token, arXiv 2602.01469, section 4).
+
+    The metrics ``token_d`` and ``right_d`` are loss and accuracy d steps after a true state.
+    """
+
+    def __call__(
+        self,
+        network: Eagle3Network,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """The losses, see ``mmspec.training.tasks.Objective``; the chains that a pass keeps are drawn."""
+        answer = batch.answer[:, 1:]
+        wanted = answer & F.pad(answer[:, 1:], (0, 1))
+        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:], wanted, draft_ids)
+        if not losses.count:
+            return losses.output
+        assert batch.layers is not None, "the extractor reads the network's layers"
+        embeds = _embeddings(network, target, batch.tokens[:, 1:])
+        rotary, _ = rotary_of(network.config)
+        rotary.reserve(embeds.shape[1], embeds)
+        caches = [PassCache() for _ in network.layers]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            return caches[layer].attend(q, k, v)
+
+        outputs = network(
+            network.combine(embeds, network.project(batch.layers[:, :-1])), rotary(slice(0, embeds.shape[1])), attend
+        )
+        entry, valid = packing(wanted, left=False)  # of the first pass, one chain from each
+        state, _ = network.begin(take(outputs, entry))
+        for cache in caches:
+            cache.start_chains(entry)
+        for number in range(self.passes):
+            if number:
+                entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
+                kept = torch.rand(valid.shape, generator=generator, device=valid.device) < self.keep
+                places, valid = packing(kept & valid & wanted.gather(1, entry), left=False)
+                if places.shape[1] == 0:
+                    break
+                entry = entry.gather(1, places)
+                for cache in caches:
+                    cache.keep_chains(places)
+                x = _inputs(network, target, take(embeds, entry), take(state, places))
+                state, _ = network.begin(network(x, rotary(entry), attend))
+            scores = network.scores(network.lm_head if network.config.head else losses.head, state[valid])
+            losses.add(number + 1, scores, losses.goals(valid, entry), self.decay**number)
+        return losses.output
+
+
+def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tensor) -> Tensor:
+    """Layer inputs of a further pass, (batch, chains, 2 * hidden), from its tokens' embeddings and predicted states."""
+    if (mask := network.config.mask_token_id) is None:
+        return network.combine(embeds, state)
+    embed = _embeddings(network, target, torch.tensor([[mask]], device=embeds.device))
+    return network.combine(embed, network.project(network.mask_hidden)).expand(*embeds.shape[:2], -1)
+
+
+def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tensor:
+    """Embeddings of tokens, those of placeholders included, (batch, length, hidden)."""
+    rows = network.config.embedding or target.config.vocab_size  # type: ignore[attr-defined]
+    tokens = tokens.masked_fill(tokens >= rows, 0)
+    if network.config.embedding:
+        return network.embed_tokens(tokens)
+    with torch.no_grad():
+        return target.embed(tokens).clone()
+
+
+TRAINING = DrafterTraining(
+    Eagle3Options,
+    setup,
+    """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
+
+    With --parallel, a P-EAGLE head, which drafts all levels in one pass. Image positions are placeholder tokens to
+    it.""",
+)

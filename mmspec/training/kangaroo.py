@@ -1,0 +1,66 @@
+"""``mmspec train kangaroo``: objective, and what sets up network and drafter to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmspec.checks import inherited
+from mmspec.core.target import Target, output_of
+from mmspec.drafters.early_exit import FirstLayers
+from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
+from mmspec.drafters.shape import TREE
+from mmspec.pipeline import Pipeline
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import causal_pass, next_token_loss
+from mmspec.training.options import NextTokenLoss, TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooOptions(NextTokenLoss, TreeOptions):
+    """Options of ``mmspec train kangaroo``."""
+
+    exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
+
+
+@dataclass(frozen=True)
+class KangarooObjective(NextTokenLoss):
+    """Loss against the target's next-token distributions at the same positions (arXiv 2404.18911, formula 2).
+
+    The target's first layers run over drafted tokens, too: one pass trains all levels of a tree.
+    """
+
+    def __call__(
+        self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
+    ) -> LossOutput:
+        """The loss, see ``mmspec.training.tasks.Objective``; the layers of ``batch`` are the states at the
+        network's exit layer."""
+
+        def states() -> Tensor:
+            assert batch.layers is not None, "the extractor reads the network's exit layer"
+            return causal_pass(network, network.config, batch.layers)
+
+        return next_token_loss(self.loss, target, batch, states, draft_ids)
+
+
+def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What ``train_drafter`` trains with these options."""
+    target = pipe.target
+    FirstLayers(target, options.exit_layer)  # raises if the target has too few
+    config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
+    network = KangarooNetwork(config).to(target.device, torch.float32)
+    layers = (output_of(options.exit_layer - 1),)
+    objective = KangarooObjective(options.loss)
+    return DrafterSetup(network, objective, Kangaroo, draft_ids, options.part(TREE), layers=layers)
+
+
+TRAINING = DrafterTraining(
+    KangarooOptions,
+    setup,
+    "Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.",
+)

@@ -1,0 +1,101 @@
+"""``mmspec train medusa``, Hydra included: objective, and what sets up network and drafter to train."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mmspec.checks import FLAG, Checked, inherited, option
+from mmspec.core.target import Target
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
+from mmspec.drafters.shape import TREE, RotaryShape
+from mmspec.pipeline import Pipeline
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import TokenLosses, causal_pass
+from mmspec.training.options import Passes, TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, head_weight
+
+
+@dataclass(frozen=True)
+class HeadLoss(Checked):
+    """Settings of the objective of Medusa and Hydra."""
+
+    decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadLoss, TreeOptions):
+    """Options of ``mmspec train medusa``, Hydra's included."""
+
+    heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
+    layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
+    own_outputs: bool = option(
+        True,
+        FLAG,
+        "Output layers of their own, which start as the target's.",
+        declared=("--own-outputs/--shared-output",),
+    )
+    grounded: bool = inherited(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
+    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
+
+
+def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    """What ``train_drafter`` trains with these options."""
+    target = pipe.target
+    head = head_weight(target, draft_ids)
+    config = MedusaConfig(
+        hidden_size=head.shape[1],
+        head=len(head) * options.own_outputs,
+        head_bias=options.own_outputs and options.grounded,  # as in the published ones
+        prefix=asdict(RotaryShape.like(target.config)) if options.prefix else {},
+        **options.part(("heads", "layers", "grounded")),
+    )
+    network = MedusaNetwork(config).to(target.device, torch.float32)
+    network.start(head)
+    objective = MedusaObjective(**options.part(MedusaObjective.__dataclass_fields__))
+    return DrafterSetup(network, objective, Hydra if options.grounded else Medusa, draft_ids, options.part(TREE))
+
+
+@dataclass(frozen=True)
+class MedusaObjective(HeadLoss):
+    """Loss of heads against the target's next-token distributions, the sum of ``decay ** i`` times that of head i
+    (arXiv 2401.10774, section 2.2.1, whose goals are tokens; arXiv 2402.05109, section 3.1).
+
+    Head i reads the target's state at the token before an answer token, and predicts the answer's (i+1)-th token after
+    that.
+
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
+    """
+
+    def __call__(
+        self, network: MedusaNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
+    ) -> LossOutput:
+        """The losses, see ``mmspec.training.tasks.Objective``; nothing is drawn."""
+        followed = batch.answer[:, 1:-1] & batch.answer[:, 2:]
+        losses = TokenLosses(self.loss, target, batch.hidden[:, 1:-1], followed, draft_ids)
+        if not losses.count:
+            return losses.output
+        positions = torch.arange(followed.shape[1], device=followed.device).expand_as(followed)
+        states, wanted = network.state(causal_pass(network, network.config.layer, batch.hidden)), followed
+        for number, chain in enumerate(network.heads):
+            length = followed.shape[1] - number
+            wanted = wanted[:, :length] & followed[:, number:]
+            if not bool(wanted.any()):
+                break
+            before = number + 1 if network.config.grounded else 0
+            read = [states[:, :length], *(batch.embeds[:, 1 + k : 1 + k + length] for k in range(before))]
+            scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
+            losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
+        return losses.output
+
+
+TRAINING = DrafterTraining(
+    MedusaOptions,
+    setup,
+    "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
+)

@@ -1,0 +1,199 @@
+"""Shared by training objectives: losses against the target's distributions, and attention across forward passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec.core.target import Target
+from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.shape import RotaryShape
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+
+TokenLoss = Literal["kl", "lk", "tv"]
+
+_ETA = 3.0  # decay of the share of cross-entropy in the LK loss; the best value of arXiv 2602.23881
+_ENTROPY, _DISTANCE = 0.1, 0.9  # shares of the two terms of the TV loss, in the recipes of deepseek-ai/DeepSpec
+
+
+def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
+    """The mean loss of drafts.
+
+    Args:
+        kind: "kl", the cross-entropy with the target's distribution; "lk", ``w * kl + (1 - w) * (1 - a)`` with the
+            expected acceptance a = sum(min(p, q)) of a draft, w = exp(-3 a): the hybrid LK loss (arXiv 2602.23881);
+            "tv", ``0.1 * kl + 0.9 * sum(|p - q|)``: DSpark's (arXiv 2607.05147, formulas 9 and 10), whose
+            cross-entropy is with the target's tokens.
+        goal: the target's probabilities, (drafts, tokens).
+        scores: log probabilities of the drafts, (drafts, tokens).
+    """
+    loss = -(goal * scores).sum(-1)
+    if kind == "lk":
+        accepted = torch.minimum(goal, scores.exp()).sum(-1)
+        share = (-_ETA * accepted.detach()).exp()
+        loss = share * loss + (1.0 - share) * (1.0 - accepted)
+    elif kind == "tv":
+        loss = _ENTROPY * loss + _DISTANCE * (goal - scores.exp()).abs().sum(-1)
+    return loss.mean()
+
+
+class TokenLosses:
+    """Sum of the losses of drafts against the target's next-token distributions, and its metrics.
+
+    Args:
+        kind: see ``token_loss``.
+        hidden: (batch, length, hidden), the target's states, of which its output layer makes the distributions.
+        wanted: (batch, length) bool, where they are wanted.
+        draft_ids: (n,) int64, to which distributions are restricted; None are all tokens.
+
+    Attributes:
+        head: the target's output layer for these tokens.
+        count: number of the drafts that losses are normalised by, so that those of several processes add up: all that
+            are wanted.
+        output: the losses so far, and the metrics ``token_k`` and ``right_k``, loss and accuracy of the drafts k tokens
+            ahead.
+    """
+
+    def __init__(
+        self, kind: TokenLoss, target: Target, hidden: Tensor, wanted: Tensor, draft_ids: Tensor | None = None
+    ) -> None:
+        self._kind = kind
+        self.head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
+        self.count = int(wanted.sum())
+        self.output = LossOutput(hidden.new_zeros((), dtype=torch.float32), {})
+        self._index = wanted.flatten().cumsum(0).view(wanted.shape) - 1  # of a position in the goals
+        if self.count:
+            with torch.no_grad():
+                self._goals = self.head(hidden[wanted]).float().softmax(-1)
+
+    def goals(self, valid: Tensor, position: Tensor | None = None) -> Tensor:
+        """The target's distributions, (drafts, tokens), at positions, (batch, n) int64 or all, where ``valid``."""
+        index = self._index if position is None else self._index.gather(1, position)
+        return self._goals[index[valid]]
+
+    def add(self, ahead: int, scores: Tensor, goal: Tensor, weight: float = 1.0, **further: Tensor) -> None:
+        """Add the losses of drafts.
+
+        Args:
+            ahead: suffix of the metrics' names.
+            scores, goal: (drafts, tokens), logits, and the target's distributions.
+            further: other losses of theirs by name, which are added to that of the tokens.
+        """
+        loss = token_loss(self._kind, goal, scores.float().log_softmax(-1))
+        right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
+        total = self.output.total + weight * len(goal) / self.count * sum(further.values(), loss)
+        values = {"token": loss, "right": right, **further}
+        metrics = {f"{name}_{ahead}": float(value.detach()) for name, value in values.items()}
+        self.output = LossOutput(total, self.output.metrics | metrics)
+
+
+def next_token_loss(
+    kind: TokenLoss,
+    target: Target,
+    batch: Features,
+    states: Callable[[], Tensor],
+    draft_ids: Tensor | None = None,
+    output_layer: Any = None,
+) -> LossOutput:
+    """The loss against the target's next-token distributions at the same positions, over answer tokens that
+    another answer token follows, and the metrics ``token_1`` and ``right_1``, loss and accuracy.
+
+    Args:
+        kind: see ``token_loss``.
+        states: returns the drafter's last hidden states, (batch, length, hidden); not called without such tokens.
+        draft_ids: (n,) int64, to which distributions are restricted.
+        output_layer: of the drafter; by default the target's.
+    """
+    wanted = batch.answer[:, :-1] & batch.answer[:, 1:]
+    losses = TokenLosses(kind, target, batch.hidden[:, :-1], wanted, draft_ids)
+    if losses.count:
+        scores = (output_layer or losses.head)(states()[:, :-1][wanted])
+        losses.add(1, scores, losses.goals(wanted))
+    return losses.output
+
+
+class PassCache:
+    """KV cache of the passes so far, with attention over them.
+
+    The first pass has all entries. Later passes extend chains that start at entries of the first, by one link of
+    ``slots`` entries per pass. An entry attends to the first pass up to its chain's start, to the chain's earlier
+    links, and causally within its own link.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._starts: Tensor | None = None
+
+    def start_chains(self, starts: Tensor) -> None:
+        """Set the entries at which chains start, after the first pass: (batch, chains) int64."""
+        self._starts = starts
+
+    def keep_chains(self, places: Tensor) -> None:
+        """Drop all chains but those at these places, (batch, kept) int64."""
+        assert self._starts is not None, "start_chains comes first"
+        self._starts = self._starts.gather(1, places)
+        for parts in (self._keys, self._values):
+            for number, part in enumerate(parts[1:], start=1):
+                index = places[:, None, :, None, None].expand(-1, part.shape[1], -1, *part.shape[3:])
+                parts[number] = part.gather(2, index)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append the keys and values of a pass; returns the attention output of its queries.
+
+        Args:
+            q: (batch, heads, entries, head_dim). The entries of later passes are ordered by chain: chains * slots.
+            k, v: (batch, kv_heads, entries, head_dim).
+        """
+        groups = q.shape[1] // k.shape[1]
+        k, v, q = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), q / math.sqrt(q.shape[-1])
+        if self._starts is None:
+            self._keys, self._values = [k], [v]
+            future = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool, device=k.device).triu(1)
+            weights = (q @ k.transpose(2, 3)).masked_fill(future, -torch.inf).float().softmax(-1).to(v.dtype)
+            return weights @ v
+        links = self._starts.shape[1], q.shape[2] // self._starts.shape[1]
+        self._keys.append(k.unflatten(2, links))
+        self._values.append(v.unflatten(2, links))
+        scores = self._scores(q, links)
+        weights = torch.cat(scores, dim=-1).float().softmax(-1).to(v.dtype)
+        first, *own = weights.split([part.shape[-1] for part in scores], dim=-1)
+        output = first @ self._values[0]
+        for part, value in zip(own, self._values[1:], strict=True):
+            output = output + _matmul(part.unflatten(2, links), value).flatten(2, 3)
+        return output
+
+    def _scores(self, q: Tensor, links: tuple[int, int]) -> list[Tensor]:
+        """Masked attention scores over the keys of each pass, (batch, heads, chains * slots, keys)."""
+        assert self._starts is not None
+        first, slots = self._keys[0], links[1]
+        after_start = torch.arange(first.shape[2], device=q.device) > self._starts[..., None]
+        after_start = after_start.repeat_interleave(slots, dim=1)[:, None]
+        scores = [(q @ first.transpose(2, 3)).masked_fill(after_start, -torch.inf)]
+        scores += [_matmul(q.unflatten(2, links), keys.transpose(3, 4)).flatten(2, 3) for keys in self._keys[1:]]
+        if slots > 1:
+            future = torch.ones(slots, slots, dtype=torch.bool, device=q.device).triu(1).repeat(links[0], 1)
+            scores[-1] = scores[-1].masked_fill(future, -torch.inf)
+        return scores
+
+
+def causal_pass(network: Any, shape: RotaryShape, x: Tensor) -> Tensor:
+    """Outputs of a network with layers of this shape over whole sequences, (batch, length, hidden)."""
+    rotary, _ = rotary_of(shape)
+    rotary.reserve(x.shape[1], x)
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return network(x, rotary(slice(0, x.shape[1])), attend)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched matrix product; for a single slot elementwise, which is faster than many tiny matrix products."""
+    if a.shape[-2] > 1:
+        return a @ b
+    return a * b if b.shape[-2] == 1 else (a * b.transpose(-1, -2)).sum(-1, keepdim=True)

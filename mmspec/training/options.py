@@ -1,0 +1,116 @@
+"""Options of commands that train drafters: the command line derives its options from their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmspec.checks import (
+    FILE,
+    FLAG,
+    FOLDER,
+    NOT_NEGATIVE,
+    OUT_FOLDER,
+    POSITIVE,
+    SHARE,
+    TEXT,
+    Checked,
+    choice,
+    inherited,
+    option,
+    required,
+    settable,
+    several,
+    whole,
+    with_fields_of,
+)
+from mmspec.drafters.shape import LayerShape, TreeShape
+from mmspec.plugins import DEFAULT_MODEL, default_model
+from mmspec.training.plan import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Schedule):
+    """Options that all commands have that train drafters."""
+
+    target: str = option(
+        default_model, TEXT, "Target model.", declared=("--model", "--target"), default_text=DEFAULT_MODEL
+    )
+    text: tuple[Path, ...] = option((), several(FILE), "Conversations without media (stage 1); repeatable.")
+    data: tuple[Path, ...] = option((), several(FILE), "Conversations with images or videos; repeatable.")
+    images: Path | None = option(None, settable(FOLDER), "Folder of the media; by default the folder of each file.")
+    out: Path = required(OUT_FOLDER, "Folder of the run.")
+    held_out: float = option(0.02, NOT_NEGATIVE, "Held-out conversations: share or number.")
+    recorded: tuple[Path, ...] = option((), several(FOLDER), "Features that `make-data --record` wrote; repeatable.")
+    cache: Path | None = option(None, settable(OUT_FOLDER), "Cache the target's features in this folder.")
+    device: str = option("auto", TEXT, "auto, cpu or cuda.")
+    dtype: str = option("auto", TEXT, "Of the target, as in `mmspec generate`.")
+    epochs: float | None = option(None, settable(POSITIVE), "Or in passes over all data.", default_text="1")
+    text_share: float = option(0.3, SHARE, "Share of stage 1 in the run.")
+    batch: int = option(16, whole(1), "Over all processes.")
+    optimiser: Literal["muon", "adamw"] = option("muon", choice("muon", "adamw"), "Trains the network.")
+    rate: float | None = option(
+        None, settable(POSITIVE), "Learning rate.", default_text="3e-3 with muon, 5e-5 with adamw"
+    )
+    precision: str = option(
+        "auto",
+        choice("auto", "float32", "bfloat16"),
+        "Of the drafter's forward passes; auto: bfloat16 on GPUs that support it, else float32.",
+    )
+    threads: int = option(1, whole(1), "CPU threads.")
+    prompts: int = option(8, whole(0), "Decoded per evaluation.")
+    max_new_tokens: int = option(96, whole(2), "Per decoded prompt.")
+    tensorboard: bool = option(False, FLAG, "Log to OUT/tensorboard too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(RunOptions):
+    """The same with what is saved with a drafter: its draft vocabulary and the limits of its trees."""
+
+    draft_vocabulary: int | None = option(None, settable(whole(1)), "Draft so many of the most frequent tokens only.")
+    top_k: int = inherited(TreeShape, "top_k", "Saved: nodes per tree level.", default=10)
+    depth: int = inherited(TreeShape, "depth", "Saved: tree depth.", default=6)
+    total_tokens: int = inherited(TreeShape, "total_tokens", "Saved: maximum tree nodes.", default=59)
+
+
+@dataclass(frozen=True)
+class Passes(Checked):
+    """Settings of an objective over several passes.
+
+    Attributes:
+        loss: of tokens, as for ``token_loss``.
+    """
+
+    passes: int = option(3, whole(1), "Forward passes over a batch, each fed with the predictions before.")
+    decay: float = option(0.8, POSITIVE, "Weight of a pass to the one before.")
+    loss: Literal["kl", "lk", "tv"] = option(
+        "kl",
+        choice("kl", "lk", "tv"),
+        "Token loss: cross-entropy, or mixed with the expected acceptance (LK, arXiv 2602.23881) or the total "
+        "variation (DSpark, arXiv 2607.05147).",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(LayerShape)
+class NetworkOptions(TreeOptions):
+    """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
+
+    start: Path | None = option(
+        None,
+        settable(FOLDER),
+        "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(Passes, NetworkOptions):
+    """The same of drafters that are trained over several passes."""
+
+
+@dataclass(frozen=True)
+class NextTokenLoss(Checked):
+    """Settings of an objective of next tokens."""
+
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")

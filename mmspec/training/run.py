@@ -1,0 +1,202 @@
+"""The run of a drafter's training command: loads target and conversations, and trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor
+
+from mmspec.errors import UserError
+from mmspec.loading import load
+from mmspec.pipeline import Pipeline
+from mmspec.progress import show_progress, show_steps
+from mmspec.training import data
+from mmspec.training.data import Conversation
+from mmspec.training.feature_cache import FeatureCache
+from mmspec.training.features import Extractor
+from mmspec.training.options import RunOptions, TreeOptions
+from mmspec.training.plan import MIXED, TEXT, TrainingPlan
+from mmspec.training.recorded import RecordedFeatures
+from mmspec.training.tasks import DrafterSetup, DrafterTask, ExtractFeatures, frequent_tokens
+from mmspec.training.trainer import CHECKPOINT, DRAFTER, Trainer, train_with_progress
+
+Options = TypeVar("Options", bound=RunOptions)
+_log = logging.getLogger("mmspec.load")
+
+RESUMABLE_WITH_OTHER = {"out", "threads", "cache", "recorded", "device", "tensorboard"}
+RESUMABLE_WITH_OTHER |= {"checkpoint_minutes", "report_minutes"}
+"""Options whose values may change when a run is resumed."""
+
+_FITTED = 1024
+"""Conversations that a network is fitted to before it is trained, at most."""
+
+_KINDS = {TEXT: "text", MIXED: "data"}
+
+
+def train_drafter(options: Options, make_setup: Callable[[Options, Pipeline, Tensor | None], DrafterSetup]) -> None:
+    """Train a drafter, or resume the run in ``options.out``.
+
+    Args:
+        make_setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    accelerator = _accelerator(options)
+    console = Console(stderr=True, quiet=not accelerator.is_main_process, highlight=False, soft_wrap=True)
+    training, held_out = _load_conversations(options, console)
+    examples = list(chain(*training.values()))
+    plan = _plan(options, len(examples))
+    with show_steps(console):
+        _log.info("loading %s", options.target)
+        pipe = load(options.target, None, str(accelerator.device), options.dtype, warm_up=0)
+    pipe.model.requires_grad_(False)
+    torch.manual_seed(options.seed)
+    drafted = options.draft_vocabulary if isinstance(options, TreeOptions) else None
+    setup = make_setup(options, pipe, draft_vocabulary(drafted, pipe, examples))
+    extract = _feature_source(
+        options, accelerator, Extractor(pipe, layers=setup.layers), [*examples, *held_out], console
+    )
+    if setup.fit is not None and not (options.out / CHECKPOINT).exists():
+        some = random.Random(options.seed).sample(examples, min(len(examples), _FITTED))
+        setup.fit(extract(some[start : start + 8]) for start in range(0, len(some), 8))
+    bfloat16 = _uses_bfloat16(options.precision, pipe.target)
+    task = DrafterTask(pipe, setup, training, held_out, extract, options, bfloat16)
+    # Examples are sampled by index: a file with more conversations is another data set.
+    counts = {kind: len(found) for kind, found in training.items()} | {"held-out": len(held_out)}
+    settings = _settings(options) | {"conversations": counts}
+    done = train_with_progress(Trainer(options.out, plan, task, accelerator, settings), console)
+    if options.tensorboard:
+        accelerator.end_training()
+    for reason, count in getattr(extract, "skipped", {}).items():
+        console.print(f"conversations skipped {count} times: {reason}", markup=False)
+    if done:
+        console.print(f"drafter written to {options.out / DRAFTER}", markup=False)
+
+
+def _accelerator(options: RunOptions) -> Accelerator:
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu or cuda: received {options.device!r}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda: expected a GPU that torch can use, received none")
+    tracker = {"log_with": "tensorboard", "project_dir": options.out} if options.tensorboard else {}
+    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="no", **tracker)
+    if options.batch < accelerator.num_processes:
+        raise UserError(f"batch must be at least the {accelerator.num_processes} processes: received {options.batch}")
+    if tracker:
+        accelerator.init_trackers("tensorboard")
+    return accelerator
+
+
+def _plan(options: RunOptions, examples: int) -> TrainingPlan:
+    """The plan; epochs become steps."""
+    lengths = options.part(("steps", "minutes", "epochs"))
+    if len(lengths) > 1:
+        raise UserError(f"give one of steps, minutes and epochs: received {lengths}")
+    chosen = options.part(TrainingPlan.__dataclass_fields__)
+    if "steps" not in lengths and "minutes" not in lengths:
+        chosen["steps"] = math.ceil(lengths.get("epochs", 1.0) * examples / options.batch)
+    return TrainingPlan(**chosen)
+
+
+def _settings(options: RunOptions) -> dict[str, Any]:
+    """The options that a resumed run must repeat, as JSON values."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value.resolve())
+        return [plain(one) for one in value] if isinstance(value, tuple) else value
+
+    values = {field.name: plain(getattr(options, field.name)) for field in fields(options)}
+    return {name: value for name, value in values.items() if name not in RESUMABLE_WITH_OTHER}
+
+
+def _load_conversations(options: RunOptions, console: Console) -> tuple[dict[str, list], list[Conversation]]:
+    """Read the conversations; returns those to train on, by kind, and the held-out ones."""
+    if not options.text and not options.data:
+        raise UserError("expected conversations in --text or --data, received neither")
+    found = {kind: _read(getattr(options, name), options.images, console) for kind, name in _KINDS.items()}
+    if media := [conversation for conversation in found[TEXT] if conversation.media]:
+        raise UserError(f"--text takes conversations without media: {media[0].id} has some; give its file as --data")
+    if not found[TEXT]:
+        console.print("no --text: training on --data only, without stage 1")
+    elif not found[MIXED]:
+        console.print("no --data: training on --text only")
+    total, held = sum(map(len, found.values())), options.held_out
+    share = held if held < 1 else held / total
+    if share >= 1:
+        raise UserError(f"held-out must leave conversations to train on: there are {total}, received {held:g}")
+    parts = {kind: data.split(usable, share) for kind, usable in found.items() if usable}
+    return {kind: train for kind, (train, _) in parts.items()}, [one for _, rest in parts.values() for one in rest]
+
+
+def _read(paths: tuple[Path, ...], images: Path | None, console: Console) -> list[Conversation]:
+    found: list[Conversation] = []
+    for number, path in enumerate(paths):
+        file = data.read(path, images)
+        for reason, count in file.skipped.items():
+            console.print(f"{path}: {count} records skipped: {reason}", markup=False)
+        # Ids are unique within a file only.
+        prefix = f"{number}/" if len(paths) > 1 else ""
+        found += [replace(conversation, id=prefix + conversation.id) for conversation in file.conversations]
+    return found
+
+
+def _feature_source(
+    options: RunOptions,
+    accelerator: Accelerator,
+    extractor: Extractor,
+    conversations: list[Conversation],
+    console: Console,
+) -> ExtractFeatures:
+    """An extractor, or with --cache a feature cache that all processes have filled together."""
+    if options.recorded:
+        if extractor.layers:
+            raise UserError("--recorded holds the last hidden states: expected a drafter that reads no other layers")
+        recorded = RecordedFeatures(options.recorded, extractor.target)
+        return lambda batch: (recorded if all(one in recorded for one in batch) else extractor)(batch)
+    if options.cache is None:
+        return extractor
+    with accelerator.main_process_first():
+        cache = FeatureCache(options.cache, extractor, conversations)
+    with show_progress(console, "features") as show:
+        cache.fill(options.batch, accelerator.process_index, accelerator.num_processes, show)
+    accelerator.wait_for_everyone()
+    return cache
+
+
+def _uses_bfloat16(precision: str, target: Any) -> bool:
+    """Whether losses are computed in bfloat16."""
+    if precision == "float32" and target.model.dtype != torch.float32:
+        raise UserError(f"precision float32 needs a target in float32: it is in {target.model.dtype}; give --dtype too")
+    if precision != "auto":
+        return precision == "bfloat16"
+    fast = target.device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return fast or target.model.dtype != torch.float32
+
+
+def draft_vocabulary(count: int | None, pipe: Pipeline, conversations: Iterable[Conversation]) -> Tensor | None:
+    """The token ids of a draft vocabulary of ``count`` tokens, (n,) int64; None for the whole vocabulary."""
+    target, tokenizer = pipe.target, pipe.processor.tokenizer
+    if count is None or count >= target.config.vocab_size:
+        return None
+
+    def answers() -> Iterator[Sequence[int]]:
+        for conversation in conversations:
+            texts = (message["content"] for message in conversation.messages if message["role"] == "assistant")
+            for text, token_ids in zip(texts, conversation.answers, strict=True):
+                yield token_ids or tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    ids = frequent_tokens(answers(), count, target.eos_token_ids, target.config.vocab_size)
+    return ids.to(target.device)

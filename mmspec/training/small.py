@@ -1,0 +1,156 @@
+"""``mmspec train small``: loss, and what sets up a draft model to train (FastDraft, arXiv 2411.11055).
+
+FastDraft trains on raw text first, then on answers of the target. Here, the draft model may start with weights of the
+target instead, and learns its whole distributions over answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+
+from mmspec.checks import FLAG, option, settable, whole
+from mmspec.core.target import Target
+from mmspec.drafters.dflash import plain_embedding
+from mmspec.drafters.small import Small
+from mmspec.errors import UserError, explained
+from mmspec.files import settle, temporary
+from mmspec.pipeline import Pipeline
+from mmspec.targets.head import Head
+from mmspec.training.features import Features
+from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import TokenLoss, next_token_loss
+from mmspec.training.options import NextTokenLoss, RunOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
+
+_HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallOptions(NextTokenLoss, RunOptions):
+    """Options of ``mmspec train small``."""
+
+    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
+    hidden: int | None = option(
+        None,
+        settable(whole(2, 2**16)),
+        "Its width; embeddings start as the target's if it is the same.",
+        default_text="the target's",
+    )
+    from_target: bool = option(False, FLAG, "Start as the target's first layers, embeddings and output layer.")
+
+
+class DraftModel(Small):
+    """A draft model in training, which is saved as a checkpoint of transformers with the target's tokenizer.
+
+    Attributes:
+        tree_size: draft tokens per step of evaluations.
+    """
+
+    tree_size = 16
+
+    def __init__(self, tokenizer: Any, model: Any, draft_ids: None) -> None:
+        super().__init__(model)
+        self._tokenizer = tokenizer
+
+    def save(self, folder: Path, target: Target) -> None:
+        """Write weights in bfloat16, configuration and tokenizer; each file is replaced atomically."""
+        small: Any = copy.deepcopy(self.model)
+        small.to(torch.bfloat16)
+        tokens = {name: getattr(self.model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        small.generation_config = GenerationConfig(**tokens, max_new_tokens=256, do_sample=False)
+        with temporary(folder) as part:
+            part.mkdir()
+            small.save_pretrained(part)
+            self._tokenizer.save_pretrained(part)
+            settle(part)
+            folder.mkdir(exist_ok=True)
+            for path in sorted(part.iterdir()):
+                os.replace(path, folder / path.name)
+
+
+def distillation_loss(kind: TokenLoss, network: Any, target: Target, batch: Features, *_: Any) -> LossOutput:
+    """Loss of a language model against the target's next-token distributions; images and videos are left out, as
+    ``Small`` drops them. Arguments after ``kind``: see ``mmspec.training.tasks.Objective``; nothing is drawn."""
+
+    def states() -> Tensor:
+        read = (batch.keep & ~batch.visual).long()
+        options = {"attention_mask": read, "position_ids": (read.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+        return network.get_decoder()(batch.tokens * read, **options).last_hidden_state
+
+    return next_token_loss(kind, target, batch, states, output_layer=Head(network))
+
+
+def setup(options: SmallOptions, pipe: Pipeline, draft_ids: None) -> DrafterSetup:
+    """What ``train_drafter`` trains with these options."""
+    with torch.no_grad():
+        model = (_first_layers if options.from_target else _new_model)(pipe, options.layers, options.hidden)
+    network = model.to(pipe.target.device, torch.float32)
+    return DrafterSetup(
+        network, partial(distillation_loss, options.loss), partial(DraftModel, pipe.processor.tokenizer)
+    )
+
+
+def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
+    """A Llama with random layers, and with the target's embedding and output layer if it has the target's width."""
+    target, theirs = pipe.target, pipe.target.config
+    width = hidden or theirs.hidden_size
+    special: Any = {f"{name}_token_id": getattr(theirs, f"{name}_token_id", None) for name in ("bos", "eos", "pad")}
+    config = LlamaConfig(
+        vocab_size=theirs.vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, width // _HEAD_DIM),
+        head_dim=_HEAD_DIM,
+        max_position_embeddings=pipe.context_limit or 4096,
+        tie_word_embeddings=width != theirs.hidden_size or target.model.config.tie_word_embeddings,
+        **special,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    if width == theirs.hidden_size:
+        tokens = torch.arange(theirs.vocab_size, device=target.device)
+        model.get_input_embeddings().weight.copy_(plain_embedding(target, tokens))
+        # Last: where both are one tensor, scaled embeddings (Gemma) would make too large logits.
+        model.get_output_embeddings().weight.copy_(head_weight(target, None)[: theirs.vocab_size])
+    return model
+
+
+def _first_layers(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
+    """The target's first layers, embedding, last norm and output layer.
+
+    Raises:
+        UserError: the target has another width, fewer layers, or a text model that transformers has not alone.
+    """
+    target, shape = pipe.target, pipe.target.config.to_dict()
+    known = {"hidden": target.config.hidden_size, "layers": target.config.num_hidden_layers}
+    if hidden not in (None, known["hidden"]) or layers > known["layers"]:
+        received = {"hidden": hidden or known["hidden"], "layers": layers}
+        raise UserError(f"--from-target takes the target's width and at most its layers, {known}: received {received}")
+    tied = target.model.config.tie_word_embeddings  # that of a part says nothing
+    shape |= {"num_hidden_layers": layers, "tie_word_embeddings": tied}
+    if shape.get("layer_types"):
+        shape["layer_types"] = shape["layer_types"][:layers]
+    with explained("--from-target needs a text model of transformers", AttributeError, RuntimeError, ValueError):
+        model = AutoModelForCausalLM.from_config(type(target.config).from_dict(shape), dtype=torch.float32)
+        model.get_decoder().load_state_dict(decoder_weights(target, range(layers)))
+        if not tied:
+            model.get_output_embeddings().weight.copy_(head_weight(target, None))
+    return model
+
+
+TRAINING = DrafterTraining(
+    SmallOptions,
+    setup,
+    """Train a small language model of the target's vocabulary, which drafts as small:OUT/drafter (FastDraft).
+
+    It is a checkpoint of transformers. Images and videos are left out.""",
+)

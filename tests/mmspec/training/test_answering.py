@@ -1,0 +1,92 @@
+"""Prompts that a target writes itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.errors import UserError
+from mmspec.sampling.params import SamplingParams
+from mmspec.training.answering import _usable, draw_prompts, prompt_id, user_opening
+from tests.model_folders import save_text_model
+
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+NUMBERS = range(48)
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory):
+    folder = save_text_model(tmp_path_factory.mktemp("text"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    pipe = mmspec.load(str(folder), None, "cpu", max_num_seqs=8)
+    with torch.no_grad():  # a letter in both cases, blanks and ends: short prompts that repeat
+        words = [pipe.processor.tokenizer(text)["input_ids"][0] for text in ("a", "A", " ")]
+        head = pipe.model.get_output_embeddings()
+        allowed = torch.zeros(320, dtype=torch.bool).index_fill_(0, torch.tensor([2, *words]), True)
+        head.weight.mul_(0.1)
+        head.bias = torch.nn.Parameter(torch.where(allowed, 0.0, -50.0))
+    return pipe
+
+
+def texts(pipe, numbers=NUMBERS, done=(), chunk=256, **sampling):
+    params = SamplingParams(**{"temperature": 1.0, "seed": 0, **sampling})
+    return {job.id: job.questions[0][0]["text"] for job in draw_prompts(pipe, numbers, done, params, chunk=chunk)}
+
+
+def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe):
+    drawn = texts(pipe)
+    assert drawn == texts(pipe, chunk=5)
+    assert drawn != texts(pipe, seed=1)
+    alone = dict(texts(pipe, [number]).popitem() for number in NUMBERS if prompt_id(number) in drawn)
+    assert alone == drawn
+
+
+def test_sampling_parameters_reach_the_prompts(pipe):
+    assert len(texts(pipe)) > 3
+    for nearly_greedy in ({"temperature": 0.001}, {"top_p": 0.01}):
+        assert len(texts(pipe, **nearly_greedy)) < 2  # the same prompt again and again
+
+
+def test_repeated_and_unusable_prompts_are_dropped(pipe):
+    drawn = texts(pipe)
+    assert 3 < len(drawn) < len(NUMBERS)
+    assert len({text.lower() for text in drawn.values()}) == len(drawn)
+    every = [text for number in NUMBERS for text in texts(pipe, [number]).values()]
+    assert len(every) > len(drawn)  # there were repeated ones
+    assert len(set(every)) > len({text.lower() for text in every})  # and some that differ by case
+    assert all(text == text.strip() and len(text.split()) > 1 for text in every)
+
+
+def test_existing_conversations_are_not_drawn_again(pipe, monkeypatch):
+    drawn = texts(pipe)
+    added = []
+    add = pipe.engine.add
+    monkeypatch.setattr(pipe.engine, "add", lambda *given, **options: added.append(0) or add(*given, **options))
+    assert not drawn.keys() & texts(pipe, done=set(drawn)).keys()
+    assert len(added) == len(NUMBERS) - len(drawn)
+
+
+def test_the_opening_is_what_precedes_a_users_words(pipe):
+    tokenizer = pipe.processor.tokenizer
+    assert tokenizer.decode(user_opening(tokenizer)) == "<s>user: "
+    for template in (None, "{{ messages[0]['content'] }}", "no words"):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match="chat template"):
+            user_opening(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [("two words</s>", "two words"), (" one </s>", None), ("</s>", None), ("an <s> inside</s>", None)],
+)
+def test_usable_prompts(pipe, text, usable):
+    tokenizer = pipe.processor.tokenizer
+    assert _usable(tokenizer, tokenizer(text)["input_ids"]) == usable
+
+
+def test_broken_characters_are_dropped(pipe):
+    tokenizer = pipe.processor.tokenizer
+    half = tokenizer("é")["input_ids"][0]
+    assert _usable(tokenizer, [*tokenizer("two words")["input_ids"], half, 2]) is None
