@@ -12,8 +12,8 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.models import RUNNING, WAITING, ModelCache, Turn, Turns
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits, host_names
 from mmspec.serving.middleware import PROBES
-from mmspec.serving.settings import Limits, host_names
 
 _PATHS = ("/v1", "/tokenize", "/detokenize", "/metrics", *PROBES)
 _POLL = 0.02  # seconds between looks at the queue: requests of the page end in other threads

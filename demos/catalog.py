@@ -85,7 +85,7 @@ class Catalog:
         return plugins.reads_text_only(self.default)
 
     def models_for(self, kind: Kind) -> list[str]:
-        """The models listed for requests of a kind: all but those that are known not to take it."""
+        """The models listed for requests of a kind: all but models that are known not to take it."""
         return [name for name in self.models if kind == "text" or not plugins.reads_text_only(name)]
 
     def methods(self, model: str) -> list[str]:

@@ -106,7 +106,7 @@ class ChatRequest:
             raise UserError(f"max_new_tokens must lie in 1..{MAX_NEW_TOKENS}: got {self.max_new_tokens}")
         if not math.isfinite(self.temperature) or self.temperature > 5:
             raise UserError(f"temperature must lie in 0..5: got {self.temperature}")
-        SamplingParams(temperature=self.temperature)
+        SamplingParams.rule("temperature").check("temperature", self.temperature)
         return {
             "max_new_tokens": int(self.max_new_tokens),
             "temperature": float(self.temperature),

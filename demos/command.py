@@ -18,7 +18,7 @@ from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options,
 from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
 from mmspec.errors import UserError
 from mmspec.extras import missing
-from mmspec.serving.settings import is_loopback
+from mmspec.serving.limits import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)]

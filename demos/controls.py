@@ -35,7 +35,7 @@ def _upload(file: Any) -> Upload:
 with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
 
     class ImageUpload(gr.Gallery):
-        """Input of images; its value is a list of `Upload`."""
+        """Input of images; its value is a list of ``Upload``."""
 
         def get_block_name(self) -> str:
             return "gallery"
@@ -50,7 +50,7 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
             return GalleryData(root=[GalleryImage(image=image) for image in images])
 
     class VideoUpload(gr.Video):
-        """Input of one video; its value is a list of at most one `Upload`."""
+        """Input of one video; its value is a list of at most one ``Upload``."""
 
         def get_block_name(self) -> str:
             return "video"

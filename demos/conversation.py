@@ -19,7 +19,7 @@ class Turn:
     """A question and its answer.
 
     Attributes:
-        tokens: of the answer; those of one pass and origin are joined.
+        tokens: of the answer; tokens of one pass and origin are joined.
         stopped: whether the visitor stopped it.
     """
 
@@ -86,7 +86,7 @@ def _parse_turn(turn: Any) -> Turn:
 with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):  # see ``uploads``
 
     class KeptConversation(gr.JSON):
-        """A component, not meant to be seen, whose value is a `Conversation`."""
+        """A component, not meant to be seen, whose value is a ``Conversation``."""
 
         def get_block_name(self) -> str:
             return "json"

@@ -26,10 +26,10 @@ from mmspec.targets.transformers_target import TransformersTarget
 
 T = TypeVar("T")
 RUNNING = 8
-"""Requests that are answered at the same time; further ones wait."""
+"""Requests that are answered at the same time; further requests wait."""
 
 WAITING = 24
-"""Requests that wait for their turn; further ones are rejected."""
+"""Requests that wait for their turn; further requests are rejected."""
 
 _POLL = 0.5  # seconds after which a request that waits for its turn can be cancelled
 
@@ -189,7 +189,7 @@ class ModelCache:
         return len(self._loaded)
 
     def get(self, name: str) -> LoadedModel:
-        """Returns a model, loading it if it is not cached.
+        """A model, loading it if it is not cached.
 
         Raises:
             UserError: the model does not exist or is not supported as a target.

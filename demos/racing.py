@@ -14,9 +14,8 @@ from mmspec.demos.catalog import drafter_of, label
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.models import LoadedModel
 from mmspec.drafters.registry import AUTO, PLAIN, registered_name
-from mmspec.engine.stats import Stats
+from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
-from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
@@ -95,7 +94,7 @@ class StreamedAnswer:
         self._time_passes(1 + self.tokens[-1].step if self.tokens else 0)
 
     def _time_passes(self, count: int) -> None:
-        """Note the end of new passes; those of one piece have equal shares of its time."""
+        """Note the end of new passes; passes of one piece have equal shares of its time."""
         start, new = self.pass_ends[-1] if self.pass_ends else 0.0, count - len(self.pass_ends)
         self.pass_ends += [start + (self.seconds - start) * number / new for number in range(1, new + 1)]
 
@@ -180,7 +179,7 @@ def _lane(lane: StreamedAnswer) -> dict[str, Any]:
 
 
 def _shares(lane: StreamedAnswer) -> list[float]:
-    """Shares of drafting and verification in the time of the passes; equal ones of an answer that was stopped."""
+    """Shares of drafting and verification in the time of the passes; equal shares of an answer that was stopped."""
     stats = lane.stats
     total = stats.draft_seconds + stats.verify_seconds + stats.commit_seconds if stats else 0.0
     if stats is None or not total:
@@ -207,7 +206,7 @@ AS_FAST = 1.05
 """Ratio of times within which two methods are as fast as each other."""
 
 _WARM_UP = 8  # tokens
-_PAUSES = 0.05, 0.5  # seconds between updates in the first run and in later ones: consumers slow the methods down
+_PAUSES = 0.05, 0.5  # seconds between updates in the first run and in later runs: consumers slow the methods down
 
 
 @dataclass
@@ -244,7 +243,7 @@ class Race:
         return min((lane for lane in self.lanes if lane is not self.baseline), key=lambda lane: lane.seconds)
 
     def speedup(self, lane: StreamedAnswer) -> float:
-        """Seconds of the baseline over those of a lane, image preprocessing and prefill included."""
+        """Seconds of the baseline over seconds of a lane, image preprocessing and prefill included."""
         return self.baseline.seconds / lane.seconds
 
     @property

@@ -25,7 +25,7 @@ _DRAWN: dict[Kind, dict[str, str]] = {
     },
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
-"""Labels of the package's samples. A tab opens on the first one: of this picture, both embedded models write 40 tokens or
+"""Labels of the package's samples. A tab opens on the first: of this picture, both embedded models write 40 tokens or
 more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
 
 _PHOTOGRAPHS = {

@@ -35,7 +35,7 @@ from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, running, temporary_folder
 from mmspec.errors import UserError
 from mmspec.progress import show_steps
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 
 _API = "/gradio_api"
 _POST_ROUTES = ("/upload", "/queue/join", "/cancel", "/reset", "/login")
@@ -273,7 +273,7 @@ def _close(demo: gr.Blocks, api: FastAPI | None) -> None:
 
 
 def _bindable_port(host: str, port: int) -> int:
-    """Returns the port that a socket can bind to (0: any free one).
+    """The port that a socket can bind to (0: any free port).
 
     Raises:
         OSError: there is none; more specific than gradio's error.

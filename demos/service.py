@@ -41,7 +41,7 @@ class Service:
         return self.models.turns.run(_user_errors(races), lambda ahead: Race([], ahead=ahead), alone=True)
 
     def opening(self, chat: ChatRequest) -> Iterator[Race]:
-        """The race that a tab opens on: it runs for the first visitor, later ones get its result.
+        """The race that a tab opens on: it runs for the first visitor, later visitors get its result.
 
         One in which no method is faster, as while the machine is busy with other things, is repeated once.
         """

@@ -70,7 +70,7 @@ class UploadFolder:
             os.utime(path)
 
     def reserve(self, size: int) -> bool:
-        """Reserve space for an incoming upload, evicting the least recently used ones.
+        """Reserve space for an incoming upload, evicting the least recently used uploads.
 
         Returns:
             Whether the space was reserved; if so, ``release`` must be called later.

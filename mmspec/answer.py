@@ -12,9 +12,8 @@ from typing import Any, Self
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState, Wakeup
-from mmspec.engine.stats import Stats
+from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
-from mmspec.engine.trace import TreeRecord
 from mmspec.errors import Attempt, UserError
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams

@@ -33,10 +33,9 @@ from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import Grammars
+from mmspec.sampling.grammar import Grammars, TriggeredGrammar
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
-from mmspec.sampling.trigger import TriggeredGrammar
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Detokenizer, Processor, is_token_ids
 from mmspec.targets.transformers_target import sharded

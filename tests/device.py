@@ -25,7 +25,7 @@ from mmspec.ops import graphs, kernels
 
 LAUNCHES = {
     "mmspec.ops": (
-        *("follow", "choose_drawn", "quantile", "tree_attention"),
+        *("accepted_path", "choose_drawn", "quantile", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best"),
     ),
     "mmspec.cache.buffers": ("compact_kv",),

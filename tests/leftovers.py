@@ -181,7 +181,7 @@ def held_rows() -> Iterator[str]:
     for speculation in [one for one in gc.get_objects() if issubclass(type(one), Speculation)]:
         parts |= {id(part): part for part in speculation._parts}
     for engine in engines:
-        for part in [engine.target, *(engine.core.mode.speculation._parts if engine.core.mode else ())]:
+        for part in [engine.target, *(engine.core.key.speculation._parts if engine.core.key else ())]:
             if engine.core.running:
                 parts.pop(id(part), None)
     for part in parts.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +23,8 @@ from fastapi import FastAPI
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.app import create_app
+from mmspec.serving.limits import Limits
 from mmspec.serving.server import Server, listen
-from mmspec.serving.settings import Limits
 from mmspec.vision.embedded import samples
 
 SCENE, CLIP = samples() / "scene.png", samples() / "clip.mp4"
@@ -95,3 +96,26 @@ def question(text: str = QUESTION, *images: str, **fields: Any) -> dict[str, Any
     content: Any = [*parts, {"type": "text", "text": text}] if images else text
     messages = [{"role": "user", "content": content}]
     return {"model": "tiny-llava", "messages": messages, "temperature": 0, "max_tokens": 16, **fields}
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, whose end is checked."""
+    assert response.status_code == 200, response.text
+    *lines, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(line.startswith("data: ") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def texts(response: httpx.Response) -> list[str]:
+    """The texts of the choices of a response or a stream, by their index."""
+    assert response.status_code == 200, response.text
+    streamed = response.headers["content-type"].startswith("text/event-stream")
+    found: dict[int, str] = {}
+    for chunk in events(response) if streamed else [response.json()]:
+        for choice in chunk["choices"]:
+            message = choice.get("delta") or choice.get("message") or {}
+            text = choice["text"] if "text" in choice else message.get("content", "")
+            found[choice["index"]] = found.get(choice["index"], "") + text
+    assert sorted(found) == list(range(len(found)))
+    return [found[index] for index in range(len(found))]

@@ -231,7 +231,7 @@ def verification_rows(timer: KernelTimer, batch: int, nodes: int, vocab: int) ->
 
     def follow(inputs: Inputs) -> Callable[[], Tensor]:
         chosen = choices.clone()
-        return lambda: ops.follow(tree, chosen)
+        return lambda: ops.accepted_path(tree, chosen)
 
     def quantile(inputs: Inputs) -> Callable[[], Tensor]:
         p, uniforms = probs(inputs), inputs.rand(batch, nodes)

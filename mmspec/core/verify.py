@@ -78,7 +78,7 @@ def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
     """
     if choices.shape != tree.tokens.shape:
         raise ValueError(f"choices must be (batch, nodes) = {tuple(tree.tokens.shape)}: got {tuple(choices.shape)}")
-    return Verdict(ops.follow(tree, choices))
+    return Verdict(ops.accepted_path(tree, choices))
 
 
 def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None = None) -> Verdict:

@@ -1,4 +1,4 @@
-"""Decode steps of an engine, without threads: prefill of waiting prompts, draft, verify, commit.
+"""Queue and decode steps of an engine, without threads: prefill of waiting prompts, draft, verify, commit.
 
 A step drafts a tree per sequence, verifies all trees in one forward pass of the target and emits the accepted tokens.
 A sequence's tokens do not depend on the other sequences of the batch.
@@ -6,7 +6,9 @@ A sequence's tokens do not depend on the other sequences of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from threading import Condition
 from time import perf_counter as clock
 from typing import Any, TypeGuard
@@ -22,13 +24,125 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.engine.constrain import constrain
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import BatchKey, PromptBatch, Scheduler
-from mmspec.engine.stats import mark, seconds
-from mmspec.engine.trace import record_tree
+from mmspec.engine.speculation import Speculation
+from mmspec.engine.stats import mark, record_tree, seconds
 from mmspec.sampling.batch_sampler import BatchSampler
 
 _IDLE_CHUNKS = 4
 """Chunks that one prefill pass takes while nothing decodes."""
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """Settings that sequences must share to decode in one batch.
+
+    Attributes:
+        num_draft_tokens: drafted nodes per step; None chooses adaptively.
+        prompt: the target's key of the prompt.
+    """
+
+    speculation: Speculation
+    num_draft_tokens: int | None
+    prompt: Hashable
+
+
+@dataclass
+class PromptBatch:
+    """Prompts that wait for prefill, or are in it.
+
+    Attributes:
+        seconds: prefill time so far.
+        passes: prefill chunks, once begun.
+        parts: of stacked prompts, each of them.
+        alone: whether they may not be stacked, as that has failed.
+    """
+
+    prompt: Prompt
+    sequences: list[RequestState]
+    key: BatchKey
+    seconds: float = 0.0
+    passes: Iterator[TargetOutput | None] | None = None
+    parts: list[PromptBatch] = field(default_factory=list)
+    alone: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of prompt tokens, padding included."""
+        return self.prompt.input_ids.numel()
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.done for sequence in self.sequences)
+
+
+class Scheduler:
+    """First come, first served; prompts at the head of the queue that are compatible are stacked.
+
+    Args:
+        resumes: whether a prompt after others has a known prefix, and takes a prefill of its own.
+    """
+
+    def __init__(self, max_num_seqs: int, resumes: Callable[[Prompt, list[Prompt]], bool]) -> None:
+        self.max_num_seqs = max_num_seqs
+        self._resumes = resumes
+        self._waiting: deque[PromptBatch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        return iter(self._waiting)
+
+    def add(self, batch: PromptBatch) -> None:
+        self._waiting.append(batch)
+
+    def add_rejected(self, sequences: Iterable[RequestState], key: BatchKey) -> None:
+        """Append the prompts of rejected outputs, which begin anew."""
+        for sequence in sequences:
+            sequence.restart()
+            assert sequence.prompt is not None
+            self.add(PromptBatch(sequence.prompt, [sequence], key))
+
+    def unstack(self, batch: PromptBatch) -> None:
+        """Queue stacked prompts again, before all others, to be prefilled one by one."""
+        for part in reversed(batch.parts):
+            part.alone = True
+            self._waiting.appendleft(part)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def next(self, running: int, key: BatchKey | None, tokens: int) -> PromptBatch | None:
+        """Remove the next prompts from the queue; None if none of them can join.
+
+        Args:
+            key: theirs.
+            tokens: stacked prompts have at most so many, padding included.
+        """
+        chosen: list[PromptBatch] = []
+        longest, rows = 0, running
+        while self._waiting:
+            batch = self._waiting[0]
+            if batch.done:
+                self._waiting.popleft()
+                continue
+            rows += len(batch.sequences)
+            longest = max(longest, batch.prompt.input_ids.shape[1])
+            if running or chosen:
+                fits = not chosen or (longest * (rows - running) <= tokens and not (batch.alone or chosen[0].alone))
+                joins = batch.key == key and fits and rows <= self.max_num_seqs
+                if not joins or (chosen and self._resumes(batch.prompt, [earlier.prompt for earlier in chosen])):
+                    break
+            key = batch.key
+            chosen.append(self._waiting.popleft())
+        if len(chosen) > 1:
+            prompt = Prompt.stack([batch.prompt for batch in chosen])
+            if prompt is None:
+                self._waiting.extendleft(reversed(chosen[1:]))
+            else:
+                sequences = [sequence for batch in chosen for sequence in batch.sequences]
+                return PromptBatch(prompt, sequences, chosen[0].key, parts=chosen)
+        return chosen[0] if chosen else None
 
 
 class EngineCore:
@@ -48,7 +162,7 @@ class EngineCore:
         self.target, self.chunk = target, chunk
         self.scheduler = Scheduler(max_num_seqs, self._resumes)
         self.running: list[RequestState] = []
-        self.mode: BatchKey | None = None
+        self.key: BatchKey | None = None
         self.touched: dict[RequestState, None] = {}
         self._lock = lock
         self._prefilling: PromptBatch | None = None
@@ -87,24 +201,24 @@ class EngineCore:
         self._prefilling = None
         self._hold(None)
 
-    def _hold(self, mode: BatchKey | None) -> None:
-        """Use the drafter of a mode from now on, exclusively, and free the previous drafter."""
-        held = self.mode.speculation if self.mode else None
-        new = mode.speculation if mode else None
+    def _hold(self, key: BatchKey | None) -> None:
+        """Use the drafter of a batch key from now on, exclusively, and free the previous drafter."""
+        held = self.key.speculation if self.key else None
+        new = key.speculation if key else None
         if held is not new:
-            self.mode = None
+            self.key = None
             if held is not None:
                 held.release()
             if new is not None:
                 new.acquire()
-        self.mode = mode
+        self.key = key
         self.target.features = features(new.drafter if new else None)
-        if mode is not None and not self.running:
-            mode.speculation.budgets.calibrate(adaptive=mode.num_draft_tokens is None)
+        if key is not None and not self.running:
+            key.speculation.budgets.calibrate(adaptive=key.num_draft_tokens is None)
 
     @property
     def _drafter(self) -> Guard | None:
-        return self.mode.speculation.guard if self.mode else None
+        return self.key.speculation.guard if self.key else None
 
     def step(self) -> None:
         """Prefill waiting prompts while rows are free, then run one decode step."""
@@ -177,8 +291,8 @@ class EngineCore:
 
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
-        assert self.mode is not None
-        budget = self.mode.speculation.budgets.of(len(self.running), self.mode.num_draft_tokens)
+        assert self.key is not None
+        budget = self.key.speculation.budgets.of(len(self.running), self.key.num_draft_tokens)
         if new := sum(len(sequences) for _, _, sequences in self._prefilled):
             budget.begin(new / len(self.running))
         for prompt, output, sequences in self._prefilled:
@@ -228,13 +342,13 @@ class EngineCore:
 
     def _schedule(self, tokens: int) -> PromptBatch | None:
         """Take the next prompts to prefill from the queue, at most ``tokens`` tokens if they are stacked."""
-        if self.running and self.mode and self.mode.speculation.wanted:
+        if self.running and self.key and self.key.speculation.wanted:
             return None  # another engine waits for the drafter
         with self._lock:
-            batch = self._prefilling = self.scheduler.next(len(self.running), self.mode, tokens)
+            batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
         if batch is not None:
             self.touched |= dict.fromkeys(batch.sequences)
-            self._hold(batch.mode)
+            self._hold(batch.key)
         return batch
 
     def _start(self, batch: PromptBatch, output: TargetOutput) -> None:
@@ -266,9 +380,9 @@ class EngineCore:
             ended = [row for row, sequence in enumerate(self.running) if sequence.ended]
             self.target.retain(ended, [self.running[row].history for row in ended])
         if rejected := [sequence for sequence in self.running if sequence.rejected and not sequence.done]:
-            assert self.mode is not None
+            assert self.key is not None
             with self._lock:
-                self.scheduler.add_rejected(rejected, self.mode)
+                self.scheduler.add_rejected(rejected, self.key)
         order = [row for row in kept if row < len(kept)]
         movers = iter(kept[len(order) :])
         present = set(order)

@@ -24,11 +24,10 @@ from torch import distributed
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.engine.core import EngineCore
+from mmspec.engine.core import EngineCore, PromptBatch
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.threads import TorchThreads
 from mmspec.errors import UserError, first_line
@@ -177,7 +176,7 @@ class LockstepCore(EngineCore):
             return
         if self.broken is not None:
             raise RankError(str(self.broken)) from self.broken
-        if batch.sequences[0].request is None or self._speculation is not batch.mode.speculation:
+        if batch.sequences[0].request is None or self._speculation is not batch.key.speculation:
             raise UserError(
                 "a sharded model answers requests of one pipeline, after follow() was called on it on all ranks: got "
                 "one of another pipeline or before"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections import abc
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter as clock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
 from mmspec.core.target import Prompt, Target
-from mmspec.engine.core import EngineCore
-from mmspec.engine.idle import IDLE_DELAY_SECONDS, IDLE_TIME_SHARE, IdleTask, run_idle
+from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.scheduler import BatchKey, PromptBatch
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.engine.threads import TorchThreads, release_threads
@@ -31,10 +30,31 @@ MAX_NUM_SEQS = 32
 CHUNK = 512
 """Default prefill chunk while other sequences decode, in tokens per step."""
 
+IDLE_DELAY_SECONDS = 0.25
+"""Seconds without a sequence before idle work begins: clients that send the next request at once never wait for it."""
+
+IDLE_TIME_SHARE = 0.1
+"""Share of idle time that idle work takes: a sequence that comes then rarely waits for the end of a turn."""
+
+_log = logging.getLogger("mmspec")
 _ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of the target, which the engine keeps alive
 _ALL: WeakSet[Engine] = WeakSet()
 _LOCK = threading.Lock()
 _LOCAL = threading.local()  # the engine whose worker this thread is
+
+
+class IdleTask(Protocol):
+    """Work in short turns. Between two turns, the worker looks for new sequences."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is work."""
+
+    def turn(self) -> None:
+        """Work for some milliseconds."""
+
+    def close(self) -> None:
+        """Called at the end of the process, after the last turn."""
 
 
 class Engine:
@@ -96,14 +116,14 @@ class Engine:
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together.
-            **options: of ``RequestState``: what is recorded, and who is notified.
+            **options: ``request``, ``logits`` and ``on_change`` of ``RequestState``.
 
         Raises:
             UserError: called by a logits processor or a stopping criterion of this engine.
         """
         caller: Engine | None = getattr(_LOCAL, "engine", None)
-        mode = caller.core.mode if caller else None
-        if caller is self or (mode and mode.speculation.shares(speculation)):
+        held = caller.core.key if caller else None
+        if caller is self or (held and held.speculation.shares(speculation)):
             raise UserError("a logits processor or stopping criterion cannot call its own pipeline")
         release_threads()  # of the caller: the worker computes from here on
         histories = prompt.histories()
@@ -167,7 +187,7 @@ class Engine:
             self.remove(self.core.sequences)
         self.drain()
         for task in list(self.idle):
-            run_idle(task, task.close)
+            _run_idle(task, task.close)
 
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
@@ -221,7 +241,7 @@ class Engine:
 
     def _idle_turn(self, task: IdleTask) -> None:
         start = clock()
-        if not run_idle(task, task.turn):
+        if not _run_idle(task, task.turn):
             self.idle.discard(task)
         self._idle_from = clock() + (clock() - start) * (1 / IDLE_TIME_SHARE - 1)
 
@@ -256,6 +276,16 @@ class Engine:
             finally:
                 self._pauses -= 1
                 self._changed.notify_all()
+
+
+def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
+    """Run a part of a task; an error is logged and ends the task, never the engine. Returns whether it succeeded."""
+    try:
+        work()
+    except Exception:
+        _log.exception("%s was stopped by an error; answers do not depend on it", type(task).__name__)
+        return False
+    return True
 
 
 @atexit.register

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mmspec.core.target import Prompt
 from mmspec.engine.request import Request
-from mmspec.engine.stats import Stats
+from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
-from mmspec.engine.trace import TreeRecord
 from mmspec.errors import UserError
 from mmspec.sampling.aligned import RejectedError
 from mmspec.sampling.logprobs import TokenLogprob, token_logprobs

@@ -1,4 +1,4 @@
-"""Decoding statistics, under vLLM's per-request names, and the times in them.
+"""What is recorded of decode steps: statistics, under vLLM's per-request names, their times, and verified trees.
 
 Times on a device are those of CUDA events where kernels run asynchronously, else of the host's clock.
 """
@@ -11,6 +11,10 @@ from itertools import zip_longest
 from time import perf_counter
 
 import torch
+
+from mmspec.core.target import TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 
 Mark = float | torch.cuda.Event
 
@@ -124,3 +128,42 @@ def seconds(start: Mark, end: Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
+
+
+@dataclass(frozen=True)
+class TreeRecord:
+    """Tree of one sequence in one step, with its verdict.
+
+    Attributes:
+        tokens, parents: of each node, root first, with parent -1.
+        path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
+        probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
+            the root.
+        bonus_prob: the same for the bonus token.
+        guesses: the drafter's probabilities, if it has any.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    path: list[int]
+    bonus: int
+    probs: list[float]
+    bonus_prob: float
+    guesses: list[float] | None = None
+
+
+def record_tree(tree: TokenTree, row: int, verdict: Verdict, output: TargetOutput) -> TreeRecord:
+    """Record one row of a verified tree; ``output`` is that of the verify pass."""
+    path, emitted = verdict.host[row]
+    nodes, logits, bonus = tree.drafted[row] + 1, output.logits[row], emitted[-1]  # padding is at the end
+    tokens, parents = tree.tokens[row, :nodes], tree.parents[row, :nodes]
+    norm = logits.float().logsumexp(-1)
+    above = parents[1:]
+    probs = (logits[above, tokens[1:]].float() - norm[above]).exp().tolist()
+    last = path[-1]
+    bonus_prob = float((logits[last, bonus].float() - norm[last]).exp())
+    up = parents.tolist()
+    along = [1.0, *(tree.path_probs[row][: nodes - 1] if tree.log_probs is not None else ())]
+    shown = len(along) == nodes > 1
+    guesses = [1.0] + [along[i] / along[up[i]] for i in range(1, nodes)] if shown else None
+    return TreeRecord(tokens.tolist(), up, path, bonus, [1.0, *probs], bonus_prob, guesses)

@@ -20,12 +20,12 @@ _VOCAB = 4096
 """Vocabulary block size."""
 
 
-def follow(tree: TokenTree, choices: Tensor) -> Tensor:
-    """See ``mmspec.ops.follow``."""
+def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
+    """See ``mmspec.ops.accepted_path``."""
     (batch, nodes), width = choices.shape, tree.max_depth + 1
     verdict = choices.new_empty(batch, 2 + 2 * width)
     tokens, parents, choices = (t.contiguous() for t in (tree.tokens, tree.parents, choices))
-    _follow_kernel[(batch,)](
+    _path_kernel[(batch,)](
         *(tokens, parents, _bytes(tree.valid), choices, verdict, nodes, width),
         VALID=tree.valid is not None,
         BLOCK_NODES=triton.next_power_of_2(nodes),
@@ -79,7 +79,7 @@ def _bytes(valid: Tensor | None) -> Tensor | None:
 
 
 @triton.jit(do_not_specialize=["nodes", "width"])
-def _follow_kernel(
+def _path_kernel(
     tokens, parents, valid, choices, verdict, nodes, width, VALID: tl.constexpr, BLOCK_NODES: tl.constexpr
 ):
     i_row, i_node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_NODES)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
 
-def follow(tree: TokenTree, choices: Tensor) -> Tensor:
+def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
     """Longest path from the root on which every token is the choice at its parent.
 
     Args:
@@ -25,14 +25,14 @@ def follow(tree: TokenTree, choices: Tensor) -> Tensor:
         (batch, 2 + 2 * (D + 1)) int64, packed for a single device-to-host copy: path length; bonus token; path nodes,
         padded with -1; choice at each of them, padded with the root's.
     """
-    return kernels.run(choices.device, _follow, tree, choices)
+    return kernels.run(choices.device, _accepted_path, tree, choices)
 
 
-def _follow(tree: TokenTree, choices: Tensor) -> Tensor:
-    return (_follow_on_host if choices.device.type == "cpu" else _follow_on_device)(tree, choices)
+def _accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
+    return (_path_on_host if choices.device.type == "cpu" else _path_on_device)(tree, choices)
 
 
-def _follow_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
+def _path_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
     """Without a host sync: the path's nodes are those all of whose ancestors, themselves included, are chosen."""
     width = tree.max_depth + 1
     chosen = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))
@@ -46,7 +46,7 @@ def _follow_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
     return torch.cat([length, tokens.gather(1, length - 1), path, tokens], dim=1)
 
 
-def _follow_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
+def _path_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
     if tree.nodes == 1:
         return torch.tensor([[1, choice, 0, choice] for (choice,) in choices.tolist()], device=choices.device)
     rows = []

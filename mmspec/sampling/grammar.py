@@ -1,4 +1,6 @@
-"""Structured output: grammars compiled by llguidance for a tokenizer."""
+"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, or after a text in
+it, such as the marker of a tool call.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,9 @@ from mmspec.sampling.syntax import compiled, library, shortened, source
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
+
+AT_START = "^"
+"""First character of a trigger that counts at the beginning of the output only."""
 
 Result = TypeVar("Result")
 
@@ -218,6 +223,83 @@ class Grammar:
 
     def _forbidden(self, state: _State, token: int) -> UserError:
         return UserError(f"the {self.kind} forbids token {token} after {len(state.tokens)} tokens of output")
+
+
+@dataclass(frozen=True)
+class _TriggerState:
+    """State of a sequence.
+
+    Attributes:
+        tail: last bytes of the output, in which the trigger may have begun.
+        inner: state of the grammar, once it has begun; changes in place.
+        over: the trigger cannot come any more, or the output has gone on otherwise than the grammar.
+    """
+
+    tail: bytes = b""
+    inner: Any = None
+    over: bool = False
+
+
+class TriggeredGrammar:
+    """A grammar as a ``TreeProcessor`` that allows all tokens up to its trigger: llama.cpp's lazy grammars.
+
+    The trigger may end within a token, whose rest the grammar must accept: otherwise it does not apply.
+
+    Args:
+        grammar: of the output after the trigger.
+        trigger: a text; with ``AT_START`` before it, it counts at the beginning of the output only.
+        token: its token, if it is a special one: the same text of other tokens is then no trigger.
+        tokenizer: llguidance's.
+    """
+
+    def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
+        self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
+        self.kind, self.only_ends = grammar.kind, grammar.only_ends
+        self._at_start = trigger.startswith(AT_START)
+        self._trigger = trigger.removeprefix(AT_START).encode()
+
+    def start(self, history: list[int]) -> _TriggerState:
+        return _TriggerState()
+
+    def advance(self, state: _TriggerState, token: int) -> _TriggerState | None:
+        if state.inner is not None:
+            self._grammar.advance(state.inner, token)
+            return None
+        if state.over:
+            return state
+        if self._token is not None:
+            return self._begun(b"") if token == self._token else state
+        text = state.tail + self._tokenizer.decode_bytes([token])
+        at = text.find(self._trigger)
+        if at >= 0 and not (at and self._at_start):
+            return self._begun(text[at + len(self._trigger) :])
+        if self._at_start:
+            return _TriggerState(text, over=not self._trigger.startswith(text))
+        return _TriggerState(text[max(0, len(text) - len(self._trigger) + 1) :])
+
+    def undo(self, state: _TriggerState, n: int) -> None:
+        self._grammar.undo(state.inner, n)
+
+    def mask(self, state: _TriggerState) -> Tensor | None:
+        return None if state.inner is None else self._grammar.mask(state.inner)
+
+    def forced(self, state: _TriggerState) -> list[int]:
+        """Tokens that must come next, without EOS tokens."""
+        return [] if state.inner is None else self._grammar.forced(state.inner)
+
+    def allows(self, state: _TriggerState, token: int) -> bool:
+        """Whether an output can go on with a token: not with EOS tokens, which end it."""
+        return token not in self._grammar.eos if state.inner is None else self._grammar.allows(state.inner, token)
+
+    def _begun(self, rest: bytes) -> _TriggerState:
+        """The state after the trigger and the rest of the token that has completed it."""
+        inner = self._grammar.start([])
+        try:
+            for token in self._tokenizer.tokenize_bytes(rest) if rest else ():
+                self._grammar.advance(inner, token)
+        except UserError:
+            return _TriggerState(over=True)
+        return _TriggerState(inner=inner)
 
 
 def _lexer_error(matcher: Any) -> str:

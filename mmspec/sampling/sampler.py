@@ -14,9 +14,8 @@ from transformers.generation import logits_process as hf
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.aligned import Alignment
-from mmspec.sampling.grammar import BeyondEndError, Grammar
+from mmspec.sampling.grammar import BeyondEndError, Grammar, TriggeredGrammar
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
-from mmspec.sampling.trigger import TriggeredGrammar
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
 _UNSUPPORTED = (

@@ -56,7 +56,7 @@ JSON_SCHEMA = Rule(
     lambda value: value if value is None or isinstance(value, str) else json.dumps(value),
     word="text file",
 )
-TEXT = Rule("None or text", lambda value: value is None or (is_text(value) and bool(value)))
+TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
 
 
 class CheckedText(str):

@@ -26,6 +26,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving.builder import GenerationJob, JobBuilder
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import Format
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import PROBES, Drain, Drained, Guard
@@ -40,7 +41,6 @@ from mmspec.serving.schemas import (
     TokenizeRequest,
     parse,
 )
-from mmspec.serving.settings import Limits
 from mmspec.serving.tools import AUTO, ToolPlanner
 
 _log = logging.getLogger("mmspec.serving")
@@ -76,7 +76,7 @@ def create_app(
         names: what requests may call the model, the first one in responses; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
         allow_urls: download images and videos from public addresses.
-        scrape: collects the metrics that ``GET /metrics`` returns; None for those of this application.
+        scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
         slots: lets requests in; None for slots of its own.
     """
     pipe = pipe.limited(limits.max_model_len) if limits.max_model_len else pipe
@@ -133,7 +133,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
     """
 
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
-        """Parse a request's body, and call a function with it, in a thread: large ones take long."""
+        """Parse a request's body, and call a function with it, in a thread: large bodies take long."""
         content = await read_body(request, body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
@@ -325,7 +325,7 @@ class EventStream(StreamingResponse):
 
     Args:
         first: the first event, which the generator has already yielded.
-        events: further ones.
+        events: further events.
     """
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes]) -> None:

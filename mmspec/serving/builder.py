@@ -9,6 +9,7 @@ from typing import Any
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, Format, TextFormat
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.responses import ResponsesFormat, ResponsesRequest, StoredResponses
 from mmspec.serving.schemas import (
@@ -21,7 +22,6 @@ from mmspec.serving.schemas import (
     Tool,
     conversation,
 )
-from mmspec.serving.settings import Limits
 from mmspec.serving.tools import ToolPlan, ToolPlanner
 
 Constraint = tuple[str, str]
@@ -34,11 +34,11 @@ class GenerationJob:
 
     Attributes:
         prompts: texts, or chat messages; each is answered ``n`` times, its choices one after the other.
-        sampling: fields of ``SamplingParams``, without those of the grammar, of the first choice of each prompt; the
+        sampling: fields of ``SamplingParams``, without the grammar's, of the first choice of each prompt; the
             seed of the i-th is larger by i, as in vLLM.
         constraint: the grammar of the outputs, which has not been checked yet.
         media: images and videos, of a request with one prompt.
-        keywords: further ones of ``Pipeline.stream``.
+        keywords: further keywords of ``Pipeline.stream``.
         trigger: the text after which the grammar begins; None for the beginning of the output.
         schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
     """
@@ -111,7 +111,7 @@ class JobBuilder:
         return job, form
 
     def _chat(self, asked: ChatRequest, original: GenerationRequest) -> tuple[GenerationJob, ToolPlan]:
-        """The job of a chat request, whose parameters are those of the original one: so are the names in errors."""
+        """The job of a chat request, with the parameters of the original request, whose fields errors name."""
         self.check_model(asked.model)
         messages, media = self._conversation(asked.messages, asked.tools)
         sampling, constraint = original.sampling(self._limits, self._pipe.defaults.served), asked.constraint()

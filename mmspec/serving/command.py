@@ -23,7 +23,8 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.serving.settings import Limits, Settings, host_names, is_loopback, server_url
+from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
+from mmspec.serving.settings import Settings
 
 _log = logging.getLogger("mmspec.serve")
 

@@ -17,7 +17,7 @@ import httpcore
 from mmspec.checks import data_of, is_data_uri
 from mmspec.errors import UserError
 from mmspec.serving.errors import APIError
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 from mmspec.targets.processor import Processor
 
 _SECONDS, _MEMORY = 20, 2 << 30  # of a decoding worker, per file
@@ -225,7 +225,7 @@ _OTHERS = [
 def is_public(address: str) -> bool:
     """Whether an IP address is globally reachable unicast.
 
-    IPv4-mapped addresses and those of NAT64 are judged by the IPv4 address in them; 6to4 and Teredo are refused.
+    IPv4-mapped addresses and addresses of NAT64 are judged by the IPv4 address in them; 6to4 and Teredo are refused.
     """
     found = ipaddress.ip_address(address.partition("%")[0])  # without a scope such as %eth0
     if isinstance(found, ipaddress.IPv6Address):

@@ -1,7 +1,6 @@
 """Prometheus metrics of a server, under vLLM's names.
 
-"Draft tokens" are nodes of the draft trees. A choice's drafts are counted when it has ended; those of cancelled choices
-are not.
+"Draft tokens" are nodes of the draft trees. A choice's drafts are counted when it has ended, not if it is cancelled.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Metrics:
 
     Args:
         model: label of all metrics.
-        threads: those that steps on a CPU compute with now.
+        threads: number of threads that steps on a CPU compute with now.
 
     Attributes:
         first_token: seconds from a request's arrival to a choice's first token.

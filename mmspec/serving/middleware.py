@@ -53,7 +53,7 @@ class Drain:
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def close(self, seconds: float) -> None:
-        """Refuse new requests, and wait for those that run; cancel them after some seconds."""
+        """Refuse new requests, and wait for running requests; cancel them after some seconds."""
         self.closing = True
         if self.tasks:
             await asyncio.wait(set(self.tasks), timeout=seconds)
@@ -106,7 +106,7 @@ class Watched:
 
 
 class Drained:
-    """Refuses requests to a server that stops or has too many, and completes the responses of those that it cancels.
+    """Refuses requests to a server that stops or has too many, and completes the responses of requests that it cancels.
 
     Probes are always answered.
 
@@ -167,7 +167,7 @@ def proxy_middleware() -> list[Middleware]:
 
 
 class Guard:
-    """Refuses requests that a browser sends for another site's page, and those without the API key.
+    """Refuses requests that a browser sends for another site's page, and requests without the API key.
 
     A page whose name is made to resolve to this machine sends its own name as the host; other pages send their origin.
 

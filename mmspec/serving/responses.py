@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests, translated into chat requests, responses, their events, and stored ones."""
+"""OpenAI's Responses API: requests, translated into chat requests, responses, their events, and stored responses."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ class ResponsesFormat(ChatFormat):
         }
 
     def _grow(self, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
-        """Events of a text that is new in the output; the last ones if the answer has ended."""
+        """Events of a text that is new in the output; the last events if the answer has ended."""
         final = self.choices[0].finish_reason is not None
         delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
         if delta.content or (final and not delta.calls and not self._output):
@@ -432,7 +432,7 @@ class StoredResponses:
         """Keep a response and its conversation.
 
         Args:
-            asked: the items before those of the response; a call that was cut short is not among the latter.
+            asked: the items before the response's; a call that was cut short is not among the latter.
         """
         answered = [one for one in response["output"] if one["type"] == "message" or one["status"] == "completed"]
         items = [*asked, *ITEMS.validate_python(answered)]

@@ -26,7 +26,7 @@ from mmspec.workers import Stop
 
 
 class Admission(Protocol):
-    """What lets requests in: a server's own ``Slots``, or those that it shares."""
+    """Admission of choices: a server's own ``Slots``, or slots that it shares."""
 
     @property
     def running(self) -> int:
@@ -84,7 +84,7 @@ class Slots:
         except asyncio.CancelledError:
             if entry in self._queue:
                 self._queue.remove(entry)
-                self._grant()  # those after it may fit
+                self._grant()  # later entries may fit
             elif not granted.cancelled():  # granted in the same turn of the loop
                 self.release(count)
             raise

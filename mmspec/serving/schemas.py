@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic_core
@@ -28,8 +28,8 @@ from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS
 from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import Medium
-from mmspec.serving.settings import Limits
 from mmspec.targets.processor import is_token_ids
 
 MOST_ITEMS = 1024
@@ -281,8 +281,10 @@ class ChatMessage(Fields):
 
     @property
     def texts(self) -> list[str]:
-        arguments = [call.function.arguments for call in self.tool_calls or ()]
-        return [*(part.text for part in self.content if isinstance(part, TextPart | RefusalPart)), *arguments]
+        """What a chat template may write of the message."""
+        parts = [part.text for part in self.content if isinstance(part, TextPart | RefusalPart)]
+        called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""
@@ -294,7 +296,7 @@ class ChatMessage(Fields):
             }
             for call in self.tool_calls or ()
         ]
-        name = self.name if self.role == "tool" else None  # of its function; those of speakers are ignored
+        name = self.name if self.role == "tool" else None  # of its function; names of speakers are ignored
         values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -303,7 +305,7 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     """Messages in transformers' format, and their images and videos in order.
 
     Args:
-        reads_media: whether the model's template takes lists of parts; those of text models expect a text.
+        reads_media: whether the model's template takes lists of parts; templates of text models expect a text.
     """
     messages, media = [], []
     names: dict[str, str] = {}  # of functions by ids of calls
@@ -413,7 +415,7 @@ _Sampling = create_model(
 
 
 class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
-    """Fields of all endpoints that generate: those of ``SamplingParams``, and some more.
+    """Fields of all endpoints that generate: the fields of ``SamplingParams``, and some more.
 
     Attributes:
         limit_name: the endpoint's own name of ``max_tokens``.

@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mmspec.errors import UserError
+from mmspec.serving.limits import Limits
 from mmspec.serving.middleware import Unready
-from mmspec.serving.settings import Limits
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine
@@ -105,7 +105,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
 
 _THREADS = 0.75  # seconds that threads have to end after the requests: one that compiles or encodes cannot be ended
 IDLE_CONNECTIONS = 256
-"""Connections without a request: those that clients keep for their next one."""
+"""Connections without a request, which clients keep for their next request."""
 
 
 def listen(host: str, port: int) -> socket.socket:

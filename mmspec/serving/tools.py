@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from mmspec.errors import UserError
+from mmspec.sampling.grammar import AT_START
 from mmspec.sampling.syntax import json_rule
-from mmspec.sampling.trigger import AT_START
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import Tool, named_function
 from mmspec.targets.processor import Processor
@@ -199,7 +199,7 @@ class Delta:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a delta or message: those that there are."""
+        """The fields of a delta or message that are not empty."""
         content = {"content": self.content} if self.content else {}
         return {**content, "tool_calls": list(self.calls.values())} if self.calls else content
 

@@ -8,7 +8,7 @@ from PIL import Image
 from mmspec import plugins
 from tests.demos.browsing import CHOSEN_VIDEO, IMAGE, ask, choose, save_screenshot, upload, violations
 from tests.demos.serving import save_ten_minute_video
-from tests.demos.test_previews import write_video
+from tests.demos.test_storage import write_video
 
 pytestmark = pytest.mark.browser
 

@@ -1,4 +1,9 @@
-"""Tests of requests: conversion to pipeline arguments, limits and errors."""
+"""Requests and conversations of visitors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
 
 import av
 import numpy as np
@@ -7,6 +12,9 @@ from PIL import Image
 
 from mmspec.demos import chat_request
 from mmspec.demos.chat_request import ChatRequest, Upload
+from mmspec.demos.conversation import Conversation, Turn, parse
+from mmspec.demos.racing import Token
+from mmspec.demos.views import tokens_html, turns_html
 from mmspec.errors import UserError
 
 
@@ -98,3 +106,41 @@ def test_missing_upload_raises(tmp_path):
         ChatRequest("image", "x").pipeline_request()
     with pytest.raises(UserError, match=r"a\.png was removed"):
         ChatRequest("image", "x", [Upload(str(tmp_path / "gone.png"), "a.png")]).pipeline_request()
+
+
+TOKENS = [Token("A", "first", 0), Token(" <b", "accepted", 1), Token("ox>", "accepted", 1), Token(".", "bonus", 1)]
+
+
+def kept():
+    return Conversation([Turn.of("What?", TOKENS, stopped=True)], seed=7, running="id", opened=True)
+
+
+def test_page_keeps_a_conversation():
+    conversation = kept()
+    assert parse(json.loads(json.dumps(asdict(conversation)))) == conversation
+    assert conversation.history == [("What?", "A <box>.")]
+    assert turns_html(conversation.turns)[0][1].startswith(tokens_html(TOKENS))
+    assert "<b" not in turns_html(conversation.turns)[0][1].replace("&lt;b", "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sent: sent.pop("turns"),
+        lambda sent: sent["turns"][0]["tokens"][0].update(origin='"><script>'),
+        lambda sent: sent["turns"][0]["tokens"][0].update(step="many"),
+        lambda sent: sent["turns"][0].update(tokens=sent["turns"][0]["tokens"] * 300),
+        lambda sent: sent.update(seed=None),
+    ],
+)
+def test_malformed_conversation_is_an_empty_one(change):
+    sent = asdict(kept())
+    change(sent)
+    assert parse(sent) == Conversation()
+    assert parse(None) == parse([1]) == Conversation()
+
+
+def test_long_conversation_is_cut_to_its_last_turns():
+    sent = asdict(kept())
+    sent["turns"] *= 40
+    assert len(parse(sent).turns) == 12

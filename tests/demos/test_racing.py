@@ -1,4 +1,4 @@
-"""What a race compares: its baseline with and without plain decoding, speed-ups, the fastest lane."""
+"""Answers with their times, and races."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
+from mmspec import Pipeline
+from mmspec.answer import Piece
 from mmspec.compare import Difference
-from mmspec.demos.racing import Race, StreamedAnswer, race
+from mmspec.demos import racing
+from mmspec.demos.racing import Race, StreamedAnswer, race, stream_answer
 from mmspec.engine.stats import Stats
+from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import byte_model, byte_tokenizer
 
 METHODS = {"none": 3.0, "ngram": 4.0, "recycle": 1.0, "msd": 2.0}
 
@@ -114,3 +120,31 @@ def test_lanes_are_the_median_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_difference_in_any_run_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     last = raced(monkeypatch, {"none": [1.0] * 3, "msd": [1.0] * 3}, tokens=[2, 2, 2, 2, 2, 3])[-1]
     assert (last.equal, last.difference) == (False, Difference(1, 2, 3, 0.5))
+
+
+def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
+    """Of 2 s until the first piece, the engine took 0.5; a consumer that takes hours does not count."""
+    now = [100.0]
+    monkeypatch.setattr(racing, "clock", lambda: now[0])
+
+    def stream(**_):
+        now[0] += 2.0
+        yield Piece("A", [65], seconds=0.5)
+        yield Piece("B", [66], "stop", Stats(), seconds=0.75)
+
+    io = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), decode=lambda ids: "AB"[: len(ids)])
+    pipe = SimpleNamespace(name="tiny", io=io, drafter=None, stream=stream)
+    seconds = []
+    for answer in stream_answer(pipe, "none", {}, {"max_new_tokens": 9}):
+        seconds.append(answer.seconds)
+        now[0] += 3600
+    assert seconds == [2.0, 2.25]
+    assert answer.pass_ends == [2.0, 2.25]
+    assert answer.limit == 9
+
+
+def test_pieces_have_the_seconds_of_the_engine():
+    pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None, "tiny")
+    seconds = [piece.seconds for piece in pipe.stream("abcabc", max_new_tokens=9, temperature=0.0)]
+    assert seconds == sorted(seconds)
+    assert 0 < seconds[0] < seconds[-1]

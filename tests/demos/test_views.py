@@ -1,20 +1,25 @@
-"""Tests of the HTML of hand-written answers: tokens, statistics, races, plots."""
+"""HTML of answers and races, and around the controls."""
+
+from __future__ import annotations
 
 import json
 import re
+from email.message import Message
 from html import unescape
 from xml.etree import ElementTree
 
 import pytest
 
+from mmspec import plugins
 from mmspec.answer import Piece
 from mmspec.compare import Difference
+from mmspec.demos import views
+from mmspec.demos.catalog import drafter_of, make_catalog
 from mmspec.demos.chat_request import ChatRequest
 from mmspec.demos.endpoints import answer_result
 from mmspec.demos.racing import Race, StreamedAnswer, Token, recording
 from mmspec.demos.views import claim_html, histogram, result_html, stopped_html, time_split, tokens_html
-from mmspec.engine.stats import Stats
-from mmspec.engine.trace import TreeRecord
+from mmspec.engine.stats import Stats, TreeRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -212,3 +217,31 @@ def test_plots():
     assert "600 ms · 60%" in labels
     widths = {bar.get("class"): float(bar.get("width")) for bar in root.iter("rect")}
     assert widths["verify"] == 150.0 == pytest.approx(3 * widths["draft"], abs=0.3)
+
+
+def test_each_method_has_a_line_with_its_paper():
+    catalog = make_catalog()
+    for model in plugins.installed():
+        methods = catalog.methods(model)
+        lines = re.findall("<li>.*?</li>", views.methods_html(methods))
+        drafters = {name for method in methods for name in drafter_of(method).split("+")}
+        chain = any(method.endswith("@chain") for method in methods)
+        assert len(lines) == len(drafters) + chain
+        for line in lines:
+            found = re.search(r'<a href="https://arxiv.org/abs/([0-9.]+)" .+?>arXiv (.+?)</a>', line)
+            link, number, again = found.group(0, 1, 2)
+            assert number == again
+            assert "target" not in line.replace(link, "")
+
+
+def test_addresses_that_the_package_states_are_linked(monkeypatch):
+    stated = Message()
+    stated["Project-URL"] = "Source, https://example.org/code"
+    stated["Project-URL"] = "Documentation, https://example.org/docs"
+    stated["Project-URL"] = "Funding, https://example.org/pay"
+    monkeypatch.setattr(views, "metadata", lambda name: stated)
+    assert re.findall('<a href="(.+?)">(.+?)</a>', views.links_html()) == [
+        ("https://example.org/code", "Code"),
+        ("https://example.org/docs", "Docs"),
+        ("?view=api", "Use from Python"),
+    ]

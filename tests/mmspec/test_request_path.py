@@ -19,7 +19,7 @@ from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
-FILES = 51
+FILES = 47
 CHECKS = 60
 
 CHECKING = {"checks.py", "engine/request.py", "sampling/params.py", "sampling/syntax.py"}

@@ -24,7 +24,6 @@ from mmspec.eval.suite.run import RunRecords, run_suite, suite_jobs
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
-from mmspec.eval.suite.tasks import TASKS
 from mmspec.files import alone
 from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava, save_text_model
@@ -327,11 +326,6 @@ def test_the_command(folder, tmp_path, monkeypatch):
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
     assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram@chain", "ngram@3"]
-
-
-def test_tasks_without_files_are_scenes_and_texts():
-    scenes = {name for name in TASKS if name.startswith(("scenes", "texts"))}
-    assert {name for name, task in TASKS.items() if task.draw} == scenes
 
 
 class KilledEvaluator(Evaluator):

@@ -472,7 +472,7 @@ def test_requests_that_differ_in_their_drafter_wait_for_each_other(alone):
 
     def watch():
         step()
-        sets.append({first.engine.core.mode.speculation for _ in first.engine.core.running})
+        sets.append({first.engine.core.key.speculation for _ in first.engine.core.running})
 
     first.engine.core.step = watch
     pipes = [first, second, first, plain, second]

@@ -82,7 +82,7 @@ def kernels(shared: int) -> list[tuple[Any, ...]]:
             {"num_warps": 2},
         ),
         (
-            triton_verify._follow_kernel,
+            triton_verify._path_kernel,
             tree | {"verdict": "*i64"},
             {"VALID": True, "BLOCK_NODES": 64},
             {"num_warps": 1},

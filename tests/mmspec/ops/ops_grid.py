@@ -191,7 +191,7 @@ def check_follow(case: Tree, device: str = "cpu") -> None:
             for i in valid_nodes(tree, b)[1:]:
                 if float(torch.rand((), generator=g)) < share:
                     choices[b, tree.parents[b, i]] = tree.tokens[b, i]
-        verdict = ops.follow(_to(tree, device), choices.to(device))
+        verdict = ops.accepted_path(_to(tree, device), choices.to(device))
         expected = []
         for b in range(case.batch):
             path = [0]

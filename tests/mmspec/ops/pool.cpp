@@ -69,6 +69,23 @@ void other_teams() {
     }
 }
 
+// Each delay of a helper doubles the time in which the pool rests; after a long time without, it begins anew.
+void rests() {
+  Pool pool;
+  auto rest_after = [&](Clock::duration delay) {
+    pool.rest_if_late(Clock::now() - delay, MOST_REST);
+    return pool.rest_;
+  };
+  constexpr auto none = Clock::duration::zero(), late = Clock::duration(2 * LATE * MOST_REST);
+  auto begin = Clock::now();
+  Clock::duration expected = REST;
+  for (int i = 0; i < 10; i++, expected = std::min<Clock::duration>(2 * expected, MOST_REST))
+    if (rest_after(late) != expected || pool.resting_until_ < begin + expected) std::exit(1);
+  if (rest_after(none) != MOST_REST) std::exit(1);  // not long without
+  pool.resting_until_ -= late;
+  if (rest_after(none) != none || rest_after(late) != REST) std::exit(1);
+}
+
 // Helpers that cannot start.
 void no_helpers() {
   rlimit none{0, 0};
@@ -122,6 +139,7 @@ int main(int, char** arguments) {
   std::string name = arguments[1];
   if (name == "stopped helper") stopped_helper();
   if (name == "other teams") other_teams();
+  if (name == "rests") rests();
   if (name == "no helpers") no_helpers();
   if (name == "forked") forked();
   if (name == "several callers") several_callers();

@@ -24,8 +24,8 @@ def test_interpreted_kernels_say_what_generate_says():
     llava, *hybrids = run("tests.mmspec.ops.interpreted", TRITON_INTERPRET="1", MMSPEC_KERNELS="triton").splitlines()
     assert [part.split("=")[0] for part in llava.split()] == [
         "llava",
+        "accepted_path",
         "compact_kv",
-        "follow",
         "keep_best",
         "next_beam",
         "top_log_probs",
@@ -41,7 +41,7 @@ def test_interpreted_kernels_say_what_generate_says():
     expected = [(model, names) for model, names in operations.items() if model not in REFUSED]
     for hybrid, (model, names) in zip(hybrids, expected, strict=True):
         own = [f"{part}_{name}" for part in ("commit", "tree") for name in names]
-        ran = sorted([*own, "compact_kv", "follow", "tree_attention"])
+        ran = sorted([*own, "compact_kv", "accepted_path", "tree_attention"])
         assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]
 
 
@@ -51,7 +51,7 @@ def test_kernels_compile_without_a_gpu(tmp_path):
     built = [json.loads(line) for line in out.splitlines()]
     kernels = {
         f"_{part}_kernel"
-        for part in ("attend", "merge", "follow", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
+        for part in ("attend", "merge", "path", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
     }
     for capability in (80, 90, 100):
         here = [entry for entry in built if entry["capability"] == capability]

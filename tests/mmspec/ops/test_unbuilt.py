@@ -106,10 +106,10 @@ def test_the_reference_runs_from_the_first_failure_on(failure, monkeypatch, recw
 def test_other_operations_keep_their_kernels(monkeypatch):
     monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
     monkeypatch.setattr("mmspec.ops.triton_verify.quantile", lambda *_: launch_with_too_much_memory(None))
-    monkeypatch.setattr("mmspec.ops.triton_verify.follow", lambda *_: "launched")
+    monkeypatch.setattr("mmspec.ops.triton_verify.accepted_path", lambda *_: "launched")
     with pytest.warns(RuntimeWarning, match="cannot build quantile"):
         ops.quantile(torch.rand(3, 9), torch.rand(3))
-    assert ops.follow(TokenTree.root(torch.tensor([5])), torch.tensor([[7]])) == "launched"
+    assert ops.accepted_path(TokenTree.root(torch.tensor([5])), torch.tensor([[7]])) == "launched"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def operations():
         "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
         "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
         "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
-        "follow": ("verify", ops.follow, (tree, tree.tokens)),
+        "accepted_path": ("verify", ops.accepted_path, (tree, tree.tokens)),
         "choose_drawn": ("verify", ops.choose_drawn, (drawn, probs.softmax(-1), chances, last)),
         "quantile": ("verify", ops.quantile, (probs, chances)),
     }
@@ -268,5 +268,5 @@ def test_references_are_captured(name, captured, monkeypatch):
 
 @pytest.mark.parametrize("case", TREES, ids=str)
 def test_paths_are_followed_without_the_host(case, monkeypatch):
-    monkeypatch.setattr(verify, "_follow_on_host", verify._follow_on_device)
+    monkeypatch.setattr(verify, "_path_on_host", verify._path_on_device)
     check_follow(case)

@@ -234,41 +234,9 @@ def test_greedy_takes_the_first_of_equals(dtype):
     assert chosen.tolist() == [[int((row == row.max()).nonzero()[0]) for row in logits[0]]]
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"temperature": -0.1}, "temperature must be 0 or >= 0.0001: got -0.1"),
-        ({"temperature": float("nan")}, "temperature must be 0 or >= 0.0001: got nan"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]: got 0.0"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]: got 1.5"),
-        ({"top_k": -1}, "top_k must be a whole number >= 0: got -1"),
-        ({"top_k": 2.5}, "top_k must be a whole number >= 0: got 2.5"),
-        ({"min_p": 1.1}, r"min_p must be in \[0, 1\]: got 1.1"),
-        ({"min_p": -0.5}, r"min_p must be in \[0, 1\]: got -0.5"),
-        ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 0"),
-        ({"max_new_tokens": 2**31 + 1}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 2147483649"),
-        ({"seed": 2**64}, "seed must be None or a whole number in .*: got 18446744073709551616"),
-        ({"seed": -(2**63) - 1}, "seed must be None or a whole number in .*: got -9223372036854775809"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0: got 0.0"),
-        ({"repetition_penalty": -1.5}, "repetition_penalty must be > 0: got -1.5"),
-    ],
-)
-def test_values_out_of_range(keywords, message):
-    with pytest.raises(UserError, match=message):
-        SamplingParams(**keywords)
-
-
-def test_the_ends_of_ranges_are_allowed():
-    for keywords in (
-        {"seed": 2**64 - 1},
-        {"seed": -(2**63)},
-        {"max_new_tokens": 2**31},
-        {"min_p": 0.0},
-        {"min_p": 1.0},
-    ):
-        params = SamplingParams(temperature=1.0, **keywords)
-        assert {name: getattr(params, name) for name in keywords} == keywords
+def test_seeds_are_those_that_torch_takes():
     for seed in (2**64 - 1, -(2**63)):
+        assert SamplingParams(seed=seed).seed == seed
         torch.Generator().manual_seed(seed)  # raises where torch takes no such seed
 
 
@@ -340,8 +308,8 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
         counted.append(sum(counts))
         monkeypatch.undo()
     assert found[0].host == found[1].host == found[2].host
-    by_device = 3 * (tree.max_depth + 1) if params else tree.tokens.numel()  # greedy tokens are chosen at once
-    assert counted == [tree.tokens.numel(), int(found[0].length.sum()), by_device]
+    drawn = (int(found[0].length.sum()), 3 * (tree.max_depth + 1))  # greedy tokens are chosen at all nodes at once
+    assert counted == [tree.tokens.numel(), *(drawn if params else 2 * (tree.tokens.numel(),))]
 
 
 def test_params_stay_as_they_were_checked():

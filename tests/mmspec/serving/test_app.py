@@ -16,23 +16,10 @@ import mmspec
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
-from mmspec.serving.settings import Limits
-from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
+from mmspec.serving.limits import Limits
+from tests.served import CLIP, QUESTION, SCENE, TIMEOUT, Served, data_uri, events, eventually, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def content(response: httpx.Response) -> str:
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"]["content"]
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream, whose end is checked."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def png(folder: Path, width: int, height: int) -> Path:
@@ -102,7 +89,7 @@ def test_conversations_images_and_videos_keep_their_places(server: Served, pipe:
         {"role": "user", "content": [{"type": "video", "path": str(CLIP)}, {"type": "text", "text": "Two?"}]},
     ]
     body = {"model": "tiny-llava", "messages": asked, "temperature": 0, "max_completion_tokens": 16}
-    assert content(server.post(body)) == pipe.generate(messages, max_new_tokens=16).text
+    assert texts(server.post(body)) == [pipe.generate(messages, max_new_tokens=16).text]
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(server: Served) -> None:
@@ -240,7 +227,7 @@ def test_stop_strings(server: Served, pipe: Pipeline) -> None:
     text = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=40).text
     stop = text.split()[5]
     response = server.post(question(QUESTION, data_uri(SCENE), max_tokens=40, stop=stop))
-    assert content(response) == text.partition(stop)[0]
+    assert texts(response) == [text.partition(stop)[0]]
     assert response.json()["choices"][0]["finish_reason"] == "stop"
 
 
@@ -343,7 +330,7 @@ NEUTRAL = {
 
 
 def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
-    assert content(server.post(question(**NEUTRAL))) == content(server.post(question()))
+    assert texts(server.post(question(**NEUTRAL))) == texts(server.post(question()))
 
 
 USER = [{"role": "user", "content": "Hello."}]
@@ -483,7 +470,7 @@ def test_a_text_model_refuses_images_and_reads_parts_as_text(one_thread: None) -
     with served(pipe) as server:
         parts = [{"type": "text", "text": "Work out:"}, {"type": "text", "text": "3 + 4"}]
         body = {"model": "tiny-hybrid", "temperature": 0, "max_tokens": 4}
-        found = content(server.post({**body, "messages": [{"role": "user", "content": parts}]}))
+        (found,) = texts(server.post({**body, "messages": [{"role": "user", "content": parts}]}))
         assert found == pipe.generate("Work out:\n3 + 4", max_new_tokens=4).text
         response = server.post({**question(QUESTION, data_uri(SCENE)), "model": "tiny-hybrid"})
         assert response.status_code == 400
@@ -548,7 +535,7 @@ def test_response_formats_become_constraints(server: Served, pipe: Pipeline, mon
     ]
     monkeypatch.setattr(pipe, "astream", record)
     for given in formats:
-        assert content(server.post(question(response_format=given))) == "{}"
+        assert texts(server.post(question(response_format=given))) == ["{}"]
     assert [json.loads(params.json_schema) for params in asked] == [{"type": "object"}, schema]
 
 

@@ -12,28 +12,13 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.tools import GENERIC, prompted
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question
+from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = ["A large red", "There is a", "Three"]
 SAMPLED = {"temperature": 1.5, "top_p": 0.95}
 TOKENS = 6
-
-
-def texts_of(response: httpx.Response) -> list[str]:
-    """The texts of a response or stream by the index of their choice."""
-    assert response.status_code == 200, response.text
-    if response.headers["content-type"].startswith("text/event-stream"):
-        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-        choices = [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
-    else:
-        choices = response.json()["choices"]
-    found: dict[int, str] = {}
-    for choice in choices:
-        found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
-    assert sorted(found) == list(range(len(found)))
-    return [found[index] for index in range(len(found))]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -48,7 +33,7 @@ def test_the_seed_of_a_choice_depends_on_its_place_among_those_of_its_prompt(
     ]
     assert len(set(expected)) == len(expected)
     body: dict[str, Any] = {"model": "tiny-llava", "prompt": PROMPTS[:prompts], "n": n, "seed": 7, **SAMPLED}
-    assert texts_of(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
+    assert texts(server.post({**body, "max_tokens": TOKENS, "stream": stream}, "completions")) == expected
 
 
 def test_usage_and_figures_are_those_of_all_choices(server: Served, pipe: Pipeline) -> None:
@@ -119,7 +104,7 @@ def test_a_client_of_several_prompts_and_choices_goes_away(
         connection.sendall(head.encode() + content)
         assert eventually(lambda: len(server.pipe.engine.core.running) == 4)
     assert eventually(lambda: server.idle)
-    assert texts_of(server.post({**body, "stream": False, "max_tokens": 2}, "completions"))
+    assert texts(server.post({**body, "stream": False, "max_tokens": 2}, "completions"))
 
 
 def test_a_chunked_body_is_that_of_one_piece(server: Served) -> None:
@@ -128,4 +113,4 @@ def test_a_chunked_body_is_that_of_one_piece(server: Served) -> None:
     pieces = iter([content[:7], content[7:8], content[8:]])
     chunked = httpx.post(f"{server.url}/v1/completions", content=pieces, timeout=TIMEOUT)
     assert "content-length" not in chunked.request.headers
-    assert texts_of(chunked) == texts_of(server.post(body, "completions"))
+    assert texts(chunked) == texts(server.post(body, "completions"))

@@ -21,9 +21,9 @@ from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.pipeline import Pipeline
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
-from mmspec.serving.settings import Limits
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served
+from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,12 +39,8 @@ def narrow(pipe: Pipeline) -> Iterator[Served]:
 
 def text_of(server: Served, body: dict[str, Any]) -> str:
     """The answer to a request, of a stream its pieces together."""
-    response = server.post(body)
-    assert response.status_code == 200, response.text
-    if not body.get("stream"):
-        return response.json()["choices"][0]["message"]["content"]
-    lines = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
-    return "".join(line["choices"][0]["delta"]["content"] for line in lines)
+    (text,) = texts(server.post(body))
+    return text
 
 
 def test_answers_together_are_those_alone(server: Served, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from uvicorn.server import ServerState
 import mmspec
 from mmspec.pipeline import Pipeline
 from mmspec.serving import server
+from mmspec.serving.limits import SPARE_REQUESTS, Limits
 from mmspec.serving.middleware import Unready
 from mmspec.serving.server import Connection
-from mmspec.serving.settings import SPARE_REQUESTS, Limits
 from tests.served import TIMEOUT, Served, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")

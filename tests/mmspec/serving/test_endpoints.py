@@ -10,7 +10,7 @@ import pytest
 
 from mmspec import UserError
 from mmspec.pipeline import Pipeline
-from tests.served import QUESTION, SCENE, TIMEOUT, Served, data_uri, question, served
+from tests.served import QUESTION, SCENE, TIMEOUT, Served, data_uri, question, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,22 +19,11 @@ GREEDY: dict[str, Any] = {"model": "tiny-llava", "temperature": 0, "max_tokens":
 
 
 def completion(server: Served, **fields: Any) -> list[str]:
-    response = server.post({**GREEDY, **fields}, "completions")
-    assert response.status_code == 200, response.text
-    if not fields.get("stream"):
-        return [choice["text"] for choice in response.json()["choices"]]
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line][:-1]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
-    return [
-        "".join(choice["text"] for choice in choices if choice["index"] == index)
-        for index in range(1 + max(choice["index"] for choice in choices))
-    ]
+    return texts(server.post({**GREEDY, **fields}, "completions"))
 
 
-def answer(server: Served, messages: list[Any], **fields: Any) -> str:
-    response = server.post({**GREEDY, "messages": messages, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"]["content"]
+def answer(server: Served, messages: list[Any], **fields: Any) -> list[str]:
+    return texts(server.post({**GREEDY, "messages": messages, **fields}))
 
 
 def test_forms_of_an_image(server: Served) -> None:

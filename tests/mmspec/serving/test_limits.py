@@ -16,10 +16,10 @@ from mmspec.errors import UserError
 from mmspec.serving import app
 from mmspec.serving.builder import JobBuilder
 from mmspec.serving.errors import APIError
+from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium, _limited
 from mmspec.serving.responses import StoredResponses
 from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
-from mmspec.serving.settings import Limits
 
 LIMITS = Limits(max_body=1)
 MOST = 1 << 20
@@ -98,6 +98,30 @@ def test_characters_of_all_prompts_together(lengths: list[int], fits: bool) -> N
     else:
         with pytest.raises(APIError, match="prompts must have at most 500000 characters: got 500001"):
             builder(Limits())._check_characters(texts, "prompt")
+
+
+_LONG = "x" * 100
+_CALL = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": _LONG},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": _LONG}]},
+        {"role": "assistant", "refusal": _LONG},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": _LONG}]},
+        {"role": "assistant", "tool_calls": [_CALL, {**_CALL, "id": _LONG}]},
+        {"role": "assistant", "tool_calls": [_CALL, {**_CALL, "function": {"name": _LONG, "arguments": "{}"}}]},
+        {"role": "assistant", "tool_calls": [{**_CALL, "function": {"name": "f", "arguments": f'{{"{_LONG}": 1}}'}}]},
+        {"role": "tool", "tool_call_id": _LONG, "content": ""},
+        {"role": "tool", "tool_call_id": "a", "name": _LONG, "content": ""},
+    ],
+)
+def test_all_texts_of_a_message_count(message: dict[str, Any]) -> None:
+    asked = parse(ChatRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
+    with pytest.raises(APIError, match=r"at most 99 characters: got 1\d\d"):
+        builder(Limits(max_characters=99))._conversation(asked.messages, [])
 
 
 class Reader(MediaReader):

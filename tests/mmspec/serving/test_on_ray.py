@@ -19,9 +19,9 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
-from mmspec.serving.settings import Limits
+from mmspec.serving.limits import Limits
 from tests.serve_process import KEY, answers, gone, long_stream, process
-from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
+from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, events, eventually, question, texts
 
 pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
 
@@ -76,11 +76,9 @@ def test_answers_are_those_of_the_pipeline(url: str, pipe: Pipeline) -> None:
     expected = pipe.generate(QUESTION, images=str(SCENE), max_new_tokens=16).text
     for session in "abcd":
         assert post(url, body, session).json()["choices"][0]["message"]["content"] == expected
-    lines = post(url, {**body, "stream": True}).text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == expected
-    assert len(chunks) > 4
+    streamed = post(url, {**body, "stream": True})
+    assert texts(streamed) == [expected]
+    assert len(events(streamed)) > 4
 
 
 def test_a_stream_arrives_in_pieces(url: str) -> None:

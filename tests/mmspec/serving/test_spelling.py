@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("llguidance")
@@ -16,7 +17,7 @@ from mmspec.serving.formats import TextFormat
 from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor
 from tests.mmspec.targets.test_user_text import _TOKENIZERS
-from tests.served import Served, served
+from tests.served import Served, events, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,9 +36,8 @@ def hybrid(one_thread: None) -> Iterator[Served]:
         yield running
 
 
-def chunks(text: str) -> list[dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    return [chunk["choices"][0] for chunk in events(response)]
 
 
 def test_bytes_spell_the_text(hybrid: Served) -> None:
@@ -47,7 +47,7 @@ def test_bytes_spell_the_text(hybrid: Served) -> None:
     assert json.loads(choice["message"]["content"]) == WORD
     assert b"".join(bytes(one["bytes"]) for one in tokens).decode() == f'"{WORD}"</s>'
     assert "bytes:\\xc3" in [one["token"] for one in tokens]
-    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}).text)]
+    streamed = [chunk.get("logprobs") for chunk in chunks(hybrid.post({**body, "stream": True}))]
     assert [one for part in streamed if part for one in part["content"]] == tokens
 
 
@@ -60,7 +60,7 @@ def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
     before = [b"".join(spelt[:place]).decode(errors="ignore") for place in range(len(spelt) + 1)]
     assert found["text_offset"] == [len(one) for one in before]
     assert all(len(top) == 5 for top in found["top_logprobs"])
-    streamed = chunks(hybrid.post({**body, "stream": True}, "completions").text)
+    streamed = chunks(hybrid.post({**body, "stream": True}, "completions"))
     assert [at for chunk in streamed for at in chunk["logprobs"]["text_offset"]] == found["text_offset"]
 
 

@@ -1,0 +1,63 @@
+"""Limits on requests to the server, and its address: without torch or packages of servers."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from mmspec.checks import Checked, option, whole
+
+SPARE_REQUESTS = 64
+"""Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
+
+
+@dataclass(frozen=True)
+class Limits(Checked):
+    """Limits on requests; they are options of ``mmspec serve``."""
+
+    max_running: int = option(8, whole(1), "Choices that decode at the same time.")
+    max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
+    max_body: int = option(32, whole(1), "MiB of a request's body and of a downloaded file.")
+    max_characters: int = option(500_000, whole(1), "Characters of a request's prompts.")
+    max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, at most and by default.")
+    max_model_len: int = option(0, whole(0), "Tokens of prompt and output together; 0 is the model's limit.")
+    max_images: int = option(8, whole(0), "Images of a request.")
+    max_videos: int = option(2, whole(0), "Videos of a request.")
+    max_pixels: int = option(1 << 24, whole(1), "Pixels of an image or video frame.")
+    frames: int = option(8, whole(1, 512), "Frames that are sampled from a video.")
+    max_video_seconds: int = option(300, whole(1), "Duration of a video, in seconds.")
+    max_stored: int = option(256, whole(0), "Responses that are kept for previous_response_id, for an hour.")
+    request_timeout: int = option(0, whole(0), "Seconds after which a request ends with an error; 0 is no limit.")
+    shutdown_timeout: int = option(3, whole(0), "Seconds that running requests have to end after SIGTERM.")
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of a body or a downloaded file."""
+        return self.max_body << 20
+
+    @property
+    def requests(self) -> int:
+        """Requests at a time, probes excepted."""
+        return self.max_running + self.max_waiting + SPARE_REQUESTS
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host to listen on is reached from this machine only; False for names, which may resolve to any
+    address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def host_names(host: str) -> set[str] | None:
+    """Names by which requests may call a server that listens on ``host``, as in the Host header without its port; None
+    for any, if it is not on a loopback address."""
+    return {"localhost", "127.0.0.1", "[::1]", host} if is_loopback(host) else None
+
+
+def server_url(host: str, port: int) -> str:
+    """Address of a server that listens on ``host``, without a path."""
+    return f"http://[{host.strip('[]')}]:{port}" if ":" in host else f"http://{host}:{port}"
