@@ -5,7 +5,8 @@ is its median over the rounds, and its output must equal that of transformers' `
 requests (vision tower and prefill included) and of decoding alone.
 
 All methods first decode a few other prompts. A drafter that learns from earlier answers, and its budget, start every
-round of a prompt in the same state, so no prompt is drafted from its own answer.
+round of a prompt in the same state, so no prompt is drafted from its own answer. With ``--prompts``, the prompts of a
+file take the place of held-out captions; the first ones warm up.
 
 A second table shows where the time goes: the shares of prefill, drafting, verification and commit in a whole request,
 and the cost of drafting one tree in one-token passes of the target, timed on the same prompts.
