@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import mmspec
+from mmspec.checks import Rule
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
@@ -126,6 +127,16 @@ def test_choices_have_seeds_of_their_own(server: Served, pipe: Pipeline, stream:
         usage, prompt = response.json()["usage"], alone[0].stats.num_prompt_tokens
         generated = sum(len(one.token_ids) for one in alone)
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, generated)
+
+
+def test_values_of_a_text_request_are_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the endpoint with the request's names, and by ``SamplingParams`` with its own; a few more by the pipeline."""
+    checked: list[str] = []
+    check = Rule.check
+    monkeypatch.setattr(Rule, "check", lambda rule, name, value: checked.append(name) or check(rule, name, value))
+    assert server.post(question()).status_code == 200
+    assert checked.count("max_tokens") == checked.count("max_new_tokens") == 1
+    assert len(checked) <= 9
 
 
 def test_defaults_are_those_of_openai(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
