@@ -51,7 +51,7 @@ def main(
 ) -> dict[str, Any]:
     """Measure throughput and latency of the server under load: a table, then one JSON line."""
     plain = mmspec.load(model, drafter=None, dtype=dtype)
-    requests = mixed_requests(count) if plain.io.reads_media else held_out_texts(count)
+    requests = mixed_requests(count) if plain.processor.reads_media else held_out_texts(count)
     for number, request in enumerate(requests):
         if number % 4 == 3:
             request["images"] = None

@@ -177,8 +177,7 @@ class ModelDefaults(Defaults):
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._read: dict[str, Any] = {}  # values of the generation config, as they were last checked
-        self._valid: dict[str, Any] = {}
+        self._checked: tuple[dict[str, Any], dict[str, Any]] = {}, {}  # last values of the config, as read and checked
         try:
             refuse_other_modes(model.generation_config)
             params = self.complete(SamplingParams())
@@ -208,10 +207,11 @@ class ModelDefaults(Defaults):
         if found["temperature"] is not None and found["temperature"] < MIN_TEMPERATURE:
             found["temperature"] = 0.0
         found = {name: value for name, value in found.items() if value is not None}
-        if found != self._read:
-            checked = SamplingParams(**found)
-            self._read, self._valid = found, {name: getattr(checked, name) for name in found}
-        return dict(self._valid)
+        read, valid = self._checked
+        if found != read:
+            valid = SamplingParams(**found).part(found)
+            self._checked = found, valid
+        return dict(valid)
 
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[Processor] = ()

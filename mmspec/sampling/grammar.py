@@ -1,5 +1,5 @@
-"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, or after a text in it,
-such as the marker of a tool call.
+"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, or after a text in
+it, such as the marker of a tool call.
 """
 
 from __future__ import annotations

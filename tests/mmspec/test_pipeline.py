@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPT
 import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model

@@ -90,7 +90,7 @@ def make_data(
         sampling = SamplingParams(temperature=settings["prompt_temperature"], top_p=settings["prompt_top_p"], seed=seed)
         jobs = draw_prompts(pipe, numbers, dataset.done, sampling)
     if record:
-        pipe = Pipeline(pipe.target, pipe.io, Recorder(), pipe.name, max_num_seqs=batch)
+        pipe = Pipeline(pipe.target, pipe.processor, Recorder(), pipe.name, max_num_seqs=batch)
     total = self_prompts or len(asked)
     _answer_all(AnswerGenerator(pipe, seed, params, settings["greedy"]), jobs, total, dataset, console)
 

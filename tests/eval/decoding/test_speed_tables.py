@@ -11,13 +11,13 @@ from PIL import Image
 import mmspec
 from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava
 from tests.tiny.models import msd_network
 

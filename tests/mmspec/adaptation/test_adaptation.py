@@ -14,7 +14,7 @@ from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import engine as engines
 from mmspec.engine.request_state import Wakeup

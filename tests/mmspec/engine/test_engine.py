@@ -12,7 +12,7 @@ from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle

@@ -163,6 +163,17 @@ def test_the_generation_config_is_read_at_each_request() -> None:
     assert pickle.loads(pickle.dumps(pipe)).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids == after
 
 
+def test_a_generation_config_is_checked_after_a_change() -> None:
+    model = model_with(top_p=0.5)
+    pipe = pipeline(model)
+    assert pipe.defaults.complete(SamplingParams()).top_p == 0.5
+    model.generation_config.top_p = 0.25
+    assert pipe.defaults.complete(SamplingParams()).top_p == 0.25
+    model.generation_config.top_p = 7
+    with pytest.raises(UserError, match=r"top_p must be in \(0, 1\]: got 7"):
+        pipe.generate(PROMPTS[0])
+
+
 def test_custom_processors_come_between_the_models_and_the_warpers() -> None:
     def mine(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores

@@ -18,7 +18,7 @@ import mmspec
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
