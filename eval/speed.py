@@ -5,7 +5,8 @@ is its median over the rounds, and its output must equal that of transformers' `
 requests (vision tower and prefill included) and of decoding alone.
 
 All methods first decode a few other prompts. A drafter that learns from earlier answers, and its budget, start every
-round of a prompt in the same state, so no prompt is drafted from its own answer.
+round of a prompt in the same state, so no prompt is drafted from its own answer. With ``--prompts``, the prompts of a
+file take the place of held-out captions; the first ones warm up.
 
 A second table shows where the time goes: the shares of prefill, drafting, verification and commit in a whole request,
 and the cost of drafting one tree in one-token passes of the target, timed on the same prompts.
@@ -17,12 +18,14 @@ KV slots as an image of LLaVA-1.5.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
 import mmspec
+from mmspec.cli.options import FILE
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.eval.decoding.speed_tables import print_speed_tables
 from mmspec.eval.harness.drafters import parse_drafters
@@ -32,6 +35,7 @@ from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_meth
 from mmspec.eval.scale_up.axes import SHAPES
 from mmspec.eval.scale_up.drafters import prompt_tokens, scaled_pipeline
 from mmspec.eval.suite.tasks import TASKS
+from mmspec.eval.tuning.race import read_requests
 from mmspec.loading import pick_device
 
 
@@ -53,10 +57,19 @@ from mmspec.loading import pick_device
 )
 @click.option("--nodes", default="default", show_default=True, help="Tree sizes, in addition to the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
-def main(model: str, shape: str | None, dtype: str, drafters: str, nodes: str, **options: Any) -> dict[str, Any]:
+@click.option("--prompts", type=FILE, help="A file as for mmspec tune, instead of captions; its first prompts warm up.")
+def main(
+    model: str, shape: str | None, dtype: str, drafters: str, nodes: str, prompts: Path | None, **options: Any
+) -> dict[str, Any]:
     """Measure decoding speed on held-out captions: two tables, then one JSON line."""
-    requests = held_out_requests(options["images"], options["videos"], options["frames"])
-    requests += [sample.conversation.request([]) for sample in TASKS["scenes-images"].samples(None, options["several"])]
+    if prompts is None:
+        warm_up = warm_up_requests(options["warm_up"], visual=True)
+        requests = held_out_requests(options["images"], options["videos"], options["frames"])
+        several = TASKS["scenes-images"].samples(None, options["several"])
+        requests += [sample.conversation.request([]) for sample in several]
+    else:
+        every = read_requests(prompts)
+        warm_up, requests = every[: options["warm_up"]], every[options["warm_up"] :]
     if shape is None:
         pipe = mmspec.load(model, drafter=None, dtype=dtype)
         loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
@@ -67,7 +80,7 @@ def main(model: str, shape: str | None, dtype: str, drafters: str, nodes: str, *
         cost = cost_table(pipe.target, refresh=True, prefix=max(prompt_tokens(pipe, request) for request in requests))
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(loaded, nodes, pipe.target)]
     rounds, max_new_tokens = options["rounds"], options["max_new_tokens"]
-    warm_up_methods(pipe, warm_up_requests(options["warm_up"], visual=True), methods, max_new_tokens)
+    warm_up_methods(pipe, warm_up, methods, max_new_tokens)
     compare_methods(pipe, requests, methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
     about = {**describe(pipe.target), "shape": shape, "parameters": pipe.model.num_parameters(), "rounds": rounds}

@@ -15,9 +15,11 @@ from difflib import get_close_matches
 from math import isfinite
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from mmspec.errors import UserError
+
+T = TypeVar("T")
 
 _LONGEST = 80  # characters of a value that a message repeats
 _CONTENT = re.compile(r"(data:[^,\s]*,)[\w%+/=-]+", re.IGNORECASE)  # of a data URI
@@ -149,6 +151,21 @@ def inherited(kind: type[Checked], name: str, text: str | None = None, **changes
 def inherited_optional(kind: type[Checked], name: str, text: str | None = None, **changes: Any) -> Any:
     """``inherited`` with the default None, which stands for the other class's default."""
     return inherited(kind, name, text, default=None, **changes)
+
+
+def with_fields_of(kind: type[Checked]) -> Callable[[type[T]], type[T]]:
+    """Class decorator below ``dataclass``: adds another class's fields that have a help text, as by
+    ``inherited_optional``, but for those that the class has."""
+
+    def add(cls: type[T]) -> type[T]:
+        known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
+        for one in fields(kind):  # type: ignore[arg-type]
+            if one.metadata["text"] and one.name not in known:
+                cls.__annotations__ = {**vars(cls).get("__annotations__", {}), one.name: f"{one.type} | None"}
+                setattr(cls, one.name, inherited_optional(kind, one.name))
+        return cls
+
+    return add
 
 
 def is_required(one: Field[Any]) -> bool:

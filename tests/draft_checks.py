@@ -10,6 +10,7 @@ import torch
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
+from mmspec.sampling import defaults
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.targets import prompt_of
@@ -70,7 +71,7 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
     target = plugins.target_class(model.config)(model)
     drafter.attach(target)
     budget, recorded = Watched(nodes, depth, skip), Recorded(drafter)
-    sampler = Sampler((params or SamplingParams()).processors(), do_sample=params is not None)
+    sampler = Sampler(defaults.processors(params or SamplingParams()), do_sample=params is not None)
     lengths: Counter[int] = Counter()
     stopper, said = Stopper(new, eos_token_ids=[]), []
     for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):

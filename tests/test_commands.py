@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from mmspec import plugins
 from mmspec.cli import main
 from mmspec.cli.options import Output
+from mmspec.cli.train import train
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
@@ -23,7 +24,7 @@ GROUPS = ("train", "datastore")
 COMMANDS = {
     **{(name,): plugins.find("commands", name) for name in plugins.names("commands") if name not in GROUPS},
     ("datastore", "build"): plugins.find("commands", "datastore").commands["build"],
-    **{("train", name): plugins.find("train", name) for name in plugins.names("train")},
+    **{("train", name): train.get_command(None, name) for name in plugins.names("train")},
 }
 MEASURING = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text())
 POSITIONAL = {("datastore", "build"): [__file__], ("caption",): ["FOLDER"], ("generate",): ["TEXT"]}

@@ -34,14 +34,7 @@ def test_what_needs_a_package_says_so_in_one_line(found: dict[str, Any]) -> None
     assert found["refusals"] == {
         command: [2, f"error: {purpose} needs the package {package}, which is not installed: run {install}\n"]
         for command, purpose, package, extra in (
-            ("train msd", "this command", "accelerate", "train"),
-            ("train flash", "this command", "accelerate", "train"),
-            ("train eagle3", "this command", "accelerate", "train"),
-            ("train dflash", "this command", "accelerate", "train"),
-            ("train medusa", "this command", "accelerate", "train"),
-            ("train kangaroo", "this command", "accelerate", "train"),
-            ("train small", "this command", "accelerate", "train"),
-            ("train mamba", "this command", "accelerate", "train"),
+            *((f"train {name}", "this command", "accelerate", "train") for name in without_extras.TRAINED),
             ("demo", "the demo", "gradio", "demo"),
             ("serve", "this command", "uvicorn", "serve"),
             ("generate --regex", "structured output", "llguidance", "structured"),

@@ -37,6 +37,7 @@ OPTIONAL = (
     "tensorboard",
     "uvicorn",
 )
+TRAINED = ("msd", "flash", "eagle3", "dflash", "medusa", "kangaroo", "small", "mamba")
 _STARTUP = """
 import sys
 from importlib.metadata import MetadataPathFinder
@@ -80,10 +81,7 @@ def refusals(folder: Path) -> dict[str, tuple[int, str]]:
     data, out = folder / "data.json", ["--out", str(folder / "out")]
     data.write_text("[]")
     clip, decord = str(samples() / "clip.mp4"), ("--video-backend", "decord")
-    drafters = {
-        f"train {name}": say("train", name, "--data", str(data), *out)
-        for name in ("msd", "flash", "eagle3", "dflash", "medusa", "kangaroo", "small", "mamba")
-    }
+    drafters = {f"train {name}": say("train", name, "--data", str(data), *out) for name in TRAINED}
     others = {
         "demo": say("demo"),
         "serve": say("serve", "--port", "0"),

@@ -30,7 +30,7 @@ from transformers import (
 
 import mmspec
 from mmspec import UserError
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import WORDS, published_config, random_model, small_config
 from mmspec.eval.decoding.small_media import image_inputs

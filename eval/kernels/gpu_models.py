@@ -23,12 +23,8 @@ from mmspec.core.drafter import Drafter, features, fork
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
-from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.measuring import peak_memory, reset_peak_memory, rotated
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts

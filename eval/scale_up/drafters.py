@@ -18,9 +18,7 @@ from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
 from mmspec.eval.scale_up.models import layer_in, scale_up, shape_of
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 
 MIN_DRAFT_SHARE = 0.25
 """Least share of the big vocabulary in a reduced draft vocabulary."""

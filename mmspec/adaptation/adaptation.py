@@ -12,7 +12,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Target
 from mmspec.drafters import checkpoint
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_spec, registered_name
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.drafters.union import Union

@@ -10,6 +10,8 @@ import click
 
 from mmspec import plugins
 from mmspec.checks import nearest
+from mmspec.cli.help import TrainingCommand
+from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.extras import missing_import
@@ -42,6 +44,8 @@ _SECTIONS = {
     },
 }
 _HELP = {name: text for section in _SECTIONS.values() for name, text in section.items()}
+_RUNS = """Run the same command again to resume an interrupted run. The drafter is written to OUT/drafter, metrics to
+OUT/log.jsonl and OUT/curve.svg. On several devices: `accelerate launch -m mmspec train {name} OPTIONS`."""
 _DRAFTERS, _OTHERS = "Drafters", "Other commands"
 
 CLOSED_PIPE = 128 + 13  # exit status that shells report after SIGPIPE
@@ -78,7 +82,8 @@ class Commands(click.Group):
         if name not in known:
             expected = ", ".join(known) or "(none registered)"
             raise UserError(f"unknown command: expected one of {expected}, got {name!r}{nearest(name, known)}")
-        command: click.Command = plugins.find(self.plugin_group, name)
+        found = plugins.find(self.plugin_group, name)
+        command: click.Command = found if isinstance(found, click.Command) else training_command(name, found)
         if debug_option not in command.params:
             command.params.append(debug_option)
         return command
@@ -101,6 +106,18 @@ class Commands(click.Group):
             if listed:
                 with formatter.section(title):
                     formatter.write_dl(listed, col_max=12)
+
+
+def training_command(name: str, training: Any) -> click.Command:
+    """The command of ``mmspec train`` of a drafter, from its ``DrafterTraining``."""
+
+    def train(**options: Any) -> None:
+        from mmspec.training.run import train_drafter
+
+        train_drafter(training.options(**options), training.setup)
+
+    text = f"{training.text}\n\n{_RUNS.format(name=name)}"
+    return click.command(name, cls=TrainingCommand, help=text)(derived(training.options)(train))
 
 
 class ModuleCommand(click.Command):

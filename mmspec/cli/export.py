@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -30,17 +31,12 @@ from mmspec.errors import UserError
 )
 def export(model: str, drafter: Path, out: Path, layout: str, tokens: int) -> None:
     """Write an EAGLE-3 head or a DFlash drafter in a published format, for engines that read it."""
-    from mmspec.drafters.dflash.drafter import DFlash
-    from mmspec.drafters.eagle3.drafter import Eagle3
-    from mmspec.drafters.exported import export_blocks, export_head
-    from mmspec.drafters.registry import make_drafter, registered_name
+    from mmspec.drafters import layouts
+    from mmspec.drafters.registry import drafter_spec, make_drafter, registered_name
     from mmspec.loading import load_config
 
-    made = make_drafter(str(drafter.resolve()))
-    if isinstance(made, Eagle3) and layout != "z-lab":
-        export_head(made, load_config(model), out, layout, tokens)
-    elif isinstance(made, DFlash) and layout != "eagle":
-        export_blocks(made, load_config(model), out, layout)
-    else:
-        kinds = {"eagle": "EAGLE-3 heads", "z-lab": "DFlash drafters"}.get(layout, "EAGLE-3 heads and DFlash drafters")
+    made: Any = make_drafter(str(drafter.resolve()))
+    if layout not in layouts.FORMATS.get(getattr(made, "layout", None) or "", ()):
+        kinds = " and ".join(drafter_spec(name).label for name, known in layouts.FORMATS.items() if layout in known)
         raise UserError(f"{drafter}: format {layout} is for {kinds}, the drafter is of kind {registered_name(made)}")
+    layouts.write(made, load_config(model), out, layout, tokens)

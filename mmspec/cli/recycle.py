@@ -14,7 +14,7 @@ from mmspec.checks import shown
 from mmspec.cli.help import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
 from mmspec.cli.session import open_pipeline
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.files import read_rows
 from mmspec.progress import show_progress

@@ -65,7 +65,7 @@ class Drafter(ABC):
         Args:
             tree: the pruned tree.
             verdict: the accepted paths.
-            step: output of the verify pass; the next pass may overwrite its tensors.
+            output: of the verify pass; the next pass may overwrite its tensors.
         """
 
     def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
@@ -83,7 +83,7 @@ class Drafter(ABC):
 
     @property
     def features(self) -> Sequence[Feature]:
-        """Hidden states of the target that ``step.features`` must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
+        """The target's hidden states that its outputs must contain, e.g. ``("last",)`` or ``(2, 16, 29)``."""
         return ()
 
     @property

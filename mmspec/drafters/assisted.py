@@ -8,12 +8,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmspec.checks import shown
 from mmspec.core.drafter import Drafter
-from mmspec.drafters.dflash.drafter import DFlash
+from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.early_exit import EarlyExit
-from mmspec.drafters.gemma4 import MODEL_TYPES
-from mmspec.drafters.gemma4.drafter import Gemma4
+from mmspec.drafters.gemma4 import MODEL_TYPES, Gemma4
+from mmspec.drafters.layouts import layout_of
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.published import layout_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError

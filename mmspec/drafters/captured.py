@@ -42,8 +42,10 @@ class RowState(Protocol):
 
 
 class CapturedDrafter(Drafter):
-    """See the module. A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted
-    tokens, (batch,) int64, 0 for idle rows.
+    """Drafter whose step, an update of its state and a tree, is one captured pass with static shapes.
+
+    A step's inputs are drafter-specific tensors, (batch, width, ...), and the number of accepted tokens, (batch,)
+    int64, 0 for idle rows.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ Children = Callable[[Any], Iterable[tuple[int, float, Any]]]
 
 
 class LookUpDrafter(Drafter):
-    """See the module. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
+    """Look-up drafter on the host. Subclasses define ``begin``, which appends to ``rows``, and ``start``.
 
     Attributes:
         rows: what is known of each row.

@@ -1,9 +1,9 @@
-"""Shapes that the configurations of drafters have in common. Configurations are read and checked without torch."""
+"""Shapes that the configurations of drafters have in common: trees, decoder layers, rotary positions, heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from mmspec.checks import OBJECT, Checked, option, required, whole, within
 from mmspec.errors import UserError
@@ -24,6 +24,9 @@ class TreeShape(Checked):
     total_tokens: int = required(whole(1, 512))
 
 
+SCALINGS = ("linear", "llama3", "yarn")
+"""Kinds of scaled rotary positions whose frequencies do not depend on the length."""
+
 TREE = tuple(one.name for one in fields(TreeShape))
 
 
@@ -40,10 +43,10 @@ class LayerShape(Checked):
     """
 
     hidden_size: int = required(whole(1, 2**16))
-    heads: int = required(whole(1, 2**10))
-    kv_heads: int = required(whole(1, 2**10))
-    head_dim: int = required(whole(2, 2**12))
-    mlp: int = required(whole(1, 2**18))
+    heads: int = required(whole(1, 2**10), "Attention heads; by default the target's.")
+    kv_heads: int = required(whole(1, 2**10), "By default the target's.")
+    head_dim: int = required(whole(2, 2**12), "By default the target's.")
+    mlp: int = required(whole(1, 2**18), "Intermediate size of the MLP; by default the target's.")
     rope_theta: float = option(10000.0, within(1, 1e12))
     norm_eps: float = option(1e-6, within(1e-12, 1))
 
@@ -87,9 +90,21 @@ class RotaryShape(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from mmspec.drafters.hidden_state.layer import rotary_of
+        rope = self.rope_parameters
+        if (kind := rope["rope_type"]) not in ("default", *SCALINGS):
+            raise UserError(f"rotary positions must be default, {', '.join(SCALINGS)}: got {kind!r}")
+        if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UserError(f"rotary positions must turn whole heads: got a partial_rotary_factor of {factor}")
+        sections, half = rope.get("mrope_section"), self.head_dim // 2
+        if sections is not None:
+            whole_numbers = isinstance(sections, list) and all(isinstance(one, int) and one >= 0 for one in sections)
+            if not whole_numbers or len(sections) != 3 or sum(sections) != half:
+                raise UserError(f"mrope_section must be three sections of {half} frequencies in all: got {sections!r}")
 
-        rotary_of(self)  # raises
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """``rope`` with its defaults."""
+        return {"rope_type": "default", "rope_theta": self.rope_theta, **self.rope}
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,6 @@ class HeadShape(RotaryShape):
         embedding: rows of an embedding of its own; 0 is the target's.
     """
 
-    layers: int = option(1, whole(1, 64))
+    layers: int = option(1, whole(1, 64), "Decoder layers.")
     head: int = option(0, whole(0, 2**24))
     embedding: int = option(0, whole(0, 2**24))

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 Weights = Literal["none", "optional", "required", "published", "target"]
 
 
-def published_as(*layouts: str) -> Callable[[Path], bool]:
-    """Whether a folder has one of these layouts, see ``mmspec.drafters.published``; for ``DrafterSpec.recognises``."""
-
-    def recognises(folder: Path) -> bool:
-        from mmspec.drafters.published import recognise
-
-        return recognise(folder) in layouts
-
-    return recognises
-
-
 @dataclass(frozen=True)
 class DrafterSpec:
     """A drafter, a plug-in of the group ``drafters`` under its name.

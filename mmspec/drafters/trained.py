@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from mmspec.checks import Checked
 from mmspec.core.target import Target
-from mmspec.drafters import checkpoint
+from mmspec.drafters import checkpoint, layouts
 from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.layouts import Published
 from mmspec.drafters.shape import TREE, TreeShape
 
 
@@ -54,9 +56,8 @@ class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own.
 
     Attributes:
-        read_published: returns what a folder with a published checkpoint contains, see ``Published``, and raises
-            ``UserError`` if it is invalid; None without such checkpoints.
-        published: target of a published checkpoint, see ``published.check_target``.
+        layout: of its published checkpoints, a key of ``LAYOUTS``; None without such checkpoints.
+        published: target of a published checkpoint, see ``layouts.check_target``.
 
     Args:
         network: its ``config`` is a dataclass.
@@ -67,7 +68,7 @@ class TrainedDrafter(TreeDrafter):
 
     config_class: ClassVar[type[Checked]]
     network_class: ClassVar[type[nn.Module]]
-    read_published: ClassVar[Any] = None
+    layout: ClassVar[str | None] = None
     published: dict[str, Any] | None = None
 
     def __init__(
@@ -88,7 +89,7 @@ class TrainedDrafter(TreeDrafter):
         """
         keywords: dict[str, Any] = {}
         published = None
-        if cls.read_published is not None and checkpoint.drafter_name(folder) is None:
+        if cls.layout is not None and checkpoint.drafter_name(folder) is None:
             config, tensors, draft_ids, published = cls.read_published(folder)
         else:
             config, tensors, draft_ids, keywords = checkpoint.read_network(folder, cls.config_class)
@@ -96,6 +97,18 @@ class TrainedDrafter(TreeDrafter):
         drafter = cls(network, draft_ids, **keywords)
         drafter.published = published
         return drafter
+
+    @classmethod
+    def read_published(cls, folder: Path) -> Published:
+        """What a folder with a published checkpoint contains; raises ``UserError`` if it is invalid."""
+        assert cls.layout is not None
+        return layouts.read(folder, cls.layout, cls.config_class, cls.network_class)
+
+    @classmethod
+    def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> Published:
+        """The same from its files' contents; ``where`` is its name in messages."""
+        assert cls.layout is not None
+        return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
         """The target's tokens of draft-vocabulary indices, (...) int64."""

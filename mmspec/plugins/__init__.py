@@ -17,7 +17,8 @@ used. Groups:
 - ``models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
 - ``towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
   registers its classes with transformers.
-- ``commands``, ``train``: click commands of ``mmspec`` and ``mmspec train``.
+- ``commands``, ``train``: click commands of ``mmspec`` and ``mmspec train``; a drafter's is a ``DrafterTraining``
+  (see ``mmspec/training/tasks.py``).
 """
 
 from __future__ import annotations

@@ -34,17 +34,18 @@ _FILTERS = (  # in the order of transformers' generate, each with the value that
 
 def sampler(
     params: SamplingParams,
-    custom: Sequence[Processor],
-    chain: LogitsProcessorList,
+    custom: Sequence[Processor] = (),
+    chain: LogitsProcessorList | None = None,
     constraint: Constraint | None = None,
 ) -> Sampler:
     """Sampler with these parameters.
 
     Args:
         custom: the request's own logits processors.
-        chain: all logits processors, ``custom`` included.
+        chain: all logits processors, ``custom`` included; by default those of ``processors``.
         constraint: as for ``Sampler``.
     """
+    chain = processors(params, custom) if chain is None else chain
     return Sampler(
         chain,
         do_sample=params.do_sample,
@@ -142,7 +143,7 @@ class Defaults:
             params: complete ones.
             input_ids: (1, length) int64, the prompt.
         """
-        return params.processors(custom, input_ids.shape[1], self._eos_token_ids)
+        return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(
         self,

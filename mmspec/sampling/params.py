@@ -26,9 +26,7 @@ from mmspec.errors import UserError
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
-
-    from mmspec.sampling.sampler import Processor, Sampler
+    pass
 
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
 
@@ -178,20 +176,6 @@ class SamplingParams(Checked):
         filled = copy(self)
         vars(filled).update(unset)
         return filled
-
-    def sampler(self, custom: Sequence[Processor] = ()) -> Sampler:
-        """Sampler with these parameters and ``processors``."""
-        from mmspec.sampling.defaults import sampler
-
-        return sampler(self, custom, self.processors(custom))
-
-    def processors(
-        self, custom: Sequence[Processor] = (), prompt_length: int = 0, eos_token_ids: Sequence[int] = ()
-    ) -> LogitsProcessorList:
-        """Logits processors with these parameters; see ``mmspec.sampling.defaults.processors``."""
-        from mmspec.sampling.defaults import processors
-
-        return processors(self, custom, prompt_length, eos_token_ids)
 
 
 LIBRARY: Mapping[str, Any] = {

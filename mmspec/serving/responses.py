@@ -126,7 +126,7 @@ class _FunctionType(Fields):
     type: Literal["function"]
 
 
-class FunctionTool(Function, _FunctionType):
+class FunctionTool(Function, _FunctionType):  # the type is checked first
     """A function; chat requests have its fields one level deeper."""
 
     # There are no tool searches and programs beside calls; results are text.
@@ -211,28 +211,24 @@ class ResponsesRequest(GenerationRequest):
         return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
 
     def as_chat(self, earlier: Sequence[Item]) -> ChatRequest:
-        """The chat request that asks for the same, after the items of an earlier response.
+        """The chat request that asks for the same, without sampling parameters, after the items of an earlier response.
 
         Raises:
             APIError: there are too many messages.
         """
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        tools = [{"type": "function", "function": one.model_dump(exclude={"type"})} for one in self.tools]
-        own = {"n", "stream", "stream_options", "response_format"}
-        logprobs = _LOGPROBS in self.include or self.top_logprobs is not None
-        return validated(
-            ChatRequest,
-            self.model_dump(include=set(GenerationRequest.model_fields) - own, exclude_unset=True)
-            | {
-                "messages": [*system, *messages([*earlier, *self.input])],
-                "response_format": self.text.format and self.text.format.as_chat(),
-                "tools": tools,
-                "tool_choice": _deeper(self.tool_choice),
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "logprobs": logprobs,
-                "top_logprobs": self.top_logprobs,
-            },
-        )
+        fields = {
+            "model": self.model,
+            "messages": [*system, *messages([*earlier, *self.input])],
+            "response_format": self.text.format and self.text.format.as_chat(),
+            "tools": [{"type": "function", "function": one.model_dump(exclude={"type"})} for one in self.tools],
+            "tool_choice": _deeper(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": _LOGPROBS in self.include or self.top_logprobs is not None,
+            "top_logprobs": self.top_logprobs,
+            "t_max_predict_ms": self.t_max_predict_ms,
+        }
+        return validated(ChatRequest, fields)
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of the response that repeat the request's, or the values that stand for them.

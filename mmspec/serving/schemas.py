@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from itertools import chain, pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -100,7 +99,7 @@ class Variant(Fields):
 
 def checked(name: str, rule: Rule) -> AfterValidator:
     """Checks a field as the Python API does, with its message."""
-    return AfterValidator(partial(rule.check, name))
+    return AfterValidator(lambda value: rule.check(name, value))
 
 
 F = TypeVar("F", bound=Fields)

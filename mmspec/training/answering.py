@@ -19,6 +19,7 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.training import data
 
@@ -192,7 +193,7 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
     sequences, wakeup = [], Wakeup()
     seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]
-    samplers = [replace(params, seed=seed).sampler() for seed in seeds]
+    samplers = [defaults.sampler(replace(params, seed=seed)) for seed in seeds]
     with pipe.engine.together():
         for sampler in samplers:
             sequences += pipe.add(Prompt(prompt, None), sampler, stopper, 0, on_change=wakeup)

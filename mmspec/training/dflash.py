@@ -4,30 +4,62 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import exp
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.checks import FLAG, POSITIVE, Checked, inherited, inherited_optional, option, whole, with_fields_of
 from mmspec.core.target import Target
-from mmspec.drafters.dflash import DFlashConfig, default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
-from mmspec.drafters.dflash.network import DFlashNetwork, attended, block_tokens
-from mmspec.drafters.dflash.published import published_parts
+from mmspec.drafters.dflash import (
+    DFlash,
+    DFlashConfig,
+    DFlashNetwork,
+    attended,
+    block_tokens,
+    default_layer_ids,
+    plain_embedding,
+)
 from mmspec.drafters.hidden_state.layer import rotary_of
-from mmspec.drafters.parts import shapes_of, stack
+from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import TokenLosses
-from mmspec.training.options import BlockLoss, DFlashOptions
-from mmspec.training.tasks import DrafterSetup, decoder_weights, load_shared_weights, mask_token, output_rows
+from mmspec.training.options import NetworkOptions, Passes, TreeOptions
+from mmspec.training.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    decoder_weights,
+    load_shared_weights,
+    mask_token,
+    output_rows,
+)
 
 _OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
+
+
+@dataclass(frozen=True)
+class BlockLoss(Checked):
+    """Settings of DFlash's objective."""
+
+    anchors: int = option(24, whole(1), "Blocks per conversation.")
+    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(DFlashConfig)
+class DFlashOptions(BlockLoss, NetworkOptions):
+    """Options of ``mmspec train dflash``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=15)
+    layers: int | None = inherited_optional(DFlashConfig, "layers", "Decoder layers.", default_text="2")
+    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
 
 
 def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -79,7 +111,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     theirs, own = decoder_weights(target, last), network.state_dict()
     parts = {
         ours: some
-        for ours, some in published_parts(network.config).items()
+        for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
         if not ours.startswith(_OWN) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
     }
     for name, expected in shapes_of(own, parts, network.config).items():
@@ -185,3 +217,12 @@ def _masks(anchors: Tensor, places: Tensor, length: int, config: DFlashConfig) -
     keys = torch.cat([tokens.expand(len(anchors), -1), flat], dim=1)
     seen = torch.cat([before, own], dim=2)[:, None]
     return [seen & mask[:, None] for mask in attended(flat[:, :, None] - keys[:, None], config)]
+
+
+TRAINING = DrafterTraining(
+    DFlashOptions,
+    setup,
+    """Train a DFlash drafter, which drafts a block of tokens in one pass.
+
+    It reads several layers of the target, at image positions too.""",
+)

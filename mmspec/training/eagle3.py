@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.checks import FLAG, SHARE, inherited, option, settable, with_fields_of
 from mmspec.core.target import Target
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.shape import TREE
@@ -24,8 +23,40 @@ from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import PassCache, TokenLosses
-from mmspec.training.options import Eagle3Options, Eagle3Passes
-from mmspec.training.tasks import DrafterSetup, head_weight, load_shared_weights, mask_token, output_rows
+from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    head_weight,
+    load_shared_weights,
+    mask_token,
+    output_rows,
+)
+
+
+@dataclass(frozen=True)
+class Eagle3Passes(Passes):
+    """Settings of EAGLE-3's objective."""
+
+    passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
+    keep: float = option(
+        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(Eagle3Config)
+class Eagle3Options(Eagle3Passes, HeadOptions):
+    """Options of ``mmspec train eagle3``."""
+
+    depth: int = inherited(TreeOptions, "depth", default=8)
+    parallel: bool | None = option(
+        None,
+        settable(FLAG),
+        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
+        default_text="one pass per level",
+        declared=("--parallel/--sequential",),
+    )
 
 
 def setup(options: Eagle3Options, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -147,3 +178,13 @@ def _embeddings(network: Eagle3Network, target: Target, tokens: Tensor) -> Tenso
         return network.embed_tokens(tokens)
     with torch.no_grad():
         return target.embed(tokens).clone()
+
+
+TRAINING = DrafterTraining(
+    Eagle3Options,
+    setup,
+    """Train an EAGLE-3 head, which reads several layers of the target, over several self-fed steps.
+
+    With --parallel, a P-EAGLE head, which drafts all levels in one pass. Image positions are placeholder tokens to
+    it.""",
+)

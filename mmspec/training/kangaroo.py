@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmspec.checks import inherited
 from mmspec.core.target import Target, output_of
 from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.kangaroo import KangarooConfig
-from mmspec.drafters.kangaroo.drafter import Kangaroo, KangarooNetwork
+from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import causal_pass, next_token_loss
-from mmspec.training.options import KangarooOptions, NextTokenLoss
-from mmspec.training.tasks import DrafterSetup
+from mmspec.training.options import NextTokenLoss, TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class KangarooOptions(NextTokenLoss, TreeOptions):
+    """Options of ``mmspec train kangaroo``."""
+
+    exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
 
 
 @dataclass(frozen=True)
@@ -50,3 +57,10 @@ def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) ->
     layers = (output_of(options.exit_layer - 1),)
     objective = KangarooObjective(options.loss)
     return DrafterSetup(network, objective, Kangaroo, draft_ids, options.part(TREE), layers=layers)
+
+
+TRAINING = DrafterTraining(
+    KangarooOptions,
+    setup,
+    "Train a Kangaroo adapter, an attention layer between the target's first layers and its output layer.",
+)

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mmspec.checks import FLAG, Checked, inherited, option
 from mmspec.core.target import Target
-from mmspec.drafters.medusa import MedusaConfig
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import TokenLosses, causal_pass
-from mmspec.training.options import HeadLoss, MedusaOptions
-from mmspec.training.tasks import DrafterSetup, head_weight
+from mmspec.training.options import Passes, TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, head_weight
+
+
+@dataclass(frozen=True)
+class HeadLoss(Checked):
+    """Settings of the objective of Medusa and Hydra."""
+
+    decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
+    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(HeadLoss, TreeOptions):
+    """Options of ``mmspec train medusa``, Hydra's included."""
+
+    heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
+    layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
+    own_outputs: bool = option(
+        True,
+        FLAG,
+        "Output layers of their own, which start as the target's.",
+        declared=("--own-outputs/--shared-output",),
+    )
+    grounded: bool = inherited(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
+    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
 
 
 def setup(options: MedusaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -69,3 +92,10 @@ class MedusaObjective(HeadLoss):
             scores = network.scores(number, [chain(torch.cat([x[wanted] for x in read], dim=-1))], losses.head)
             losses.add(number + 1, scores, losses.goals(wanted, positions[:, number:]), self.decay**number)
         return losses.output
+
+
+TRAINING = DrafterTraining(
+    MedusaOptions,
+    setup,
+    "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
+)

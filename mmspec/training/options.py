@@ -1,4 +1,4 @@
-"""Options of commands that train drafters, without torch: the command line derives its options from their fields."""
+"""Options of commands that train drafters: the command line derives its options from their fields."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ from mmspec.checks import (
     Checked,
     choice,
     inherited,
-    inherited_optional,
     option,
     required,
     settable,
     several,
     whole,
+    with_fields_of,
 )
-from mmspec.drafters.dflash import DFlashConfig
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.kangaroo import KangarooConfig
-from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.shape import LayerShape, TreeShape
 from mmspec.plugins import DEFAULT_MODEL, default_model
 from mmspec.training.plan import Schedule
@@ -97,6 +93,7 @@ class Passes(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_fields_of(LayerShape)
 class NetworkOptions(TreeOptions):
     """Options of drafters that read the target's hidden states; settings of the network that are None are its own."""
 
@@ -105,10 +102,6 @@ class NetworkOptions(TreeOptions):
         settable(FOLDER),
         "Initialise from this drafter: its settings, draft vocabulary and weights, unless options differ.",
     )
-    heads: int | None = inherited_optional(LayerShape, "heads", "Attention heads; by default the target's.")
-    kv_heads: int | None = inherited_optional(LayerShape, "kv_heads", "By default the target's.")
-    head_dim: int | None = inherited_optional(LayerShape, "head_dim", "By default the target's.")
-    mlp: int | None = inherited_optional(LayerShape, "mlp", "Intermediate size of the MLP; by default the target's.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,149 +110,7 @@ class HeadOptions(Passes, NetworkOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3Passes(Passes):
-    """Settings of EAGLE-3's objective."""
-
-    passes: int = inherited(Passes, "passes", "Levels of a tree that are trained, a forward pass each.", default=5)
-    keep: float = option(
-        1.0, SHARE, "Share of the chains that each further pass keeps (conditional drop-token, arXiv 2602.01469)."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Eagle3Options(Eagle3Passes, HeadOptions):
-    """Options of ``mmspec train eagle3``."""
-
-    depth: int = inherited(TreeOptions, "depth", default=8)
-    layers: int | None = inherited_optional(Eagle3Config, "layers", "Decoder layers of the head.")
-    reads: list[int] | None = inherited_optional(
-        Eagle3Config, "reads", "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
-    )
-    outputs: bool | None = inherited_optional(
-        Eagle3Config,
-        "outputs",
-        "Read the outputs of these layers.",
-        default_text="inputs",
-        declared=("--outputs/--inputs",),
-    )
-    parallel: bool | None = option(
-        None,
-        settable(FLAG),
-        "Draft all levels in one pass (P-EAGLE): further levels have a mask token and a learnt state.",
-        default_text="one pass per level",
-        declared=("--parallel/--sequential",),
-    )
-    norm_before_residual: bool | None = inherited_optional(
-        Eagle3Config, "norm_before_residual", "The residual of the first layer is the normed state."
-    )
-    norm_before_fc: bool | None = inherited_optional(
-        Eagle3Config, "norm_before_fc", "Norm of the states that are read, together."
-    )
-    fc_norm: bool | None = inherited_optional(
-        Eagle3Config, "fc_norm", "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
-    )
-    norm_output: bool | None = inherited_optional(
-        Eagle3Config, "norm_output", "Feed normed states to the next level (EAGLE-3.1).", default_text="on"
-    )
-
-
-@dataclass(frozen=True)
-class BlockLoss(Checked):
-    """Settings of DFlash's objective."""
-
-    anchors: int = option(24, whole(1), "Blocks per conversation.")
-    gamma: float = option(4.0, POSITIVE, "Slots have weights exp(-(k-1)/gamma).")
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashOptions(BlockLoss, NetworkOptions):
-    """Options of ``mmspec train dflash``."""
-
-    depth: int = inherited(TreeOptions, "depth", default=15)
-    block_size: int | None = inherited_optional(
-        DFlashConfig, "block_size", "Tokens per block, with the last one.", default_text="8"
-    )
-    layers: int | None = inherited_optional(DFlashConfig, "layers", "Decoder layers.", default_text="2")
-    target_layer_ids: list[int] | None = inherited_optional(
-        DFlashConfig,
-        "target_layer_ids",
-        "Layers of the target whose outputs are read; by default five, evenly spaced.",
-        declared=("--reads",),
-    )
-    mask_token_id: int | None = inherited_optional(
-        DFlashConfig, "mask_token_id", "Token that masks have; by default an unused one."
-    )
-    causal: list[int] | None = inherited_optional(
-        DFlashConfig, "causal", "Layers without attention to later positions of a block (JetSpec)."
-    )
-    from_anchor: bool | None = inherited_optional(
-        DFlashConfig,
-        "from_anchor",
-        "The last token's position predicts, too (DSpark).",
-        declared=("--from-anchor/--from-masks",),
-    )
-    markov_rank: int | None = inherited_optional(
-        DFlashConfig, "markov_rank", "Rank of the correction by the token before (DSpark); 0: none."
-    )
-    markov_type: Literal["vanilla", "gated", "rnn"] | None = inherited_optional(
-        DFlashConfig,
-        "markov_type",
-        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
-    )
-    confidence: Literal["none", "state", "markov"] | None = inherited_optional(
-        DFlashConfig, "confidence", "What a head of the acceptance probability reads (DSpark)."
-    )
-    from_target: bool = option(False, FLAG, "Start as the target's last layers, if they are like its own.")
-
-
-@dataclass(frozen=True)
-class HeadLoss(Checked):
-    """Settings of the objective of Medusa and Hydra."""
-
-    decay: float = inherited(Passes, "decay", "Weight of a head to the one before.")
-    loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MedusaOptions(HeadLoss, TreeOptions):
-    """Options of ``mmspec train medusa``, Hydra's included."""
-
-    heads: int = inherited(MedusaConfig, "heads", "Heads, one per drafted token.", default=4)
-    layers: int = inherited(MedusaConfig, "layers", "Residual layers per head.")
-    own_outputs: bool = option(
-        True,
-        FLAG,
-        "Output layers of their own, which start as the target's.",
-        declared=("--own-outputs/--shared-output",),
-    )
-    grounded: bool = inherited(MedusaConfig, "grounded", "Heads read the tokens before, too (Hydra).")
-    prefix: bool = option(False, FLAG, "A decoder layer between the target's states and the heads (Hydra++).")
-
-
-@dataclass(frozen=True)
 class NextTokenLoss(Checked):
     """Settings of an objective of next tokens."""
 
     loss: Literal["kl", "lk", "tv"] = inherited(Passes, "loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KangarooOptions(NextTokenLoss, TreeOptions):
-    """Options of ``mmspec train kangaroo``."""
-
-    exit_layer: int = inherited(KangarooConfig, "exit_layer", "The target's first layers that draft.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallOptions(NextTokenLoss, RunOptions):
-    """Options of ``mmspec train small``."""
-
-    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
-    hidden: int | None = option(
-        None,
-        settable(whole(2, 2**16)),
-        "Its width; embeddings start as the target's if it is the same.",
-        default_text="the target's",
-    )
-    from_target: bool = option(False, FLAG, "Start as the target's first layers, embeddings and output layer.")

@@ -180,6 +180,6 @@ class CurriculumSampler:
         return kind, self._shuffled[kind][1][place]
 
 
-def linear_ramp(start: float, end: float = 1.0) -> Callable[[float], float]:
-    """A function of progress that is 0 until ``start``, then rises linearly, and is 1 from ``end`` on."""
-    return lambda progress: 0.0 if progress <= start else min(1.0, (progress - start) / (end - start))
+def linear_ramp(start: float) -> Callable[[float], float]:
+    """A function of progress that is 0 until ``start``, then rises linearly to 1."""
+    return lambda progress: 0.0 if progress <= start else (progress - start) / (1.0 - start)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
+from mmspec.checks import FLAG, option, settable, whole
 from mmspec.core.target import Target
-from mmspec.drafters.dflash.drafter import plain_embedding
+from mmspec.drafters.dflash import plain_embedding
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
 from mmspec.files import settle, temporary
@@ -26,10 +28,24 @@ from mmspec.targets.head import Head
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import TokenLoss, next_token_loss
-from mmspec.training.options import SmallOptions
-from mmspec.training.tasks import DrafterSetup, decoder_weights, head_weight
+from mmspec.training.options import NextTokenLoss, RunOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
 
 _HEAD_DIM = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallOptions(NextTokenLoss, RunOptions):
+    """Options of ``mmspec train small``."""
+
+    layers: int = option(4, whole(1, 256), "Decoder layers of the draft model.")
+    hidden: int | None = option(
+        None,
+        settable(whole(2, 2**16)),
+        "Its width; embeddings start as the target's if it is the same.",
+        default_text="the target's",
+    )
+    from_target: bool = option(False, FLAG, "Start as the target's first layers, embeddings and output layer.")
 
 
 class DraftModel(Small):
@@ -129,3 +145,12 @@ def _first_layers(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
         if not tied:
             model.get_output_embeddings().weight.copy_(head_weight(target, None))
     return model
+
+
+TRAINING = DrafterTraining(
+    SmallOptions,
+    setup,
+    """Train a small language model of the target's vocabulary, which drafts as small:OUT/drafter (FastDraft).
+
+    It is a checkpoint of transformers. Images and videos are left out.""",
+)

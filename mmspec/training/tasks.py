@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mmspec.core.target import Feature, Target
-from mmspec.drafters.dflash.drafter import plain_embedding
+from mmspec.drafters.dflash import plain_embedding
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -85,6 +85,19 @@ class DrafterSetup:
     tree: Mapping[str, int] = field(default_factory=dict)
     fit: Callable[[Iterable[Features]], None] | None = None
     layers: Sequence[Feature] = ()
+
+
+class DrafterTraining(NamedTuple):
+    """A plug-in of the group ``train``: a command that trains drafters of one kind.
+
+    Attributes:
+        setup: makes network, objective and drafter from the options, the target and the draft vocabulary.
+        text: what it trains, for its help.
+    """
+
+    options: type[RunOptions]
+    setup: Callable[..., DrafterSetup]
+    text: str
 
 
 class DrafterTask:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.checks import inherited
 from mmspec.core.target import Target
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba import MambaConfig
-from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.ssm.drafters.mamba.network import MambaNetwork
-from mmspec.ssm.training.options import MambaOptions
+from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
-from mmspec.training.tasks import DrafterSetup
+from mmspec.training.options import TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaOptions(TreeOptions):
+    """The options: those of the run, and of the network."""
+
+    hidden_size: int = inherited(MambaConfig, "hidden_size", "Width.")
+    layers: int = inherited(MambaConfig, "layers", "Mamba-2 layers.")
+    heads: int = inherited(MambaConfig, "heads", "Heads per layer.")
+    head_dim: int = inherited(MambaConfig, "head_dim", "Channels per head.")
+    state: int = inherited(MambaConfig, "state", "State size per channel.")
+    window: int = inherited(MambaConfig, "window", "Width of its convolution.")
 
 
 def setup(options: MambaOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -52,3 +64,12 @@ def forward_kl(
     references = {"agreement": target_choice, "right": next_token}
     shares = {name: float((drafted == token).sum()) / count for name, token in references.items()}
     return LossOutput(kl, {"kl": float(kl.detach()), **shares})
+
+
+TRAINING = DrafterTraining(
+    MambaOptions,
+    setup,
+    """Train a Mamba drafter: a small language model distilled from the target's next-token distribution.
+
+    Its input is tokens only: images and videos in --data are placeholder tokens to the drafter.""",
+)

@@ -14,7 +14,7 @@ from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos.models import LoadedModel, ModelCache
 from mmspec.demos.racing import StreamedAnswer, race, resolved, stream_answer
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

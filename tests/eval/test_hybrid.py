@@ -13,7 +13,7 @@ from mmspec import TokenTree, UserError
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval import hybrid
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.unrolled import UnrolledTarget
@@ -22,8 +22,8 @@ from mmspec.eval.harness.prompts import held_out_texts, warm_up_requests
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods
 from mmspec.eval.hybrid import as_chain, compare_trees_with_chains, fastest, methods_by_kind
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import tokenizer
 from tests.tiny.configs import HYBRID_CONFIGS
 from tests.tiny.models import mamba_network, msd_network

@@ -11,6 +11,7 @@ from mmspec.compare import compare, first_difference, next_token_scores
 from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Pipeline
+from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -38,16 +39,16 @@ def test_scores_are_those_of_a_plain_pass(length: int, penalty: float) -> None:
     ids = torch.tensor([PROMPT + TOKENS[:length]])
     params = SamplingParams(repetition_penalty=penalty)
     with torch.no_grad():
-        expected = params.processors()(ids, model(ids).logits[:, -1])[0]
+        expected = defaults.processors(params)(ids, model(ids).logits[:, -1])[0]
     scores = next_token_scores(
-        TransformersTarget(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], params.processors()
+        TransformersTarget(model), Prompt(torch.tensor([PROMPT])), TOKENS[:length], defaults.processors(params)
     )
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_margin_at_the_first_difference() -> None:
     pipe = pipeline()
-    scores = next_token_scores(pipe.target, pipe.encode([]), TOKENS[:2], SamplingParams().processors())
+    scores = next_token_scores(pipe.target, pipe.encode([]), TOKENS[:2], defaults.processors(SamplingParams()))
     best, second = scores.topk(2).indices.tolist()
     found = first_difference(pipe, {}, {}, [*TOKENS[:2], best, 1], [*TOKENS[:2], second])
     assert (found.position, found.speculative, found.plain) == (2, best, second)

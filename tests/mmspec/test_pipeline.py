@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, MinNewTokensLengthLogitsProcessor, OPT
 import mmspec
 from mmspec import Generation, Piece, Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.loading import pick_device
 from mmspec.targets.packing import pack_model
@@ -282,11 +282,7 @@ def test_chat_messages(tmp_path):
         ({"prompt": ""}, "^the prompt must not be empty$"),
         ({"prompt": []}, "^the prompt must not be empty$"),
         ({"prompt": [{"role": "user", "content": "hi"}]}, "chat messages need a chat template: the tokenizer has none"),
-        ({"max_new_tokens": 0}, r"max_new_tokens must be a whole number in \[1, 2147483648\]: got 0"),
         ({"nodes": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
-        ({"temperature": -1}, "temperature must be 0 or >= 0.0001: got -1"),
-        ({"top_p": 2}, r"top_p must be in \(0, 1\]: got 2"),
-        ({"stop": ""}, "stop must be text or a list of texts, none of them empty: got ''"),
         ({"images": ["a.png"]}, "the model reads text only: images or videos were given"),
         ({"frames": 3}, "unknown option for this model: got frames$"),
         ({"tempreature": 3}, "unknown option for this model: got tempreature; did you mean temperature"),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from mmspec import plugins
 from mmspec.core.tree import TokenTree
 from mmspec.ssm.cache import StateCache
-from mmspec.ssm.drafters.mamba import network as networks
+from mmspec.ssm.drafters import mamba as networks
 from tests.half import check_decoding, half_model, long_inputs
 from tests.targets import prompt_of
 from tests.tiny import random_tree

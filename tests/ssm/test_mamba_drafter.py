@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from mmspec import SamplingParams, UserError
 from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
-from mmspec.ssm.drafters.mamba import network as networks
-from mmspec.ssm.drafters.mamba.drafter import Mamba
+from mmspec.ssm.drafters import mamba as networks
+from mmspec.ssm.drafters.mamba import Mamba
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.draft_checks import check_drafts
 from tests.targets import prompt_of

@@ -16,12 +16,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 pytest.importorskip("accelerate")
 
 import mmspec
+from mmspec.cli.train import train as commands
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.ssm.cli.drafters import mamba
-from mmspec.ssm.drafters.mamba import MambaConfig
-from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.ssm.drafters.mamba.network import MambaNetwork
+from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.ssm.training.mamba import forward_kl
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.data import as_text, read
@@ -159,7 +157,7 @@ def train(out: Path, model: str, *options: str, data: Path | None = None) -> str
     small = ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
     small += ["--hidden-size", "32", "--heads", "2", "--head-dim", "16", "--state", "4"]
     given = ["--target", model, "--out", str(out), *(["--data", str(data)] if data else [])]
-    result = CliRunner().invoke(mamba, [*given, *small, *options])
+    result = CliRunner().invoke(commands, ["mamba", *given, *small, *options])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.output

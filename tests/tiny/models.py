@@ -23,24 +23,17 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from mmspec.drafters.dflash import DFlashConfig
-from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.eagle import EagleConfig
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.network import Eagle3Network
-from mmspec.drafters.gemma4.drafter import sharing_allowed
-from mmspec.drafters.kangaroo import KangarooConfig
-from mmspec.drafters.kangaroo.drafter import KangarooNetwork
-from mmspec.drafters.medusa import MedusaConfig
-from mmspec.drafters.medusa.network import MedusaNetwork
-from mmspec.drafters.mtp.network import MTPNetwork, build, layer_config
+from mmspec.drafters.dflash import DFlashConfig, DFlashNetwork
+from mmspec.drafters.eagle import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle3 import Eagle3Config, Eagle3Network
+from mmspec.drafters.gemma4 import sharing_allowed
+from mmspec.drafters.kangaroo import KangarooConfig, KangarooNetwork
+from mmspec.drafters.medusa import MedusaConfig, MedusaNetwork
+from mmspec.drafters.mtp import MTPNetwork, build, layer_config
 from mmspec.drafters.shape import LayerShape, RotaryShape
-from mmspec.ssm.drafters.mamba import MambaConfig
-from mmspec.ssm.drafters.mamba.network import MambaNetwork
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.drafters.vispec.drafter import ViSpecNetwork
+from mmspec.ssm.drafters.mamba import MambaConfig, MambaNetwork
+from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
+from mmspec.vision.drafters.vispec import ViSpecNetwork
 from tests.tiny.configs import (
     HYBRID_CONFIGS,
     IMAGE,

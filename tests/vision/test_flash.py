@@ -13,13 +13,12 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
-from mmspec.drafters.eagle.drafter import Eagle
-from mmspec.drafters.hidden_state import grower
+from mmspec.drafters.eagle import Eagle
+from mmspec.drafters.hidden_state import layer
 from mmspec.drafters.hidden_state.entries import packing
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
-from mmspec.vision.drafters.msd.drafter import MSD, Flash
-from mmspec.vision.drafters.msd.latents import find_images
+from mmspec.vision.drafters.msd import MSD, Flash, find_images
 from tests.compiled import needs_kernels
 from tests.drafting import check, network_for
 from tests.targets import prompt_of
@@ -199,7 +198,7 @@ def test_text_only_narrow_head_norm_and_sampling():
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("widest", [0, 4])
 def test_draft_vocabularies_that_are_looked_up_and_not(slots, widest, monkeypatch):
-    monkeypatch.setattr(grower, "_MAX_RATIO", widest)
+    monkeypatch.setattr(layer, "_MAX_RATIO", widest)
     model = shared_model("llava")
     ids = torch.randperm(101, generator=torch.Generator().manual_seed(1))[:9]
     drafter = Flash(network_for(model, slots=slots), ids, top_k=4, depth=3)
@@ -258,7 +257,7 @@ def test_a_fork_shares_what_is_looked_up_and_not_what_is_cached():
     pipe.generate("What is it?", max_new_tokens=4)
     drafter = pipe.drafter
     copied = fork(drafter, pipe.target)
-    assert copied.fuse is drafter.fuse
-    assert copied.into is drafter.into
+    assert copied.node_inputs is drafter.node_inputs
+    assert copied.cell_input is drafter.cell_input
     assert copied.network is drafter.network
     assert copied.cache is not drafter.cache

@@ -7,11 +7,9 @@ import torch
 
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.eagle import Eagle
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model

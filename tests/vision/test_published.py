@@ -17,15 +17,13 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters import published
+from mmspec.drafters import layouts as published
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle.network import EAGLE, EagleNetwork, convert, read_published
-from mmspec.drafters.eagle3 import network as published_eagle3
+from mmspec.drafters.eagle import Eagle, EagleNetwork
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import LAYOUT, MSD
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs
@@ -65,7 +63,7 @@ FULL_QWEN |= {"num_key_value_heads": 4, "vocab_size": 152064}
 
 
 def read_msd(folder):
-    return read_published(folder, LAYOUT)
+    return MSD.read_published(folder)
 
 
 def layer_of(config):
@@ -176,7 +174,7 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "old bin", "shards", "bin shards"])
 def test_files_of_every_kind_say_the_same(kind, tmp_path):
     tensors = tensors_of(QWEN, dtype=torch.float16)
-    expected = convert(QWEN, tensors, LAYOUT, "here")
+    expected = MSD.convert(QWEN, tensors, "here")
     network, ours, _, settings = read_msd(write(tmp_path, QWEN, tensors, kind))
     assert (network, settings) == (expected[0], expected[3])
     assert ours.keys() == expected[1].keys()
@@ -193,7 +191,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     tensors = tensors_of(config)
     folder = write(tmp_path, config, tensors)
     kind, read = (
-        (MSDNetwork, read_msd(folder)) if name.startswith("msd") else (EagleNetwork, read_published(folder, EAGLE))
+        (MSDNetwork, read_msd(folder)) if name.startswith("msd") else (EagleNetwork, Eagle.read_published(folder))
     )
     network = load_network(kind, *read[:2], tmp_path)
     made, layer = layer_of(config)
@@ -227,7 +225,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
 def test_the_user_decides_how_visual_positions_are_fed(config, tmp_path):
     folder = write(tmp_path, config)
     assert read_msd(folder)[0].decoupled
-    network, tensors, _, _ = read_published(folder, EAGLE)
+    network, tensors, _, _ = Eagle.read_published(folder)
     assert not isinstance(network, MSDConfig)
     assert tensors.keys() == read_msd(folder)[1].keys()
 
@@ -235,8 +233,8 @@ def test_the_user_decides_how_visual_positions_are_fed(config, tmp_path):
 def test_an_msd_drafter_for_qwen_is_a_whole_layer_and_an_eagle_head_is_not():
     tensors = tensors_of({**QWEN, "model_type": "qwen2"})
     with pytest.raises(UserError, match=r"missing layers\.0\.input_layernorm\.weight$"):
-        convert(QWEN, tensors, LAYOUT, "here")
-    network = convert(QWEN, tensors, EAGLE, "here")[0]
+        MSD.convert(QWEN, tensors, "here")
+    network = Eagle.convert(QWEN, tensors, "here")[0]
     assert (network.input_norm, network.qkv_bias) == (False, True)
 
 
@@ -244,28 +242,28 @@ def test_rotary_and_norm_settings_come_from_the_configuration():
     tensors = tensors_of(LLAVA)
 
     def read(**changes):
-        network = convert({**LLAVA, **changes}, tensors, LAYOUT, "here")[0]
+        network = MSD.convert({**LLAVA, **changes}, tensors, "here")[0]
         return network.rope_theta, network.norm_eps
 
     assert read() == (10000.0, 1e-5)
     assert read(rope_theta=5e5, rms_norm_eps=None) == (5e5, 1e-6)
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 7}) == (7.0, 1e-5)
     qwen = {name: value for name, value in QWEN.items() if name != "rope_theta"}
-    assert convert(qwen, tensors_of(QWEN), LAYOUT, "here")[0].rope_theta == 1e6
+    assert MSD.convert(qwen, tensors_of(QWEN), "here")[0].rope_theta == 1e6
 
 
 def test_saved_rotary_frequencies_do_no_harm():
     tensors = tensors_of(LLAVA) | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    assert "inv_freq" not in str(convert(LLAVA, tensors, LAYOUT, "here")[1].keys())
+    assert "inv_freq" not in str(MSD.convert(LLAVA, tensors, "here")[1].keys())
 
 
 def test_an_eagle_head_may_leave_out_what_the_target_has():
     tensors = tensors_of(VICUNA)
     del tensors["embed_tokens.weight"]
-    assert convert(VICUNA, tensors, EAGLE, "here")[3]["vocab_size"] == 96
+    assert Eagle.convert(VICUNA, tensors, "here")[3]["vocab_size"] == 96
     with pytest.raises(UserError, match=r"vocab_size must be a whole number >= 1: got None"):
-        convert({**VICUNA, "vocab_size": None}, tensors, EAGLE, "here")
-    rows = convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), EAGLE, "here")[3]
+        Eagle.convert({**VICUNA, "vocab_size": None}, tensors, "here")
+    rows = Eagle.convert({**VICUNA, "vocab_size": None}, tensors_of(VICUNA), "here")[3]
     assert rows["vocab_size"] == 96
 
 
@@ -274,7 +272,7 @@ def test_an_eagle_head_may_leave_out_what_the_target_has():
 )
 def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     tensors = tensors_of(config, device="meta")
-    network, ours, _, settings = convert(config, tensors, LAYOUT, "here")
+    network, ours, _, settings = MSD.convert(config, tensors, "here")
     with torch.device("meta"):
         expected = {name: value.shape for name, value in MSDNetwork(network).state_dict().items()}
     assert {name: value.shape for name, value in ours.items()} == expected
@@ -294,7 +292,7 @@ def test_wrong_shapes_are_named_with_both(name):
     wrong = (*right[:-1], right[-1] + 1)
     message = f"here: {name} must be {right} by config.json: got {wrong}"
     with pytest.raises(UserError) as caught:
-        convert(LLAVA, tensors, LAYOUT, "here")
+        MSD.convert(LLAVA, tensors, "here")
     assert str(caught.value) == message
 
 
@@ -310,14 +308,14 @@ def test_wrong_shapes_are_named_with_both(name):
 def test_missing_and_unknown_tensors_are_named(changes, message):
     tensors = {name: value for name, value in (tensors_of(LLAVA) | changes).items() if value is not None}
     with pytest.raises(UserError) as caught:
-        convert(LLAVA, tensors, LAYOUT, "here")
+        MSD.convert(LLAVA, tensors, "here")
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": None}, "expected hidden_size, received none"),
+        ({"hidden_size": None}, "hidden_size must be a whole number >= 1: got None"),
         ({"num_attention_heads": "4"}, "num_attention_heads must be a whole number >= 1: got '4'"),
         ({"intermediate_size": True}, "intermediate_size must be a whole number >= 1: got True"),
         ({"num_attention_heads": 96}, "head_dim must be a whole number in [2, 4096]: got 0"),
@@ -337,7 +335,7 @@ def test_missing_and_unknown_tensors_are_named(changes, message):
 )
 def test_configurations_that_cannot_be_are_refused(changes, message):
     with pytest.raises(UserError) as caught:
-        convert({**LLAVA, **changes}, tensors_of(LLAVA), LAYOUT, "here")
+        MSD.convert({**LLAVA, **changes}, tensors_of(LLAVA), "here")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -351,7 +349,7 @@ def test_configurations_that_cannot_be_are_refused(changes, message):
 )
 def test_drafters_of_other_methods_are_refused_by_name(config, tensors, name, tmp_path):
     folder = write(tmp_path, config, tensors(), "bin")
-    for read in (read_msd, published_eagle3.read_published):
+    for read in (read_msd, Eagle3.read_published):
         with pytest.raises(UserError, match=rf"received {name}.*: use an MSD or EAGLE checkpoint"):
             read(folder)
     with pytest.raises(UserError, match=name):
@@ -379,7 +377,7 @@ def test_damaged_files_are_named(tmp_path):
             read_msd(tmp_path / "b")
 
     (tmp_path / "b" / "pytorch_model.bin").unlink()
-    with pytest.raises(UserError, match="tensors of an MSD or EAGLE drafter, received no weights"):
+    with pytest.raises(UserError, match="tensors of an MSD or EAGLE-1/2 drafter, received no weights"):
         read_msd(tmp_path / "b")
     (tmp_path / "b" / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: expected a JSON object"):

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, BatchFeature, GenerationConfig, Qwen2VLImageProcessorPil
 
 import mmspec
-from mmspec.vision.cli.drafters import flash
+from mmspec.cli.train import train
 from mmspec.vision.processor import VisionProcessor
 from tests.model_folders import TEMPLATE, tokenizer
 from tests.tiny import shared_model
@@ -109,7 +109,7 @@ def test_flash_is_trained_and_decodes(folder: Path, tmp_path: Path) -> None:
     options = ["--model", str(folder), "--data", str(data), "--out", str(tmp_path / "run"), "--text-share", "0"]
     options += ["--steps", "12", "--rate", "1e-2", "--batch", "4", "--held-out", "1", "--prompts", "1", "--warmup", "4"]
     options += ["--max-new-tokens", "6", "--latents", "3", "--slots", "4", "--top-k", "3", "--total-tokens", "12"]
-    result = CliRunner().invoke(flash, options, catch_exceptions=False)
+    result = CliRunner().invoke(train, ["flash", *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
     first, last = (row for row in rows if row["event"] == "held-out")

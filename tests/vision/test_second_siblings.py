@@ -7,7 +7,7 @@ import torch
 
 from mmspec import plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.eagle.drafter import Eagle
+from mmspec.drafters.eagle import Eagle
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler

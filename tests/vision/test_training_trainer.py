@@ -24,17 +24,15 @@ from transformers import LlavaForConditionalGeneration
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.cli.drafters import dflash, eagle3, kangaroo, medusa
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.cli.train import train as commands
+from mmspec.drafters.dflash import DFlash
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.training.features import Features
 from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG
-from mmspec.vision.cli.drafters import flash, msd
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.network import MSDNetwork
+from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.training.msd import fit_projection
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
 from tests.model_folders import save_llava
@@ -88,11 +86,11 @@ def files(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 def train(model: str, files: dict[str, Path]) -> Callable[..., str]:
     """Runs the command in a folder; returns its output."""
 
-    def call(out: Path, *options: str, command: Any = msd, **replaced: Path | None) -> str:
+    def call(out: Path, *options: str, command: str = "msd", **replaced: Path | None) -> str:
         chosen = {"--text": files["text"], "--data": files["data"], **{f"--{k}": v for k, v in replaced.items()}}
         given = [part for name, path in chosen.items() if path for part in (name, str(path))]
         small = ["--batch", "6", "--held-out", "4", "--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
-        result = CliRunner().invoke(command, ["--target", model, "--out", str(out), *given, *small, *options])
+        result = CliRunner().invoke(commands, [command, "--target", model, "--out", str(out), *given, *small, *options])
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.output
@@ -147,7 +145,7 @@ def test_flash_learns_to_predict_its_target(
     train: Callable[..., str],
     tmp_path: Path,
 ) -> None:
-    train(tmp_path, "--steps", "60", "--rate", "1e-2", *options, command=flash)
+    train(tmp_path, "--steps", "60", "--rate", "1e-2", *options, command="flash")
     drafter, last = learned(model, tmp_path, gain=0.2)
     assert f"right_{levels}" in last
     config = drafter.network.config
@@ -157,9 +155,9 @@ def test_flash_learns_to_predict_its_target(
 def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[..., str], tmp_path: Path) -> None:
     """Further layers add nothing at first, and a head of full rank is the target's."""
     shape = ["--draft-vocabulary", "10", "--slots", "6", "--depth", "6"]
-    train(tmp_path / "first", "--steps", "30", "--rate", "1e-2", *shape, command=flash)
+    train(tmp_path / "first", "--steps", "30", "--rate", "1e-2", *shape, command="flash")
     options = ["--steps", "1", "--rate", "1e-12", "--depth", "6", "--slots", "6", "--rank", "32", "--reads", "1,0"]
-    train(tmp_path / "more", *options, "--start", str(tmp_path / "first" / DRAFTER), command=flash)
+    train(tmp_path / "more", *options, "--start", str(tmp_path / "first" / DRAFTER), command="flash")
     before, after = (
         next(row for row in rows(tmp_path / name)[::step] if row["event"] == "held-out")
         for name, step in (("first", -1), ("more", 1))
@@ -173,7 +171,7 @@ def test_settings_keep_the_drafter_that_training_starts_from(train: Callable[...
 
 def test_a_low_rank_head_excludes_further_passes(train: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="passes must be 1 with rank: got 2"):
-        train(tmp_path, "--steps", "1", "--rank", "4", "--passes", "2", command=flash)
+        train(tmp_path, "--steps", "1", "--rank", "4", "--passes", "2", command="flash")
 
 
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
@@ -184,7 +182,7 @@ def test_a_head_learns_to_predict_its_target(
     model: str, train: Callable[..., str], tmp_path: Path, objective: str
 ) -> None:
     options = [*objective.split(), "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *EAGLE3]
-    said = train(tmp_path, *options, command=eagle3)
+    said = train(tmp_path, *options, command="eagle3")
     drafter, last = learned(model, tmp_path)
     assert "right_3" in last
     assert "drafter written to" in said
@@ -196,8 +194,8 @@ def test_a_head_learns_to_predict_its_target(
 def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--steps", "2", "--prompts", "0", "--layers", "2", "--reads", "1,0", "--outputs", *EAGLE3]
     options += ["--norm-before-residual", "--norm-before-fc"]
-    train(tmp_path / "a", *options, command=eagle3)
-    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), command=eagle3)
+    train(tmp_path / "a", *options, command="eagle3")
+    train(tmp_path / "b", *options, "--cache", str(tmp_path / "cache"), command="eagle3")
     for name, value in saved(tmp_path / "a").items():
         torch.testing.assert_close(value, saved(tmp_path / "b")[name], atol=1e-4, rtol=1e-3)
     drafter = make_drafter(str(tmp_path / "a" / DRAFTER))
@@ -214,20 +212,20 @@ def test_layers_switches_and_a_cache(model: str, train: Callable[..., str], tmp_
         "--start",
         str(tmp_path / "a" / DRAFTER),
         *EAGLE3,
-        command=eagle3,
+        command="eagle3",
     )
     for name, value in saved(tmp_path / "a").items():
         torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
     start = ["--start", str(tmp_path / "a" / DRAFTER), "--draft-vocabulary", "10"]
     with pytest.raises(UserError, match=r"expected lm_head.weight \(10, \d+\) to start from, received \(320, \d+\)"):
-        train(tmp_path / "other", "--steps", "1", *start, *EAGLE3, command=eagle3)
+        train(tmp_path / "other", "--steps", "1", *start, *EAGLE3, command="eagle3")
 
 
 def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[..., str], tmp_path: Path) -> None:
     masks, kept = [], []
     for name, *options in (("a",), ("b", "--parallel"), ("c",), ("d", "--sequential")):
         options += ["--start", str(tmp_path / chr(ord(name) - 1) / DRAFTER)] if name != "a" else []
-        train(tmp_path / name, "--steps", "1", "--rate", "1e-12", "--prompts", "0", *options, command=eagle3)
+        train(tmp_path / name, "--steps", "1", "--rate", "1e-12", "--prompts", "0", *options, command="eagle3")
         masks.append(make_drafter(str(tmp_path / name / DRAFTER)).network.config.mask_token_id)
         kept.append(saved(tmp_path / name))
     assert masks == [None, masks[1], masks[1], None]
@@ -239,19 +237,19 @@ def test_a_head_starts_as_one_with_and_without_parallel_levels(train: Callable[.
 
 
 def test_what_cannot_be_trained_is_refused(model: str, train: Callable[..., str], tmp_path: Path) -> None:
-    refused = train(tmp_path / "a", "--reads", "2;3", command=eagle3)
+    refused = train(tmp_path / "a", "--reads", "2;3", command="eagle3")
     assert "'--reads': must be a list of whole numbers, as 2,16,29 on the command line: got '2;3'" in refused
     with pytest.raises(UserError, match="reads inputs of layers 1, 2, 9: the target has 2 layers"):
-        train(tmp_path / "b", "--reads", "1,2,9", command=eagle3)
+        train(tmp_path / "b", "--reads", "1,2,9", command="eagle3")
     target = mmspec.load(model, None).target
     config = cut(QWEN3_VL, vocab_size=320, target_model_type="llava", hidden_size=target.config.hidden_size)
     head = write_head(tmp_path / "head", config, head_tensors(config))
     with pytest.raises(UserError, match="expected a head with plain rotary positions, received M-RoPE"):
-        train(tmp_path / "c", "--start", str(head), command=eagle3)
+        train(tmp_path / "c", "--start", str(head), command="eagle3")
     config = cut(EAGLE4, vocab_size=320, draft_vocab_size=320, hidden_size=target.config.hidden_size)
     head = write_head(tmp_path / "eagle4", config, head_tensors(config, "C"))
     with pytest.raises(UserError, match="expected an EAGLE-3 head without a sliding window, received EAGLE-4's"):
-        train(tmp_path / "d", "--start", str(head), command=eagle3)
+        train(tmp_path / "d", "--start", str(head), command="eagle3")
 
 
 DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
@@ -262,7 +260,7 @@ def test_blocks_learn_to_predict_their_target(
     model: str, train: Callable[..., str], tmp_path: Path, start: list[str]
 ) -> None:
     options = ["--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *start, *DFLASH]
-    said = train(tmp_path, *options, command=dflash)
+    said = train(tmp_path, *options, command="dflash")
     drafter, last = learned(model, tmp_path)
     assert "right_4" in last
     assert "drafter written to" in said
@@ -276,7 +274,7 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
 ) -> None:
     still = ["--steps", "1", "--rate", "1e-12", "--prompts", "0", *DFLASH]
     changes = ["--from-target", "--layers", "1", "--reads", "0", "--mask-token-id", "7"]
-    train(tmp_path / "a", *still, *changes, command=dflash)
+    train(tmp_path / "a", *still, *changes, command="dflash")
     found, layer = saved(tmp_path / "a"), mmspec.load(model, None).model.get_decoder().layers[-1]
     attention, mlp = layer.self_attn, layer.mlp
     expected = {
@@ -291,16 +289,16 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
         torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
     torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
     folder = str(tmp_path / "a" / DRAFTER)
-    train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command=dflash)
+    train(tmp_path / "b", *still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     for name, value in found.items():
         torch.testing.assert_close(saved(tmp_path / "b")[name], value, atol=1e-6, rtol=0)
     assert make_drafter(str(tmp_path / "b" / DRAFTER)).network.config.mask_token_id == 7
     with pytest.raises(UserError, match=r"expected fc.weight \(\d+, \d+\) to start from, received"):
-        train(tmp_path / "c", *still, "--start", folder, "--reads", "0,1", command=dflash)
+        train(tmp_path / "c", *still, "--start", folder, "--reads", "0,1", command="dflash")
     with pytest.raises(UserError, match=r"--from-target needs layers like the drafter's: expected .*q_proj.weight"):
-        train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command=dflash)
+        train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
     with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
-        train(tmp_path / "e", *still, "--reads", "0,2", command=dflash)
+        train(tmp_path / "e", *still, "--reads", "0,2", command="dflash")
 
 
 def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[..., str], tmp_path: Path) -> None:
@@ -318,7 +316,7 @@ def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[.
         "tv",
         *heads,
         *DFLASH,
-        command=dflash,
+        command="dflash",
     )
     drafter, last = learned(model, tmp_path / "a")
     assert ("confidence_5" in last, "right_6" in last) == (True, False)  # five drafts of a block of five
@@ -327,7 +325,7 @@ def test_the_heads_of_dspark_are_trained_and_saved(model: str, train: Callable[.
     assert (config.markov_type, config.markov_rank, config.causal) == ("rnn", 16, [1])
     assert (config.markov_inputs, config.markov_outputs) == (320, 40)
     again = ["--steps", "1", "--rate", "1e-12", "--prompts", "0", "--start", str(tmp_path / "a" / DRAFTER)]
-    train(tmp_path / "b", *again, command=dflash)
+    train(tmp_path / "b", *again, command="dflash")
     for name, value in saved(tmp_path / "a").items():
         torch.testing.assert_close(saved(tmp_path / "b")[name], value, atol=1e-6, rtol=0)
 
@@ -337,7 +335,7 @@ def test_heads_of_medusa_and_hydra_learn_to_predict_their_target(
     options: list[str], model: str, train: Callable[..., str], tmp_path: Path
 ) -> None:
     tree = ["--heads", "3", "--top-k", "4", "--total-tokens", "12"]
-    train(tmp_path, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *tree, *options, command=medusa)
+    train(tmp_path, "--steps", "60", "--rate", "1e-2", "--draft-vocabulary", "40", *tree, *options, command="medusa")
     drafter, last = learned(model, tmp_path, loss=0.95)
     assert "right_3" in last
     config = drafter.network.config
@@ -348,11 +346,11 @@ def test_heads_of_medusa_and_hydra_learn_to_predict_their_target(
 
 def test_kangaroo_learns_to_predict_its_target(model: str, train: Callable[..., str], tmp_path: Path) -> None:
     options = ["--exit-layer", "1", "--rate", "1e-2", "--draft-vocabulary", "40", "--top-k", "4"]
-    train(tmp_path, "--steps", "60", *options, "--total-tokens", "12", command=kangaroo)
+    train(tmp_path, "--steps", "60", *options, "--total-tokens", "12", command="kangaroo")
     drafter, _ = learned(model, tmp_path, loss=0.95)
     assert (drafter.name, len(drafter.draft_ids), drafter.network.config.exit_layer) == ("kangaroo", 40, 1)
     with pytest.raises(UserError, match=r"^an early exit must be after a layer before the last"):
-        train(tmp_path / "late", "--steps", "1", "--exit-layer", "9", command=kangaroo)
+        train(tmp_path / "late", "--steps", "1", "--exit-layer", "9", command="kangaroo")
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
@@ -414,7 +412,7 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
         torch.testing.assert_close(saved(tmp_path / "on")[name], value, atol=1e-6, rtol=0)
     options = ["--steps", "1", "--rate", "1e-12", "--start", str(begin), "--slots", "3", "--latents", "2"]
     options += ["--precision", "bfloat16"]
-    train(tmp_path / "flash", *options, command=flash)
+    train(tmp_path / "flash", *options, command="flash")
     network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
     assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)
     for name, value in saved(tmp_path / "msd").items():
@@ -449,7 +447,7 @@ def test_missing_conversations_are_refused(train: Callable[..., str], files: dic
 
 
 def _launched(options: list[str], *launcher: str) -> subprocess.Popen:
-    command = [sys.executable, *launcher, "-m", "mmspec.vision.cli.drafters", "msd", *options]
+    command = [sys.executable, *launcher, "-m", "mmspec", "train", "msd", *options]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

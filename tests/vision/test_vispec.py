@@ -9,7 +9,7 @@ import torch
 
 from mmspec import SamplingParams, UserError
 from mmspec.drafters.registry import make_drafter
-from mmspec.vision.drafters.vispec.drafter import ViSpec
+from mmspec.vision.drafters.vispec import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,19 +11,55 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmspec.checks import FLAG, POSITIVE, inherited, inherited_optional, option, whole, with_fields_of
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.tasks import DrafterSetup, head_weight, load_shared_weights, output_rows
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD, Flash
-from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.training.objective import HiddenStateObjective
-from mmspec.vision.training.options import FlashOptions, MSDOptions
+from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, head_weight, load_shared_weights, output_rows
+from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
+from mmspec.vision.training.objective import HiddenStateObjective, Losses, SlotLosses
 
 _DEFAULT_SPAN = 256
 """Visual tokens that share latents, if the target's configuration does not state the number per image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(MSDConfig)
+class MSDOptions(Losses, HeadOptions):
+    """Options of ``mmspec train msd``."""
+
+    fit: bool = option(
+        False,
+        FLAG,
+        "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
+    )
+    hide_visual: bool | None = inherited_optional(MSDConfig, "hide_visual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashOptions(SlotLosses, MSDOptions):
+    """Options of ``mmspec train flash``. Trees come from one pass; MSD's are wider and take a pass per level."""
+
+    passes: int = inherited(Passes, "passes", default=1)
+    top_k: int = inherited(TreeOptions, "top_k", default=4)
+    depth: int = inherited(TreeOptions, "depth", default=12)
+    slots: int = inherited(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
+    latents: int | None = inherited_optional(
+        MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
+    )
+    ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
+    span: int | None = inherited_optional(
+        MSDConfig,
+        "span",
+        "Visual tokens per image; longer runs are split.",
+        default_text="that of the target's configuration, or 256",
+        rule=whole(1, 2**20),
+    )
+    rank: int | None = inherited_optional(
+        MSDConfig, "rank", "Rank of an output layer of their own for the slots after the first; 0: the target's head."
+    )
 
 
 def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
@@ -49,10 +85,6 @@ def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tens
     fit = partial(fit_projection, network) if options.fit and start is None else None
     tree = options.part(TREE)
     return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
-
-
-msd, flash = partial(_setup, MSD), partial(_setup, Flash)
-"""What ``train_drafter`` trains, by the class of the drafter."""
 
 
 @torch.no_grad()
@@ -122,3 +154,17 @@ def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
     if options.hide_visual:
         latents = 0
     return {"latents": latents, "span": span if latents else 0}
+
+
+MSD_TRAINING = DrafterTraining(
+    MSDOptions,
+    partial(_setup, MSD),
+    "Train an MSD drafter: first on text, then on a growing share of images and videos.",
+)
+FLASH_TRAINING = DrafterTraining(
+    FlashOptions,
+    partial(_setup, Flash),
+    """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
+
+    --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.""",
+)

@@ -13,15 +13,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec.checks import option, whole
+from mmspec.checks import NOT_NEGATIVE, POSITIVE, SHARE, option, whole
 from mmspec.core.target import Target
 from mmspec.drafters.hidden_state.entries import packing, take
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import PassCache, token_loss
-from mmspec.vision.drafters.msd.network import MSDNetwork
-from mmspec.vision.training.options import SlotLosses
+from mmspec.training.options import Passes
+from mmspec.vision.drafters.msd import MSDNetwork
+
+
+@dataclass(frozen=True)
+class Losses(Passes):
+    """Settings of MSD's objective.
+
+    Attributes:
+        hidden_weight, token_weight: of the smooth L1 distance to the target's hidden state, and of the cross-entropy
+            with its next-token distribution. The papers of MSD and EAGLE weight the two 1 and 0.1.
+        noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
+    """
+
+    hidden_weight: float = option(0.1, NOT_NEGATIVE, "Weight of the hidden-state loss.")
+    token_weight: float = option(1.0, NOT_NEGATIVE, "Weight of the token loss.")
+    noise: float = option(0.1, NOT_NEGATIVE, "Noise on the input hidden states.")
+
+
+@dataclass(frozen=True)
+class SlotLosses(Losses):
+    """Settings of FLASH's objective.
+
+    Attributes:
+        glancing: predictions are replaced by the target's states before the next pass (Falcon, arXiv 2412.12639,
+            replaces tokens: here the tokens of a block are the true ones anyway).
+    """
+
+    slot_decay: float = option(1.0, POSITIVE, "Weight of a slot to the one before.")
+    glancing: float = option(0.0, SHARE, "Share of wrong predictions replaced by the truth, decaying to 0.")
 
 
 @dataclass(frozen=True)

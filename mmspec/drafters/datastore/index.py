@@ -62,7 +62,7 @@ class StoreConfig(Checked):
 
 
 class SuffixIndex:
-    """See the module. Look-ups read the bytes that they need; nothing else is loaded.
+    """Suffix index of a store. Look-ups read the bytes that they need; nothing else is loaded.
 
     Raises:
         UserError: a file is missing, or not as long as ``config.json`` says. Look-ups raise it if that changes later.

@@ -1,4 +1,5 @@
-"""Base class of drafters that predict hidden states from the target's (MSD, FLASH, EAGLE).
+"""Base classes of drafters that read the target's hidden states: MSD, FLASH and EAGLE, and those at the target's own
+positions, EAGLE-3, DFlash, Medusa and Kangaroo.
 
 A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
 (EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row takes token j + 1 and the target's states at token j.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,25 +19,33 @@ from mmspec import ops
 from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Target, TargetOutput
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state.entries import allowed_slots, causal, run, take
-from mmspec.drafters.hidden_state.grower import NativeCell, TokenLinear, TreeGrower
-from mmspec.drafters.hidden_state.layer import Rotary, Rotation
-from mmspec.drafters.hidden_state.native import NativeLayers
-from mmspec.drafters.published import check_target
+from mmspec.drafters.hidden_state.entries import (
+    TreeState,
+    allowed_slots,
+    axis_positions,
+    causal,
+    counted_positions,
+    last_tokens,
+    run,
+    take,
+)
+from mmspec.drafters.hidden_state.layer import Rotary, Rotation, TokenLinear, rotary_of
+from mmspec.drafters.hidden_state.native import NativeCell, NativeLayers
+from mmspec.drafters.layouts import check_target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
-from mmspec.ops import cpu_library
+from mmspec.ops import cpu_library, kernels
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 
 class HiddenStateDrafter(TrainedDrafter):
-    """See the module.
+    """Drafter with an entry per token, and trees grown on predicted states.
 
     Args:
         network: the trained network, moved to the target's device and dtype; without ``layers``, entries have no keys
@@ -46,21 +56,22 @@ class HiddenStateDrafter(TrainedDrafter):
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
-        fuse: network inputs of drafted tokens, (batch, nodes, any), from draft-vocabulary indices, (batch, nodes)
-            int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
-        into: the same of a cell between slots.
-        like: (1, hidden), an embedding of the target, of the network's dtype and device; set before ``scoring``.
+        node_inputs: network inputs of drafted tokens, (batch, nodes, any), from their draft-vocabulary indices,
+            (batch, nodes) int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
+        cell_input: the same, before the activation, of a recurrent cell between the slots of a pass; set by ``scoring``
+            with several slots.
+        sample_embedding: (1, hidden), an embedding of the target, of the network's dtype and device; set by ``attach``.
         window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
     """
 
-    fuse: Callable[[Tensor, Tensor], Tensor]
-    into: TokenLinear
-    like: Tensor
+    node_inputs: Callable[[Tensor, Tensor], Tensor]
+    cell_input: TokenLinear
+    sample_embedding: Tensor
     _scores: Callable[[Tensor], Tensor]
     native: NativeCell | None = None
     native_layers: NativeLayers | None = None
     features: Sequence[Feature] = ("last",)
-    beyond = 0  # by how much the next position of a row may exceed its tokens
+    position_slack = 0  # by how much the next position of a row may exceed its tokens
     window = 0
 
     def __init__(self, network: Any, rotary: Rotary, draft_ids: Tensor | None, **settings: Any) -> None:
@@ -88,7 +99,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self.native_layers = self._native_layers(kind)
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
-        self._target, self.like = target, probe.detach()
+        self._target, self.sample_embedding = target, probe.detach()
         self.reset()
         with torch.inference_mode():
             self._scores = self.scoring(target)
@@ -105,7 +116,7 @@ class HiddenStateDrafter(TrainedDrafter):
 
     @abstractmethod
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
-        """Prepare for a target, and set ``fuse``; returns the draft vocabulary's logits of predicted states."""
+        """Prepare for a target, and set ``node_inputs``; returns the draft vocabulary's logits of predicted states."""
 
     def states(self, output: TargetOutput) -> Tensor:
         """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
@@ -180,7 +191,7 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.run(x, rotation, allowed, cache)
 
     def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """``passes.run`` of the network, by the C++ kernels where they take its layers."""
+        """Run the network on new entries, see ``entries.run``, by the C++ kernels where they take its layers."""
         if self.native_layers is None or cache.static_shapes:
             return run(self.network, x, rotation, allowed, cache, self.window)
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
@@ -198,8 +209,8 @@ class HiddenStateDrafter(TrainedDrafter):
 
     def reserve(self, width: int) -> None:
         self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
-        longest = max(map(len, self._history)) + self.beyond
-        self._rotary.reserve(longest + width + self.depth, self.like)
+        longest = max(map(len, self._history)) + self.position_slack
+        self._rotary.reserve(longest + width + self.depth, self.sample_embedding)
 
     def advance(self, accepted: list[int]) -> None:
         self.cache.advance(accepted)
@@ -224,7 +235,7 @@ class HiddenStateDrafter(TrainedDrafter):
             return None
         if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
             return None
-        return allowed_slots(self.cache, causal(batch, width, self.like.device), self.window)
+        return allowed_slots(self.cache, causal(batch, width, self.sample_embedding.device), self.window)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
@@ -232,13 +243,39 @@ class HiddenStateDrafter(TrainedDrafter):
         first = self.children(predicted, carried)
         deepest = min(self.depth, budget.max_depth)
         if self.native is not None and not self.static_shapes and deepest <= self.slots:
-            return self.native.grow(self, token, carried, first, budget, deepest)
-        levels = TreeGrower(self, predicted, carried)
-        tree = grow_tree(token, first, levels.extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
-        self.cache.offset = 0
+            return self.native(*(token, carried, first, self.draft_ids), self.top_k, deepest, budget, self.total_tokens)
+        state = self._tree_state(len(token), -(-self.depth // self.slots) - 1, self.slots)
+        state.predicted, state.carried = predicted[:, None], carried[:, None]
+        extend = partial(self._extend, state)
+        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        state.end()
         if self.draft_ids is not None:
             tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
         return tree
+
+    def _tree_state(self, batch: int, passes: int, slots: int = 1) -> TreeState:
+        rotation = partial(self.rotation, batch, self.depth)
+        return TreeState(self.cache, rotation, self.top_k, passes, slots, self.window)
+
+    def _extend(self, state: TreeState, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        """Children of the next level, see ``grow_tree``, in draft-vocabulary indices.
+
+        They are predicted by the cell while the last pass of the layers has slots left, else by a new pass.
+        """
+        network, slots = self.network, self.slots
+        state.block.append((beam, state.predicted, origin))
+        if len(state.block) < slots:
+            carried = take(state.carried, origin)
+            state.carried = network.cell.carry(self.cell_input(beam, carried), carried)
+            if network.config.rank:
+                tokens, log_probs = ops.top_log_probs(network.cell.scores(state.carried), self.top_k)
+                return self.adjusted(tokens, log_probs, state.predicted, state.carried)
+            state.predicted = network.guess(state.carried)
+        else:
+            tokens, predicted, origin = state.chains()
+            outputs = state.run(self.run, self.node_inputs(tokens, predicted), origin)
+            state.predicted, state.carried = network.begin(outputs[:, slots - 1 :: slots])
+        return self.children(state.predicted, state.carried)
 
     def rotation(self, batch: int, count: int) -> Rotation:
         """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
@@ -253,3 +290,56 @@ class HiddenStateDrafter(TrainedDrafter):
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """``children`` by their tokens and the network's log probabilities; for subclasses."""
         return tokens, log_probs
+
+
+class PositionedDrafter(HiddenStateDrafter):
+    """A ``HiddenStateDrafter`` with an entry per token of the prompt, whose rotary positions are the target's: with
+    several axes at images, if the network's configuration has ``mrope_section``.
+
+    Attributes:
+        counts_tokens: without ``mrope_section``, positions count tokens where the target has several axes; else they
+            are the largest of its axes.
+
+    Args:
+        network: the shape of its layers is a ``RotaryShape``.
+        draft_ids: see ``HiddenStateDrafter``.
+        **settings: top_k, depth, total_tokens, verifier, too.
+    """
+
+    counts_tokens = True
+
+    def __init__(self, network: Any, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        rotary, self._axis = rotary_of(self.shape_of(network))
+        super().__init__(network, rotary, draft_ids, **settings)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return states
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        first = last_tokens(history, prompt.input_ids.device)
+        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
+        self.join(len(history), kernels.static_shapes(x.device))
+        rotation, position = self._places(output, prompt, x)
+        self.start(x, rotation, mask, position, history)
+
+    def _places(self, output: TargetOutput, prompt: Prompt, x: Tensor) -> tuple[Rotation, Tensor]:
+        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
+        length, (at, tokens) = prompt.input_ids.shape[1], counted_positions(prompt)
+        found = None if self._axis is None and self.counts_tokens else axis_positions(prompt, output)
+        if found is None:
+            self._rotary.reserve(length + AHEAD, x)
+            return self._rotary(at), tokens
+        axes, position = found
+        # Positions of a video's frames follow their times, and may exceed the number of tokens.
+        self.position_slack = max(self.position_slack, int((position - tokens).max()))
+        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        if self._axis is None:
+            return self._rotary(axes.amax(0)), position
+        return self._rotary.by_axis(axes, self._axis), position
+
+    def join(self, rows: int, static_shapes: bool) -> None:
+        if not self.rows:
+            self.position_slack = 0
+        super().join(rows, static_shapes)

@@ -1,7 +1,11 @@
-"""Entries of a batch's rows: their order, their positions, and passes of layers over them and a drafter's KV cache."""
+"""Entries of a batch's rows: their order, their positions, and passes of layers over them and a drafter's KV cache.
+
+Entry j of a row belongs to token j, or takes token j + 1 and the target's state at token j, as the drafter defines. A
+growing tree has entries of its own, after those of accepted tokens (``TreeState``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -11,6 +15,7 @@ from torch.nn import functional as F
 from mmspec import ops
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.target import Prompt, Target, TargetOutput
+from mmspec.drafters.growth import Reach
 from mmspec.drafters.hidden_state.layer import Rotation
 from mmspec.ops.transfer import on_device
 
@@ -144,3 +149,100 @@ def run(
         return attention((q, k, v), cache, layer, allowed, window, None)
 
     return network(x, rotation, attend)
+
+
+class TreeState:
+    """State of one growing tree: predictions of its last level, and its entries in a drafter's cache.
+
+    A node has a chain of ``slots`` entries, of the tokens drafted since the pass before. They follow the entries of
+    accepted tokens, and ``end`` drops them.
+
+    Args:
+        cache: the drafter's.
+        rotation: returns the rotation of the next positions of each row, (batch, positions, 1, head_dim) each.
+        width: maximum number of nodes of a level.
+        passes: maximum number of passes.
+        slots: entries per node.
+        window: see ``HiddenStateDrafter.window``.
+
+    Attributes:
+        predicted, carried: (batch, nodes, hidden), of the last level: states that predict its children, and states of
+            the recurrent cell between slots; set by the drafter.
+        block: of each level since the last pass: its tokens, the states that predicted them, and the node of the level
+            before that each was drafted from.
+    """
+
+    predicted: Tensor
+    carried: Tensor
+
+    def __init__(
+        self,
+        cache: TreeCache,
+        rotation: Callable[[], Rotation],
+        width: int,
+        passes: int,
+        slots: int = 1,
+        window: int = 0,
+    ) -> None:
+        self._cache, self._rotation, self._slots, self._window = cache, rotation, slots, window
+        self._most = width * slots, width * slots * passes
+        self._reach, self._passes = Reach(slots), 0
+        self.block: list[tuple[Tensor, Tensor, Tensor]] = []
+        cache.offset = 0
+
+    def run(self, layers: Callable[..., Tensor], x: Tensor, origin: Tensor) -> Tensor:
+        """Run layers on the entries of the next level, (batch, width * slots, any).
+
+        Args:
+            layers: called with inputs, rotation, attention mask and cache; see ``run``.
+            origin: (batch, width) int64, the node of the pass before that each node descends from.
+        """
+        reach = self._reach(origin)
+        outputs = layers(x, self._turned(origin.shape[1]), self._mask(reach), self._cache)
+        self._passes += 1
+        self._cache.offset += x.shape[1]
+        return outputs
+
+    def end(self) -> None:
+        """Drop the tree's entries."""
+        self._cache.offset = 0
+
+    def chains(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Take ``block``: the chains that end in the nodes of its last level, concatenated.
+
+        Returns:
+            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden); the node of the level
+            before the block that each chain descends from, (batch, width).
+        """
+        block, self.block = self.block, []
+        if len(block) == 1:
+            tokens, predicted, origin = block[0]
+            return tokens, take(predicted, origin), origin
+        chains, states, place = [], [], None
+        for tokens, predicted, origin in reversed(block):
+            chains.append(tokens if place is None else tokens.gather(1, place))
+            place = origin if place is None else origin.gather(1, place)
+            states.append(take(predicted, place))
+        assert place is not None
+        return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place
+
+    def _turned(self, width: int) -> Rotation:
+        """Rotation of the next chains, which start at the same position within a row."""
+        if self._passes == 0:
+            self._rotations = self._rotation()
+        begin = self._passes * self._slots
+        cos, sin = (x[:, begin : begin + self._slots] for x in self._rotations)
+        if self._slots == 1:
+            return cos, sin  # broadcast
+        return cos.repeat(1, width, 1, 1), sin.repeat(1, width, 1, 1)
+
+    def _mask(self, reach: Tensor) -> Tensor:
+        """See ``allowed_slots``; without a window, all passes share the prefix part."""
+        if self._cache.static_shapes or self._window:
+            return allowed_slots(self._cache, reach, self._window)
+        if self._passes == 0:
+            self._allowed = allowed_slots(self._cache, reach.new_ones(len(reach), *self._most))
+        prefix = self._cache.length
+        mine = self._allowed[:, :, : reach.shape[1], : prefix + reach.shape[2]]
+        mine[:, 0, :, prefix:] = reach
+        return mine

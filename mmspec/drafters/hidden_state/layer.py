@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec.drafters.shape import LayerShape, RotaryShape
-from mmspec.errors import UserError, explained
+from mmspec.errors import explained
+from mmspec.quantisation.linear import PackedLinear
 
 Attend = Callable[..., Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -120,6 +121,49 @@ class LlamaLayer(DecoderLayer):
         return x + self.mlp(x) if self.shape.mlp else x
 
 
+_MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory
+
+
+class TokenLinear:
+    """Linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, its product with the
+    embeddings is tabulated.
+
+    Attributes:
+        table: (draft tokens, out), that product and the bias; None for a large vocabulary.
+        over_x: the layer over x alone, if there is a table.
+    """
+
+    def __init__(
+        self, layer: nn.Linear | PackedLinear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None
+    ) -> None:
+        self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
+        self.table: Tensor | None = None
+        self.over_x: nn.Linear | PackedLinear = layer
+        width = layer.weight.shape[1] // 2
+        if draft_ids is not None and len(draft_ids) <= _MAX_RATIO * width:
+            self.table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
+            weight = layer.weight[:, width:]
+            # In the memory layout of the layer's weight.
+            by_row = layer.weight.stride(1) == 1
+            weight = weight.contiguous() if by_row else weight.t().contiguous().t()
+            if isinstance(layer, PackedLinear):
+                self.over_x = type(layer)(weight)
+            else:
+                self.over_x = nn.Linear(width, len(weight), bias=False, device="meta")
+                self.over_x.weight = nn.Parameter(weight, requires_grad=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
+        # Forked drafters share weights.
+        return self
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """(...) int64, draft-vocabulary indices, and (..., hidden) -> (..., out)."""
+        if self.table is not None:
+            return self.over_x(x) + F.embedding(tokens, self.table)
+        tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
+        return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
+
+
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864), halves paired as in Llama: (batch, nodes, heads, head_dim)."""
     cos, sin = rotation
@@ -178,45 +222,34 @@ class Rotary:
         return cos, sin
 
 
-_SCALINGS = ("linear", "llama3", "yarn")  # frequencies that do not depend on the length
-
-
 def rotary_of(config: RotaryShape) -> tuple[Rotary, Tensor | None]:
     """Rotary positions, and for M-RoPE the position axis that each frequency turns with, (head_dim / 2,) int64.
 
     Raises:
-        UserError: another kind of rotary positions, or invalid ones.
+        UserError: parameters of the scaling are missing or invalid.
     """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope}
-    kind, half = rope["rope_type"], config.head_dim // 2
-    if kind not in ("default", *_SCALINGS):
-        raise UserError(f"rotary positions must be default, {', '.join(_SCALINGS)}: got {kind!r}")
-    if (factor := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError(f"rotary positions must turn whole heads: got a partial_rotary_factor of {factor}")
+    rope, axis = config.rope_parameters, None
     with explained(f"rotary positions must be valid: got {rope}", KeyError, TypeError, ValueError, AttributeError):
         frequencies, scale = rotary_frequencies(config.head_dim, float(rope["rope_theta"])), 1.0
-        if kind != "default":
+        if rope["rope_type"] != "default":
             like = LlamaConfig(
                 hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,
                 head_dim=config.head_dim,
                 rope_parameters={k: v for k, v in rope.items() if not k.startswith("mrope")},
             )
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](like, torch.device("cpu"))
-        axis = None
-        if "mrope_section" in rope:
-            axis = _axes(rope["mrope_section"], bool(rope.get("mrope_interleaved")), half)
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](like, torch.device("cpu"))
+    if "mrope_section" in rope:
+        axis = _axes(rope["mrope_section"], bool(rope.get("mrope_interleaved")))
     return Rotary(frequencies.float(), scale), axis
 
 
-def _axes(sections: list[int], interleaved: bool, half: int) -> Tensor:
+def _axes(sections: list[int], interleaved: bool) -> Tensor:
     """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
     height and width have every third frequency, as many as their sections."""
-    if len(sections) != 3 or sum(sections) != half or min(sections) < 0:
-        raise ValueError(f"expected three sections of {half} frequencies in all")
     if not interleaved:
         return torch.arange(3).repeat_interleave(torch.tensor(sections))
-    axis = torch.zeros(half, dtype=torch.long)
+    axis = torch.zeros(sum(sections), dtype=torch.long)
     for number in (1, 2):
         axis[number : 3 * sections[number] : 3] = number
     return axis

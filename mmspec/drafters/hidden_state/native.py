@@ -1,18 +1,21 @@
-"""Decoder layers of a drafter in the C++ kernels: a pass over all of them is one call."""
+"""Drafters' networks in the C++ kernels: one call is a pass over all decoder layers, or a tree of a recurrent cell."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.drafters.hidden_state.layer import LayerParts, Rotation
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
+from mmspec.drafters.hidden_state.layer import LayerParts, Rotation, TokenLinear
 from mmspec.drafters.shape import LayerShape
-from mmspec.ops import cpu
-from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
+from mmspec.ops import cpu, cpu_growth, cpu_library
+from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP
 
 
@@ -31,7 +34,7 @@ class Native:
 
 
 class NativeLayers(Native):
-    """See the module. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
+    """Decoder layers. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
 
     Args:
         kind: of their weights, see ``BLOCKS``.
@@ -66,7 +69,7 @@ class NativeLayers(Native):
     def __call__(
         self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, middle: bool = False
     ) -> Tensor:
-        """Run the layers on new entries and write them to the cache; arguments as for ``passes.run``.
+        """Run the layers on new entries and write them to the cache; arguments as for ``entries.run``.
 
         Args:
             middle: return the last layer's residual stream before its MLP, too.
@@ -128,3 +131,62 @@ def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, floa
     counts = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
     gains["head"] = [_weight(norm)[order].repeat(count) for norm, count in counts]
     return {name: (torch.cat(parts).float(), shape.norm_eps) for name, parts in gains.items() if parts}
+
+
+class NativeCell(Native):
+    """A network's cell in the C++ kernels: a tree is one call.
+
+    Args:
+        norm: the cell's.
+        table: that of the cell's input layer, see ``TokenLinear``.
+        layers: that layer over states alone, ``cell.out``, the layer that the head's inputs come from, and the head.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
+        super().__init__(norm, table, layers)
+        self._table = table.float().contiguous()
+        self._norm = copy.deepcopy(norm).float()
+        self._weights = cpu_growth.cell_weights([layer.native for layer in layers], self._table, self._norm)
+
+    @classmethod
+    def of(cls, network: Any, cell_input: TokenLinear, head: Any) -> NativeCell | None:
+        """The native form of a network's cell, if the kernels are in use and take its layers.
+
+        Args:
+            cell_input: of ``network.cell.into``.
+            head: gives the draft vocabulary's logits of predicted states.
+        """
+        cell, config = network.cell, network.config
+        if cell_input.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
+            return None
+        if not cpu_library.in_use(torch.empty(0, device=cell_input.table.device)):
+            return None
+        own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
+        layers = [layer for layer in map(BlockLinear.of, (cell_input.over_x, cell.out, *own)) if layer is not None]
+        return cls(cell.norm, cell_input.table, layers) if len(layers) == 4 else None
+
+    def __call__(
+        self,
+        token: Tensor,
+        carried: Tensor,
+        first: tuple[Tensor, Tensor],
+        draft_ids: Tensor | None,
+        width: int,
+        depth: int,
+        budget: Budget,
+        nodes: int,
+    ) -> TokenTree:
+        """Grow a tree of ``nodes`` draft tokens at most; further arguments as for ``grow_tree``.
+
+        Args:
+            carried: (batch, hidden), the states that the first level was drafted from.
+            first: draft-vocabulary indices and log probabilities of the first level.
+            draft_ids: (n,) int64, draft vocabulary; None is the target's.
+            width: nodes extended per level.
+        """
+        tokens, log_probs = first
+        (tokens, parents, log_probs), budget.levels = cpu_growth.draft_cells(
+            *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
+            *(width, depth, budget.least_gain, min(nodes, budget.nodes)),
+        )
+        return TokenTree(tokens, parents, log_probs=log_probs, check=False)

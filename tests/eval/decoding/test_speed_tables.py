@@ -11,13 +11,13 @@ from PIL import Image
 import mmspec
 from mmspec.core.drafter import Drafter
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
 from mmspec.eval.decoding.speed_tables import time_breakdown
 from mmspec.eval.harness.prompts import held_out_requests, warm_up_requests
 from mmspec.eval.harness.timing import PHASES, PLAIN, TRANSFORMERS, Method, compare_methods
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava
 from tests.tiny.models import msd_network
 
@@ -142,3 +142,14 @@ def test_the_command_ends_with_one_json_line(folder, monkeypatch, tmp_path):
     assert [method["equal"] for method in content["methods"]] == [2] * 6
     assert content["dtype"] == "float32"
     assert content["calibrated_pass_seconds"] > 0
+
+
+def test_prompts_of_a_file_take_the_place_of_captions(folder, tmp_path):
+    """The first one warms up."""
+    (tmp_path / "prompts.txt").write_text("one two one two\nthree four\nfive\n")
+    options = ["--model", folder, "--prompts", str(tmp_path / "prompts.txt"), "--warm-up", "1", "--rounds", "1"]
+    result = CliRunner().invoke(speed.main, [*options, "--max-new-tokens", "8", "--drafters", "ngram"])
+    assert result.exception is None, result.output
+    methods = json.loads(result.stdout.splitlines()[-1])["methods"]
+    assert [(method["prompts"], method["equal"]) for method in methods] == [(2, 2)] * 4
+    assert all(method["ratio_plain_worst"] <= method["ratio_plain"] for method in methods)

@@ -7,11 +7,11 @@ import mmspec
 from mmspec import UserError
 from mmspec.core.drafter import fork, learns, lend
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.eval.harness.drafters import DEFAULT_NODES, ProfiledDrafter, parse_drafters, tree_sizes
 from mmspec.pipeline import Pipeline
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.embedded import tiny_llava
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network, vision_model
@@ -81,11 +81,11 @@ def test_attaching_the_same_target_again_changes_nothing(pipe):
     """Captured CUDA graphs hold the addresses of weights and cache."""
     drafter = MSD(msd_network(pipe.model), torch.arange(90))
     drafter.attach(pipe.target)
-    held = drafter.fuse, drafter._scores, drafter._grow, drafter.cache
+    held = drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache
     drafter.attach(pipe.target)
-    assert held == (drafter.fuse, drafter._scores, drafter._grow, drafter.cache)
+    assert held == (drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache)
     drafter.attach(type(pipe.target)(pipe.model))
-    assert not set(map(id, held)) & {*map(id, (drafter.fuse, drafter._scores, drafter._grow, drafter.cache))}
+    assert not set(map(id, held)) & {*map(id, (drafter.node_inputs, drafter._scores, drafter._grow, drafter.cache))}
 
 
 def test_profiling_counts_trees(pipe):

@@ -5,7 +5,7 @@ from functools import partial, wraps
 import pytest
 
 import mmspec
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.eval.harness.measuring import interleaved
 from mmspec.eval.harness.timing import PLAIN, TRANSFORMERS, Method, compare_methods, time_ratios
 from mmspec.targets.decoder import Decoder

@@ -17,8 +17,8 @@ from mmspec.eval.scale_up.axes import SHAPES, MambaShape, Shape, concat_axes, gr
 from mmspec.eval.scale_up.drafters import draft_vocabulary, prompt_tokens, scale_up_drafter, scale_up_msd
 from mmspec.eval.scale_up.models import scale_up, shape_of
 from mmspec.pipeline import Pipeline
-from mmspec.ssm.drafters.mamba.drafter import Mamba
-from mmspec.vision.drafters.msd.drafter import Flash
+from mmspec.ssm.drafters.mamba import Mamba
+from mmspec.vision.drafters.msd import Flash
 from tests.tiny.models import mamba_network, msd_network, text_model
 
 WIDE = Shape(416, 500, 11, 8, 8, 128, 1500)  # heads twice as large, one KV head each

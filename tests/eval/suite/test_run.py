@@ -25,7 +25,7 @@ from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny.models import msd_network
 

@@ -14,12 +14,13 @@ from mmspec.adaptation.heads import Ended, RecordedDrafter
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import engine as engines
 from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
+from mmspec.sampling import defaults
 from mmspec.training import online
 from mmspec.training.features import ConversationFeatures, collate
 from mmspec.training.tasks import drafter_optimisers
@@ -55,7 +56,7 @@ def inputs_of(name, seed, **more):
 
 
 def tokens(pipe, inputs, params=None, length=10):
-    sampler = (params or SamplingParams()).sampler()
+    sampler = defaults.sampler(params or SamplingParams())
     wakeup = Wakeup()
     rows = pipe.add(prompt_of(inputs), sampler, Stopper(length, eos_token_ids=[3]), 8, on_change=wakeup)
     wakeup.wait(lambda: all(row.done for row in rows))
@@ -75,7 +76,7 @@ def test_states_are_those_of_a_forward_pass_over_the_sequence(name, kind):
     pipe = adapting(name, kind)
     recorder = pipe.adaptation.heads[0].drafter
     pipe.engine.idle.clear()  # nothing is taken in
-    rows = pipe.add(prompt_of(inputs), SamplingParams().sampler(), Stopper(9, eos_token_ids=[]), 8)
+    rows = pipe.add(prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(9, eos_token_ids=[]), 8)
     pipe.engine.drain()
     assert len(recorder.ended) == len(rows)
     for ended in recorder.ended:
@@ -274,7 +275,7 @@ def test_an_answer_that_stops_inside_a_path_is_recorded_up_to_the_stop(place):
     wakeup = Wakeup()
     with pipe.engine.paused():
         (row,) = pipe.add(
-            prompt_of(inputs), SamplingParams().sampler(), Stopper(12, eos_token_ids=[end]), 8, on_change=wakeup
+            prompt_of(inputs), defaults.sampler(SamplingParams()), Stopper(12, eos_token_ids=[end]), 8, on_change=wakeup
         )
         pipe.engine.idle.clear()
     wakeup.wait(lambda: row.done)

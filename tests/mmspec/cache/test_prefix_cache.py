@@ -15,12 +15,13 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
-from mmspec.vision.drafters.msd.drafter import Flash
+from mmspec.sampling import defaults
+from mmspec.vision.drafters.msd import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -126,7 +127,7 @@ def test_keys_tell_media_apart():
 
 def answered(target, drafter, prompt, sampling=None, nodes=6, new=8):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
-    sampler = SamplingParams(seed=3, **(sampling or {})).sampler()
+    sampler = defaults.sampler(SamplingParams(seed=3, **(sampling or {})))
     *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), Budget(nodes, 3))
     return row.token_ids, row.stats.num_cached_tokens
 
@@ -257,7 +258,7 @@ def test_prompts_of_any_length_go_on(name, length):
     prompts = [Prompt(ids[:, :size]) for size in (length, 2 * length, length)]
     expected = [answered(plain, None, prompt, new=5)[0] for prompt in prompts]
     engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=8)
-    sampler, known = SamplingParams().sampler(), []
+    sampler, known = defaults.sampler(SamplingParams()), []
     (busy,) = engine.add(Prompt(ids[:, 20:]), sampler, Stopper(60, criteria=[]))
     for prompt, answer in zip(prompts, expected, strict=True):
         (row,) = engine.add(prompt, sampler, Stopper(5, criteria=[]))
@@ -281,7 +282,7 @@ def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
         exact = Oracle([answer], vocab=VOCAB, spoil=0.0)
         exact._with_decoys = lambda truth, *_, answer=answer: [(token, at) for at, token in enumerate(answer[1:7])]
         stopper = Stopper(30, criteria=[lambda ids, *_, end=length + stop: torch.tensor([ids.shape[1] >= end])])
-        *_, (row,) = decode(target, exact, prompt, SamplingParams().sampler(), stopper, Budget(6, 6))
+        *_, (row,) = decode(target, exact, prompt, defaults.sampler(SamplingParams()), stopper, Budget(6, 6))
         assert (row.token_ids, row.stats.accept_lengths) == (answer[:stop], [stop - 1])
         again = followed(prompt, row.token_ids)
         expected, _ = answered(plain, None, again)
@@ -315,7 +316,7 @@ def test_long_rest_in_chunks_beside_other_sequences():
     expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
     answered(target, None, prompts[0])
     engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=7)
-    sampler, stopper = SamplingParams().sampler(), Stopper(30, criteria=[])
+    sampler, stopper = defaults.sampler(SamplingParams()), Stopper(30, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
     assert [row.token_ids for row in rows] == expected
@@ -330,7 +331,7 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     target.prefix_cache = PrefixCache(BYTES)
     engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), max_num_seqs=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
-    sampler = SamplingParams().sampler()
+    sampler = defaults.sampler(SamplingParams())
     rows = [
         engine.add(one, sampler, Stopper(new, criteria=[]))[0] for one, new in zip(prompts, (5, 9, 40), strict=True)
     ]
@@ -363,7 +364,7 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         prompts[1].inputs["pixel_values"] = prompts[1].inputs["pixel_values"] * 0.5
     prompts.append(prompts[0])
     engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8)
-    sampler, stopper = SamplingParams().sampler(), Stopper(9, criteria=[])
+    sampler, stopper = defaults.sampler(SamplingParams()), Stopper(9, criteria=[])
     rows = [row for prompt in prompts for row in engine.add(prompt, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
     assert batches == [len(prompts) - 1, 1]
@@ -385,7 +386,7 @@ def test_threads_share_prefixes():
 
     def ask(prompt):
         wakeup = Wakeup()
-        (row,) = pipe.add(prompt, SamplingParams().sampler(), Stopper(8, criteria=[]), on_change=wakeup)
+        (row,) = pipe.add(prompt, defaults.sampler(SamplingParams()), Stopper(8, criteria=[]), on_change=wakeup)
         wakeup.wait(lambda: row.done)
         return row.token_ids, row.stats.num_cached_tokens
 

@@ -184,7 +184,7 @@ def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
     assert "for a target of class Qwen3ForCausalLM: got" in capfd.readouterr().err
     embedded = str(plugins.find("models", "tiny-llava")()) + "/drafter"
     assert main([*args, "--drafter", embedded]) == 2
-    assert "is for EAGLE-3 heads and DFlash drafters, the drafter is of kind flash" in capfd.readouterr().err
+    assert "is for EAGLE-3 and DFlash, the drafter is of kind flash" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------------- DFlash
@@ -221,7 +221,7 @@ def test_blocks_in_z_labs_format_are_the_same(layout, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--format", "eagle"], "format eagle is for EAGLE-3 heads, the drafter is of kind dflash"),
+        (["--format", "eagle"], "format eagle is for EAGLE-3, the drafter is of kind dflash"),
         (["--model", "tiny-llava"], "trained for .* with hidden_size 48: got .* with 192"),
     ],
 )
@@ -293,4 +293,4 @@ def test_blocks_with_an_output_layer_of_their_own_are_refused(tmp_path, capsys):
 
 def test_a_head_is_not_written_as_blocks(tmp_path, capsys):
     assert main([*saved_head(tmp_path, cut(LLAMA3)), "--format", "z-lab"]) == 2
-    assert "format z-lab is for DFlash drafters, the drafter is of kind eagle3" in capsys.readouterr().err
+    assert "format z-lab is for DFlash, the drafter is of kind eagle3" in capsys.readouterr().err

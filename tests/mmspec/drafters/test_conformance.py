@@ -21,8 +21,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.drafter import features, fork
 from mmspec.core.target import Prompt
 from mmspec.drafters.per_sequence import PerSequence
-from mmspec.drafters.recycle.device import Recycled
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
 from mmspec.ops import kernels
 from tests.device import record_captures
@@ -259,7 +258,7 @@ def make(kind, model):
 
 @pytest.fixture
 def _frozen(monkeypatch):
-    for table in (Recycle, Recycled):
+    for table in (Recycle, DeviceTable):
         monkeypatch.setattr(table, "_learn", lambda *_: None)
 
 

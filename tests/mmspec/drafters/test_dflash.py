@@ -13,12 +13,9 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.drafters.dflash import default_layer_ids
-from mmspec.drafters.dflash.drafter import DFlash, plain_embedding
-from mmspec.drafters.dflash.published import published_parts
-from mmspec.drafters.exported import export_blocks
+from mmspec.drafters import layouts
+from mmspec.drafters.dflash import DFlash, default_layer_ids, plain_embedding
 from mmspec.drafters.growth import grow_slots
-from mmspec.drafters.parts import unstack
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.training.dflash import DFlashObjective
@@ -179,7 +176,7 @@ def test_a_trained_chain_accepts_what_generate_accepts_and_a_tree_more(tmp_path)
     model, prompts = copy.deepcopy(shared_model("llama")), text_inputs(4, 6)["input_ids"].clamp(min=3)
     model.get_output_embeddings().weight.data *= 3.0  # the same answers, of which the target is surer
     drafter = trained(model, prompts, 90)
-    export_blocks(drafter, model.config, tmp_path, "z-lab")
+    layouts.write(drafter, model.config, tmp_path, "z-lab")
     config = drafter.network.config
     plain = reference(
         num_hidden_layers=2,
@@ -193,7 +190,8 @@ def test_a_trained_chain_accepts_what_generate_accepts_and_a_tree_more(tmp_path)
         intermediate_size=config.mlp,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
     )
-    plain.load_state_dict(unstack(drafter.network.state_dict(), published_parts(config, renamed=True), config))
+    state, layout = drafter.network.state_dict(), layouts.LAYOUTS["dflash"]
+    plain.load_state_dict(layouts.unstack(state, layouts.published_names(state, layout.names, layout.prefixes), config))
     lengths = {}
     for kind in ("chain", "tree"):
         mine = make_drafter(str(tmp_path))
@@ -245,16 +243,16 @@ def test_every_tensor_missing_further_or_misshapen_is_named(layout, tmp_path):
         ("block_size", None, "block_size must be a whole number >= 1: got None"),
         ("mask_token_id", None, "mask_token_id must be a whole number >= 0: got None"),
         ("target_layer_ids", None, "layer_ids must be a list of layers: got None"),
-        ("target_layer_ids", [], "layer_ids must name layers from . on"),
-        ("target_layer_ids", [1, -3], "layer_ids must name layers from . on"),
+        ("target_layer_ids", [], "layer_ids must (be a list|name 1 to 64) "),
+        ("target_layer_ids", [1, -3], "layer_ids must (be a list|name 1 to 64) "),
         ("layer_types", ["full_attention"], "layer_types must be 2 of sliding_attention and full_attention"),
         ("layer_types", ["full_attention", "chunked"], "layer_types must be 2 of sliding_attention"),
         ("sliding_window", None, "sliding_window must be a whole number >= 1: got None"),
         ("num_hidden_layers", None, "num_hidden_layers must be a whole number >= 1: got None"),
         ("hidden_act", "gelu", "hidden_act must be 'silu': got 'gelu'"),
-        ("attention_bias", True, "without attention_bias"),
+        ("attention_bias", True, "attention_bias must be unset or false: got True"),
         ("causal_head", 1, "causal_head must be True or False: got 1"),
-        ("use_swa", True, "without use_swa"),
+        ("use_swa", True, "use_swa must be unset or false: got True"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused_by_name(layout, field, value, said, tmp_path):

@@ -19,7 +19,7 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.checkpoint import _load_tensors, load_weights
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.targets.transformers_target import TransformersTarget

@@ -10,9 +10,7 @@ import torch
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.dflash.drafter import DFlash
-from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.dflash.published import convert
+from mmspec.drafters.dflash import DFlash, DFlashNetwork
 from mmspec.drafters.growth import grow_levels
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
@@ -278,7 +276,7 @@ def test_a_published_configuration_at_full_size():
     shapes |= {f"markov_head.markov_{name}.weight": (151936, 256) for name in ("w1", "w2")}
     shapes |= {"confidence_head.proj.weight": (1, 4096 + 256), "confidence_head.proj.bias": (1,)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    network, ours, draft_ids, _ = convert(QWEN3_8B, tensors, "here")
+    network, ours, draft_ids, _ = DFlash.convert(QWEN3_8B, tensors, "here")
     with torch.device("meta"):
         expected = {name: value.shape for name, value in DFlashNetwork(network).state_dict().items()}
     assert {name: value.shape for name, value in ours.items()} == expected

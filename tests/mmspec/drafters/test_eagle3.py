@@ -12,8 +12,7 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.drafters.eagle3 import Eagle3Config, default_reads
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
 from mmspec.drafters.hidden_state.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import chain_of_five
@@ -133,14 +132,19 @@ def test_hybrids(name, tmp_path):
     config, model = cut(LLAMA3), shared_model(name)
     layers = model.config.get_text_config().num_hidden_layers
     drafter, tensors = head(tmp_path, config)
-    check_head(model, text_inputs(3), drafter, config, tensors, default_reads(layers), new=8)
+    check_head(model, text_inputs(3), drafter, config, tensors, drafter.network.config.inputs_read(layers), new=8)
 
 
 # ---------------------------------------------------------------------- the layers that are read
 
 
 def test_default_layers_are_eagles():
-    assert [default_reads(layers) for layers in (32, 36, 2, 1)] == [[2, 16, 29], [2, 18, 33], [0, 1, 2], [0, 0, 1]]
+    assert [Eagle3Config(48, 4, 4, 12, 40).inputs_read(layers) for layers in (32, 36, 2, 1)] == [
+        [2, 16, 29],
+        [2, 18, 33],
+        [0, 1, 2],
+        [0, 0, 1],
+    ]
 
 
 def test_layers_may_be_given_with_the_folder(tmp_path):
@@ -218,7 +222,7 @@ def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
 
 def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     """A video's positions exceed its tokens by far; those of a text that joins do not."""
-    monkeypatch.setattr("mmspec.drafters.hidden_state.positioned.AHEAD", 1)
+    monkeypatch.setattr("mmspec.drafters.hidden_state.drafter.AHEAD", 1)
     model = shared_model("qwen3_vl")
     target = plugins.target_class(model.config)(model)
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)

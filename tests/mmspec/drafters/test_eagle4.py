@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mmspec import SamplingParams, UserError
-from mmspec.drafters import published
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import convert as convert_from
+from mmspec.drafters import layouts as published
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
@@ -33,7 +32,7 @@ CASES = {
 
 
 def convert(config, tensors):
-    return convert_from(config, tensors, "here")
+    return Eagle3.convert(config, tensors, "here")
 
 
 def load(tmp_path, config, layout="C"):
@@ -93,7 +92,7 @@ def test_every_missing_and_every_further_tensor_is_named():
     quantised = {f"efficient_lm_head.{part}" for part in ("g_idx", "qweight", "qzeros", "scales")}
     for name in tensors:
         rest = {other: value for other, value in tensors.items() if other != name}
-        with pytest.raises(UserError, match=rf"here: expected exactly .* an EAGLE-4 head, received missing {name}$"):
+        with pytest.raises(UserError, match=rf"here: expected exactly .* layout eagle3, received missing {name}$"):
             convert(HEAD, rest)
     for name in ("efficient_lm_head.bias", "fc.bias", "layers.0.mlp.experts.0.up_proj.weight"):
         with pytest.raises(UserError, match=f"received unknown {name}$"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmspec import UserError
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.targets import prompt_of

@@ -13,7 +13,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.gemma4.drafter import Gemma4, sharing_allowed
+from mmspec.drafters.gemma4 import Gemma4, sharing_allowed
 from mmspec.drafters.registry import make_drafter, registered_name
 from tests.draft_checks import check_drafts
 from tests.gemma4 import CENTROIDS, assistant_of, target_model

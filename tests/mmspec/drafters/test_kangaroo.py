@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmspec import TokenTree, UserError
 from mmspec.core.target import Prompt
 from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.kangaroo.drafter import Kangaroo
+from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu_library
 from mmspec.targets.packing import pack_model

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork, convert
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
 from mmspec.drafters.registry import make_drafter
 from tests.medusa import COPIES, HEADS, LAYOUTS, check_heads, published, write
 from tests.tiny import shared_model
@@ -74,7 +71,7 @@ def test_a_target_may_have_more_tokens_than_the_heads(tmp_path):
 @pytest.mark.parametrize("layout", ["medusa", "hydra-prefix"])
 def test_shapes_at_full_size(layout):
     """Those of Vicuna-7B."""
-    shape, tensors, _, verifier = convert(*published(layout, 5, LlamaConfig()), kind(layout), Path("here"))
+    shape, tensors, _, verifier = kind(layout).convert(*published(layout, 5, LlamaConfig()), "here")
     with torch.device("meta"):
         expected = MedusaNetwork(shape).state_dict()
     assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in expected.items()}
@@ -87,13 +84,13 @@ def test_shapes_at_full_size(layout):
 
 
 def kind(layout):
-    return "hydra" if layout.startswith("hydra") else "medusa"
+    return Hydra if layout.startswith("hydra") else Medusa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_missing_further_or_misshapen_is_named(layout):
     config, tensors = published(layout)
-    convert(config, tensors, kind(layout), Path("here"))
+    kind(layout).convert(config, tensors, "here")
     for name, value in tensors.items():
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
         cases = [({**tensors, f"{name}.more": value}, f"unknown {name}.more")]
@@ -106,7 +103,7 @@ def test_every_tensor_missing_further_or_misshapen_is_named(layout):
             cases.append(({**tensors, name: value.int()}, f"{name} must be a floating point tensor"))
         for changed, said in cases:
             with pytest.raises(UserError, match=said) as caught:
-                convert(config, changed, kind(layout), Path("here"))
+                kind(layout).convert(config, changed, "here")
             assert "\n" not in str(caught.value)
 
 
@@ -127,7 +124,7 @@ def test_every_tensor_missing_further_or_misshapen_is_named(layout):
 def test_configurations_that_cannot_be_are_refused_by_name(layout, changes, said):
     config, tensors = published(layout)
     with pytest.raises(UserError, match=said) as caught:
-        convert({**config, **changes}, tensors, kind(layout), Path("here"))
+        kind(layout).convert({**config, **changes}, tensors, "here")
     assert "\n" not in str(caught.value)
 
 

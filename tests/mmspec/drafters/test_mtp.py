@@ -14,8 +14,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.cli import main
-from mmspec.drafters.mtp import SPEC
-from mmspec.drafters.mtp.drafter import MTP
+from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import chain_of_five, check_drafts
 from tests.model_folders import tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.drafters.eagle3.drafter import Eagle3
+from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from tests.eagle3 import PEAGLE, PEAGLE_FLAT, check_head, cut, head_tensors, write_head

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from mmspec import UserError, plugins
-from mmspec.drafters import checkpoint, published
-from mmspec.drafters.eagle3 import network as published_eagle3
-from mmspec.drafters.eagle3.drafter import Eagle3
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters import checkpoint
+from mmspec.drafters import layouts as published
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
 from mmspec.drafters.registry import make_drafter
 from tests.eagle3 import DRAFT, GEMMA4, GPT_OSS, LLAMA3, QWEN2_5_VL, QWEN3, QWEN3_VL, cut, head_tensors, write_head
 from tests.tiny import shared_model
@@ -18,7 +17,7 @@ HERE = "here"
 
 
 def convert(config, tensors):
-    return published_eagle3.convert(config, tensors, HERE)
+    return Eagle3.convert(config, tensors, HERE)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +137,12 @@ def test_vocabularies_that_cannot_be_are_refused(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": None}, "expected hidden_size, received none"),
+        ({"hidden_size": None}, "hidden_size must be a whole number >= 1: got None"),
         ({"vocab_size": None}, "vocab_size must be a whole number >= 1: got None"),
         ({"draft_vocab_size": 41}, r"d2t must be \(41,\) by config.json: got \(40,\)"),
         ({"num_key_value_heads": 3}, "kv_heads must divide heads"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
-        ({"attention_bias": True}, "expected linear layers without bias, received attention_bias"),
+        ({"attention_bias": True}, "attention_bias must be unset or false: got True"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "rotary positions must be default, .*'dynamic'",

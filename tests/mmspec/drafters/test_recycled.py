@@ -8,9 +8,8 @@ import torch
 from mmspec import TokenTree, accept_path
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, TargetOutput
-from mmspec.drafters.recycle import device as recycled
-from mmspec.drafters.recycle.device import Rankings
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters import recycle as recycled
+from mmspec.drafters.recycle import Rankings, Recycle
 from mmspec.ops import kernels
 from tests.tiny import root_path
 
@@ -74,13 +73,13 @@ def test_it_learns_what_the_table_of_the_host_learns(batch, pairs, monkeypatch):
             tree, said, logits = TokenTree(tree.tokens[kept], tree.parents[kept], check=False), said[kept], logits[kept]
         verdict = accept_path(tree, said)
         for drafter in turns():
-            if drafter._recycled is not None:
+            if drafter._on_device is not None:
                 drafter.propose(tree.tokens[:, 0], Budget(5, 3))  # updates with the step before
             drafter.observe(tree, verdict, TargetOutput(logits, {}))
     host, device = turns()
     device.propose(tree.tokens[:, 0], Budget(5, 3))
     same_rankings(host, device)
-    last = device._recycled.last
+    last = device._on_device.last
     assert last.data[: last.rows].tolist() == [list(last) for last in host.rows]
 
 
@@ -144,11 +143,11 @@ def test_a_table_comes_from_the_host_and_goes_back(monkeypatch, tmp_path):
         found = drafter._rankings()
         assert {context: found[context] for context in table} == table
     device = drafter
-    assert device._recycled is not None
+    assert device._on_device is not None
     device.select([])
     monkeypatch.setattr(kernels, "static_shapes", lambda device: False)
     device.begin(Prompt(torch.tensor([[8, 9]])), TargetOutput(logits, {}), [[8, 9, 1]])
-    assert device._recycled is None
+    assert device._on_device is None
     assert {context: device._table[context] for context in table} == table
     for drafter in turns():
         drafter.reset()

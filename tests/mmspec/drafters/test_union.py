@@ -9,7 +9,7 @@ from mmspec.core.drafter import Drafter, learns, lend, members
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union

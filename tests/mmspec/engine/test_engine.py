@@ -12,10 +12,11 @@ from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
+from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import SteppedEngine, decode
@@ -318,7 +319,7 @@ def test_samples_are_distributed_as_plain_ones(name):
         "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
         "recycle": lambda: Recycle(top_k=2),
     }[name]()
-    sampler = Sampler(params.processors(), do_sample=True, generator=torch.Generator().manual_seed(11))
+    sampler = Sampler(defaults.processors(params), do_sample=True, generator=torch.Generator().manual_seed(11))
     result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, Budget(5, 3))
 
     probs = (table / 0.8).masked_fill(table < table.topk(3).values[..., -1:], -torch.inf).softmax(-1).double()

@@ -12,6 +12,7 @@ from mmspec.engine import warm_up
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
+from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampled, Sampler
 from tests.decoding import decode
@@ -52,7 +53,7 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
     model = copy.deepcopy(shared_model(name))
     drafter = drafter_for(kind, model)
     inputs = vision_inputs(name, batch) if name in VISION_CONFIGS else text_inputs(batch)
-    sampler = Sampler(params.processors(), do_sample=params.do_sample)
+    sampler = Sampler(defaults.processors(params), do_sample=params.do_sample)
     with fake_cuda(monkeypatch) as device:
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
@@ -110,7 +111,7 @@ def test_tokens_are_drawn_at_few_nodes_without_the_host(batch, nodes, vocab, top
     warped, draw = [], ops.choose_drawn if drawn else ops.sample
     note = lambda *args: warped.append(args[drawn].shape[:2].numel()) or draw(*args)  # noqa: E731
     monkeypatch.setattr(ops, draw.__name__, note)
-    sampler = SamplingParams(temperature=0.8, top_p=top_p, seed=0).sampler()
+    sampler = defaults.sampler(SamplingParams(temperature=0.8, top_p=top_p, seed=0))
     with fake_cuda(monkeypatch) as device:
         tokens, parents = (torch.zeros(batch, nodes, dtype=torch.long, device="cuda") for _ in range(2))
         logits, probs = (torch.zeros(batch, nodes, vocab, device="cuda") for _ in range(2))

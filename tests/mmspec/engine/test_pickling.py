@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mmspec import Pipeline
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer, shared_model

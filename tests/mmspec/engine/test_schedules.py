@@ -11,6 +11,7 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget, CostTable
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.engine.stopping import Stopper
+from mmspec.sampling import defaults
 from tests.decoding import SteppedEngine
 from tests.targets import prompt_of
 from tests.tiny import shared_model
@@ -52,7 +53,7 @@ def requests(name):
             inputs = text_inputs(length=1 + 5 * number, seed=number)
         prompt, params = prompt_of(inputs), PARAMS[number % len(PARAMS)]
         engine = SteppedEngine(plugins.target_class(model.config)(model), None, lambda batch, nodes: Budget(0))
-        (row,) = engine.add(prompt, params.sampler(), stopper := Stopper(2 + 2 * number, eos_token_ids=[3]))
+        (row,) = engine.add(prompt, defaults.sampler(params), stopper := Stopper(2 + 2 * number, eos_token_ids=[3]))
         engine.wait(lambda row=row: row.done)
         found.append((prompt, params, stopper, row.token_ids))
     return found
@@ -107,7 +108,7 @@ def check(name, drafter, seeds):
             event = rng.random()
             if event < 0.35:
                 prompt, params, stopper, said = rng.choice(known)
-                (row,) = engine.add(prompt, params.sampler(), stopper)
+                (row,) = engine.add(prompt, defaults.sampler(params), stopper)
                 running.append((row, said))
             elif event < 0.42 and running:
                 row, said = running.pop(rng.randrange(len(running)))

@@ -117,7 +117,7 @@ def test_drafts_of_a_batch_are_grown_in_powers_of_two(kind):
             drafter.begin(prompt, target.prefill(prompt, 40), histories)
             rows += histories
         if rows:
-            steps = drafter._recycled if kind == "recycle" else drafter
+            steps = drafter._on_device if kind == "recycle" else drafter
             if not sizes:
                 steps.grow = lambda token, budget, grow=steps.grow: sizes.append(len(token)) or grow(token, budget)
             tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(5, 2))

@@ -22,7 +22,7 @@ import torch
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.engine import speculation
 from mmspec.targets.processor import Processor

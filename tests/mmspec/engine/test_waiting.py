@@ -12,6 +12,7 @@ from mmspec.core.verify import Verdict
 from mmspec.engine.budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
+from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.long
 CASES = [*CAPTURED, ("qwen2-window", "ngram")]
 SAMPLING = {
     "greedy": lambda: Sampler(),
-    "top-k": lambda: Sampler(SamplingParams(temperature=0.8, top_k=20).processors(), do_sample=True),
-    "top-p": lambda: Sampler(SamplingParams(temperature=1.0, top_p=0.9).processors(), do_sample=True),
+    "top-k": lambda: Sampler(defaults.processors(SamplingParams(temperature=0.8, top_k=20)), do_sample=True),
+    "top-p": lambda: Sampler(defaults.processors(SamplingParams(temperature=1.0, top_p=0.9)), do_sample=True),
     "what was said": lambda: Sampler(
         [
             hf.RepetitionPenaltyLogitsProcessor(1.1),

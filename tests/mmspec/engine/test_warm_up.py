@@ -10,7 +10,7 @@ from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.engine import calibrate, warm_up
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
@@ -144,8 +144,8 @@ def test_nothing_is_learnt_and_nothing_kept():
     pipe.warm_up(2, 64, [7])
     assert torch.equal(torch.get_rng_state(), state)
     assert {context: pytest.approx(row) for context, row in drafter._rankings().items()} == table
-    assert (target.runner.rows, drafter._recycled.rows, drafter.learned) == (0, 0, 0)
-    assert drafter._recycled._pending == []
+    assert (target.runner.rows, drafter._on_device.rows, drafter.learned) == (0, 0, 0)
+    assert drafter._on_device._pending == []
     assert len(target.prefix_cache) == 0
     assert target.cost == CostTable((1, 2), (1.0, 2.0))
     assert pipe.budget is None

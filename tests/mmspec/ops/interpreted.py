@@ -17,7 +17,7 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
-from mmspec.vision.drafters.msd.drafter import MSD
+from mmspec.vision.drafters.msd import MSD
 from tests.decoding import decode
 from tests.drafting import network_for
 from tests.interpreter import mend_interpreter

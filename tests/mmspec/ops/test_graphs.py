@@ -271,7 +271,7 @@ def check_answers(name, kind, batch, device="cpu"):
     target, drafter = answer_like_generate(name, kind, batch, device)
     assert all(target.runner.captured)
     if kind in CAPTURED:
-        steps = drafter._recycled if kind == "recycle" else drafter
+        steps = drafter._on_device if kind == "recycle" else drafter
         grown, updated = steps._grow.captured, steps._update.captured
         assert grown > 0
         assert updated > 0 or kind == "early-exit"  # whose states are the target's

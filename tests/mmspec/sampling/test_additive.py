@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.core.drafter import Drafter
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.oracle import Oracle

@@ -18,7 +18,7 @@ pytest.importorskip("llguidance")
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
 from mmspec.sampling.sampler import Matcher

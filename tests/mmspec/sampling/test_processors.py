@@ -18,11 +18,12 @@ import mmspec
 from mmspec import SamplingParams, TokenTree, TreeProcessor, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
+from mmspec.sampling import defaults
 from mmspec.sampling import sampler as sampler_module
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.processors import tree_form
@@ -207,12 +208,12 @@ def test_a_stateful_processor_is_called_as_by_generate(name, batch, drafter):
 @pytest.mark.parametrize("name", STATEFUL)
 def test_seeds_give_what_a_plain_loop_draws(name, drafter):
     model, prompt, params = shared_model("llama"), text_inputs(1, 9), SamplingParams(temperature=0.8, top_k=20, seed=5)
-    chain = params.processors([STATEFUL[name]()])
+    chain = defaults.processors(params, [STATEFUL[name]()])
     reference = plainly(model, prompt["input_ids"][0].tolist(), chain, NEW, seed=5)
     user = STATEFUL[name]()
     before = dict(vars(user))
     engine = engine_of(model, DRAFTERS[drafter]([reference]))
-    (row,) = engine.add(prompt_of(prompt), params.sampler([user]), Stopper(NEW))
+    (row,) = engine.add(prompt_of(prompt), defaults.sampler(params, [user]), Stopper(NEW))
     engine.wait(lambda: row.done)
     assert row.token_ids == reference
     assert vars(user) == before
@@ -246,10 +247,10 @@ def test_sequences_join_rows_with_and_without_processors(drafter):
     ):
         inputs = text_inputs(1, 5 + number, seed=number)
         params = SamplingParams(temperature=0.7, seed=number) if number % 2 else SamplingParams()
-        chain = params.processors(own)
+        chain = defaults.processors(params, own)
         seed = params.seed
         expected.append(plainly(model, inputs["input_ids"][0].tolist(), chain, NEW - number, seed))
-        rows += engine.add(prompt_of(inputs), params.sampler(custom), Stopper(NEW - number))
+        rows += engine.add(prompt_of(inputs), defaults.sampler(params, custom), Stopper(NEW - number))
         for _ in range(2):
             engine.core.step()
     engine.wait(lambda: all(row.done for row in rows))
@@ -309,10 +310,10 @@ class Emptying(LogitsProcessor):
 def test_a_processor_that_leaves_no_token_ends_its_sequence_by_name(value, temperature, drafter):
     model, prompt = shared_model("llama"), prompt_of(text_inputs(1, 9))
     params = SamplingParams(temperature=temperature, seed=1, top_p=0.9)
-    alone = plainly(model, prompt.input_ids[0].tolist(), params.processors(()), NEW, params.seed)
+    alone = plainly(model, prompt.input_ids[0].tolist(), defaults.processors(params, ()), NEW, params.seed)
     engine = engine_of(model, None if drafter is None else Oracle([alone], vocab=90, spoil=0.0))
     Emptying.calls.clear()
-    (row,) = engine.add(prompt, params.sampler([Emptying(6, value)]), Stopper(400))
+    (row,) = engine.add(prompt, defaults.sampler(params, [Emptying(6, value)]), Stopper(400))
     engine.wait(lambda: row.done)
     assert isinstance(row.error, UserError)
     assert str(row.error).endswith("got others from Emptying")

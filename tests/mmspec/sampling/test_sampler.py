@@ -9,6 +9,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec import SamplingParams, TokenTree, UserError, accept_path, ops, verify
 from mmspec.ops import quantile
+from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampled, Sampler
 from tests.tiny import random_tree, root_path, shared_model, valid_nodes
@@ -245,7 +246,7 @@ def test_half_precision_is_sampled_in_float32():
     logits = torch.randn(1, 60, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     tree = random_tree(torch.Generator().manual_seed(0), 1, 60, 90, ragged=False)
     half, full = (
-        BatchSampler().choose([Sampled([5], SamplingParams(temperature=1.0, seed=7).sampler())], tree, scores)
+        BatchSampler().choose([Sampled([5], defaults.sampler(SamplingParams(temperature=1.0, seed=7)))], tree, scores)
         for scores in (logits, logits.float())
     )
     assert torch.equal(half, full)
@@ -303,7 +304,7 @@ def test_reached_nodes_get_the_tokens_that_all_nodes_at_once_get(monkeypatch, pa
             op = getattr(ops, name)
             count = lambda x, *rest, op=op, counts=counts: counts.append(x.shape[:-1].numel()) or op(x, *rest)  # noqa: E731
             monkeypatch.setattr(ops, name, count)
-        rows = [Sampled(list(row), SamplingParams(**params, seed=seed).sampler()) for row in history]
+        rows = [Sampled(list(row), defaults.sampler(SamplingParams(**params, seed=seed))) for row in history]
         found.append(accept_path(tree, BatchSampler().choose(rows, tree, logits)))
         counted.append(sum(counts))
         monkeypatch.undo()
@@ -318,8 +319,8 @@ def test_params_stay_as_they_were_checked():
 
 
 def test_params_that_change_nothing_build_nothing():
-    assert list(SamplingParams(temperature=1.0).processors()) == []
-    (warper,) = SamplingParams(temperature=0.5).processors()
+    assert list(defaults.processors(SamplingParams(temperature=1.0))) == []
+    (warper,) = defaults.processors(SamplingParams(temperature=0.5))
     assert type(warper) is hf.TemperatureLogitsWarper
 
 
@@ -329,12 +330,12 @@ def test_params_build_what_generate_builds():
         do_sample=True, temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, repetition_penalty=1.2, eos_token_id=2
     )
     theirs = shared_model("llama")._get_logits_processor(config, input_ids_seq_length=3, logits_processor=[Recorder()])
-    ours = params.processors([Recorder()])
+    ours = defaults.processors(params, [Recorder()])
     assert [type(p) for p in ours] == [type(p) for p in theirs]
     ids, scores = torch.tensor([[3, 4, 5]]), torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours(ids, scores.clone()), theirs(ids, scores.clone()))
-    assert list(SamplingParams().processors()) == []
-    assert list(SamplingParams(top_k=5, top_p=0.5).processors()) == []  # greedy needs no filters
+    assert list(defaults.processors(SamplingParams())) == []
+    assert list(defaults.processors(SamplingParams(top_k=5, top_p=0.5))) == []  # greedy needs no filters
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.drafters.per_sequence import PerSequence
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.settings import Settings

@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import GenerationConfig
 
 import mmspec
+from mmspec.checks import Rule
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
@@ -121,19 +122,21 @@ def test_choices_have_seeds_of_their_own(server: Served, pipe: Pipeline, stream:
     alone = [pipe.generate(QUESTION, max_new_tokens=16, seed=seed, **sampled) for seed in (7, 8, 9)]
     assert len({one.text for one in alone}) == 3
     response = server.post(question(QUESTION, n=3, seed=7, stream=stream, **sampled))
-    texts = ["", "", ""]
-    if stream:
-        for chunk in events(response):
-            for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["delta"]["content"]
-    else:
-        choices = response.json()["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2]
-        texts = [choice["message"]["content"] for choice in choices]
+    assert texts(response) == [one.text for one in alone]
+    if not stream:
         usage, prompt = response.json()["usage"], alone[0].stats.num_prompt_tokens
         generated = sum(len(one.token_ids) for one in alone)
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, generated)
-    assert texts == [one.text for one in alone]
+
+
+def test_values_of_a_text_request_are_checked_once(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the endpoint with the request's names, and by ``SamplingParams`` with its own; a few more by the pipeline."""
+    checked: list[str] = []
+    check = Rule.check
+    monkeypatch.setattr(Rule, "check", lambda rule, name, value: checked.append(name) or check(rule, name, value))
+    assert server.post(question()).status_code == 200
+    assert checked.count("max_tokens") == checked.count("max_new_tokens") == 1
+    assert len(checked) <= 9
 
 
 def test_defaults_are_those_of_openai(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +337,6 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Served) -> None:
 
 
 USER = [{"role": "user", "content": "Hello."}]
-AUDIO = "messages[0].content[0].type"
 IMAGE_UR = "messages[0].content[0].image_ur"
 URL = "messages[0].content[0].image_url.url"
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
@@ -343,12 +345,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
 @pytest.mark.parametrize(
     ("fields", "status", "param", "message"),
     [
-        ({"messages": []}, 400, "messages", "messages must be a list of at least 1: got 0"),
-        ({"messages": USER * 1025}, 400, "messages", "must be a list of at most 1024: got 1025"),
         ({"messages": [{"role": "critic", "content": "x"}]}, 400, "messages[0].role", "'system', 'developer', 'user'"),
-        ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "messages[0].content is required"),
         ({"messages": [{**USER[0], "tool_call_id": "a"}]}, 400, "messages[0]", "tool_call_id goes with the role tool"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, AUDIO, "must be 'text', 'refusal', "),
         (
             {"messages": [*USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             400,
@@ -367,27 +365,20 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
         ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "must be a number in [-2, 2]: got 2.5"),
         ({"tools": [{"type": "function"}]}, 400, "tools[0].function", "is required"),
         ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice required goes with tools: got none"),
-        ({"nonsense": 1}, 400, "nonsense", "nonsense is not supported: expected it to be left out, got 1"),
         ({"max_new_tokens": 1}, 400, "max_new_tokens", "got 1; did you mean max_tokens?"),
         ({"repetition_penality": 1}, 400, "repetition_penality", "got 1; did you mean repetition_penalty?"),
         ({"messages": [{**USER[0], "rol": "ann"}]}, 400, "messages[0].rol", "; did you mean role?"),
         ({"messages": [{"role": "user", "content": [{**IMAGE, "image_ur": 1}]}]}, 400, IMAGE_UR, "mean image_url?"),
         ({"logit_bias": {"90000": 1}}, 400, None, "below the vocabulary's size"),
         ({"temperature": -1}, 400, "temperature", "temperature must be 0 or"),
-        ({"temperature": "hot"}, 400, "temperature", "temperature must be 0 or >= 0.0001: got 'hot'"),
         ({"top_p": 0}, 400, "top_p", "top_p must be in (0, 1]: got 0"),
         ({"max_tokens": 0}, 400, "max_tokens", "max_tokens must be a whole number in [1, 2147483648]: got 0"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, 400, None, "are one limit: got 5 and 6"),
         ({"n": 9}, 400, "n", "n must be at most 8: got 9"),
-        ({"n": True}, 400, "n", "n must be a whole number: got True"),
         ({"stop": ["a"] * 17}, 400, "stop", "at most 16 texts"),
         ({"stop": ""}, 400, "stop", "none of them empty"),
-        ({"top_logprobs": 2}, 400, None, "top_logprobs goes with logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs must be None or a whole number in"),
         ({"stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", "goes with stream"),
         ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x", "is not supported"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format", "json_schema goes with"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format.type", "'json_object'"),
         ({"seed": 1 << 64}, 400, "seed", "seed must be"),
         ({"messages": [{"role": "user", "content": "x" * 500_001}]}, 400, "messages", "at most 500000 characters"),
         ({"messages": [{"role": "user", "content": "x " * 4000}]}, 400, None, "shorter than the model's context"),
@@ -564,38 +555,23 @@ def test_an_error_before_the_first_token_of_a_choice(
 
 
 def test_keys_hosts_and_origins(pipe: Pipeline) -> None:
-    options = {"api_key": "secret", "hosts": {"127.0.0.1", "localhost"}, "origins": ["http://app.example"]}
+    """The guard's own rules are in ``test_middleware``."""
+    options = {"api_key": "secret", "hosts": {"127.0.0.1"}, "origins": ["http://app.example"]}
     with served(pipe, **options) as server:
-        port = server.url.rpartition(":")[2]
 
         def status(path: str = "/v1/models", **headers: str) -> int:
             found = httpx.get(f"{server.url}{path}", headers={"Authorization": "Bearer secret", **headers})
             return found.status_code
 
-        assert status() == 200
-        for key in ("", "Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret"):
-            assert status(Authorization=key) == 401
-            assert status("/metrics", Authorization=key) == 401
+        assert status() == status(Origin=server.url) == status(Origin="http://app.example") == 200
+        assert status(Authorization="Bearer secre") == status("/metrics", Authorization="") == 401
         assert status("/health", Authorization="") == 200
-        assert status(Authorization="bearer secret") == 200
+        assert status(Host="evil.example") == status(Origin="http://evil.example") == 403
         assert httpx.get(f"{server.url}/v1/models").headers["WWW-Authenticate"] == "Bearer"
-        for host, expected in (("localhost", 200), (f"localhost:{port}", 200), ("evil.example", 403), ("[::1]", 403)):
-            assert status(Host=host) == expected
-        for origin, expected in (
-            ("http://app.example", 200),
-            (f"http://127.0.0.1:{port}", 200),
-            ("http://evil.example", 403),
-            ("http://127.0.0.1:1", 403),
-            ("null", 403),
-        ):
-            assert status(Origin=origin) == expected, origin
-        asked = {"Origin": "http://app.example", "Access-Control-Request-Method": "POST"}
-        preflight = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
-        assert preflight.headers["access-control-allow-origin"] == "http://app.example"
-        preflight = httpx.options(
-            f"{server.url}/v1/chat/completions", headers={**asked, "Origin": "http://evil.example"}
-        )
-        assert "access-control-allow-origin" not in preflight.headers
+        for origin, allowed in (("http://app.example", "http://app.example"), ("http://evil.example", None)):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            preflight = httpx.options(f"{server.url}/v1/chat/completions", headers=asked)
+            assert preflight.headers.get("access-control-allow-origin") == allowed
 
 
 def test_figures_of_a_server_without_a_drafter(one_thread: None) -> None:

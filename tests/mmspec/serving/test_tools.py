@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import Pipeline
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.serving.tools import HERMES

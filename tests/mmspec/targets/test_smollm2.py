@@ -12,7 +12,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.drafters import checkpoint
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
 from mmspec.eval.suite.run import is_visual
 from mmspec.ops import cpu_library

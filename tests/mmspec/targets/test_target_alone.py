@@ -13,7 +13,7 @@ from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle.drafter import Recycle
+from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor
 from tests.tiny import byte_tokenizer

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.dflash.published import convert
+from mmspec.drafters.dflash import DFlash, DFlashNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.dflash import DFlashObjective
 from mmspec.training.features import Features
@@ -91,7 +90,7 @@ def test_blocks_equal_those_run_alone(loss, narrow, heads, kind, causal, tmp_pat
         config, tensors = with_heads(config, tensors, confidence=heads, **named)
     config["dflash_config"]["causal_head"] = causal
     own = {name: tensor for name, tensor in tensors.items() if "_head." in name}
-    shape, ours, _, _ = convert(config, tensors, "here")
+    shape, ours, _, _ = DFlash.convert(config, tensors, "here")
     network = load_network(DFlashNetwork, shape, ours, tmp_path)
     ids = torch.arange(0, 101, 2 if narrow else 1)
     output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, ids if narrow else None)
@@ -111,7 +110,9 @@ def test_blocks_equal_those_run_alone(loss, narrow, heads, kind, causal, tmp_pat
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 def test_heads_of_dspark_in_bfloat16(kind, tmp_path):
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
-    shape, ours, _, _ = convert(*with_heads(*published(reference(), "z-lab"), kind=kind, from_anchor=False), "here")
+    shape, ours, _, _ = DFlash.convert(
+        *with_heads(*published(reference(), "z-lab"), kind=kind, from_anchor=False), "here"
+    )
     network = load_network(DFlashNetwork, shape, ours, tmp_path)
     whole = DFlashObjective(anchors=99)(network, target, batch).total.detach()
     with torch.autocast("cpu", torch.bfloat16):
@@ -122,7 +123,7 @@ def test_heads_of_dspark_in_bfloat16(kind, tmp_path):
 def test_anchors_are_drawn_from_the_answers_without_repetition(tmp_path):
     """As many as the losses need, another draw with another seed."""
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
-    shape, ours, _, _ = convert(*published(reference(), "z-lab"), "here")
+    shape, ours, _, _ = DFlash.convert(*published(reference(), "z-lab"), "here")
     network = load_network(DFlashNetwork, shape, ours, tmp_path)
     totals = [
         float(
@@ -140,5 +141,5 @@ def test_anchors_are_drawn_from_the_answers_without_repetition(tmp_path):
 def test_a_batch_without_answers_has_no_loss(tmp_path):
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
     batch.answer[:] = False
-    shape, ours, _, _ = convert(*published(reference(), "z-lab"), "here")
+    shape, ours, _, _ = DFlash.convert(*published(reference(), "z-lab"), "here")
     assert float(DFlashObjective()(load_network(DFlashNetwork, shape, ours, tmp_path), target, batch).total) == 0

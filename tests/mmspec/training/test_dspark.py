@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import mmspec
 from mmspec import plugins
 from mmspec.core.target import Prompt
-from mmspec.drafters.dflash.drafter import DFlash
+from mmspec.drafters.dflash import DFlash
 from mmspec.training.dflash import DFlashObjective
 from mmspec.training.features import Features
 from tests.tiny import shared_model

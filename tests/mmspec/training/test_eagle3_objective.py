@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.eagle3.network import Eagle3Network, convert
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.eagle3 import Eagle3Objective
 from mmspec.training.features import Features
@@ -72,7 +72,9 @@ def test_passes_equal_chains(config, layout, passes, loss, tmp_path):
         name: value.requires_grad_() if value.is_floating_point() else value
         for name, value in head_tensors(config, layout).items()
     }
-    shape, ours, draft_ids, _ = convert(config, {name: value.detach() for name, value in tensors.items()}, "here")
+    shape, ours, draft_ids, _ = Eagle3.convert(
+        config, {name: value.detach() for name, value in tensors.items()}, "here"
+    )
     network = load_network(Eagle3Network, shape, ours, tmp_path)
     batch = random_batch(target, shape.states)
     output = Eagle3Objective(passes, decay=0.5, loss=loss)(network, target, batch, draft_ids)
@@ -99,7 +101,7 @@ def test_passes_equal_chains(config, layout, passes, loss, tmp_path):
 def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, tmp_path):
     target, layout = TransformersTarget(shared_model("llama")), "B" if "transformer_layer_config" in config else "A"
     tensors = head_tensors(config, layout)
-    shape, ours, draft_ids, _ = convert(config, tensors, "here")
+    shape, ours, draft_ids, _ = Eagle3.convert(config, tensors, "here")
     network, batch = load_network(Eagle3Network, shape, ours, tmp_path), random_batch(target, 3)
     generator = torch.Generator().manual_seed(3)
     output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, target, batch, draft_ids, generator)
@@ -120,7 +122,7 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, tmp_path
 
 def test_a_batch_without_answers_has_no_loss(tmp_path):
     target, config = TransformersTarget(shared_model("llama")), cut(LLAMA3)
-    shape, ours, draft_ids, _ = convert(config, head_tensors(config), "here")
+    shape, ours, draft_ids, _ = Eagle3.convert(config, head_tensors(config), "here")
     batch = random_batch(target, 3)
     batch.answer[:] = False
     assert (

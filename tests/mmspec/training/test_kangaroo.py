@@ -10,7 +10,7 @@ import torch
 import mmspec
 from mmspec import plugins
 from mmspec.core.target import Prompt
-from mmspec.drafters.kangaroo.drafter import Kangaroo
+from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.training.features import Features
 from mmspec.training.kangaroo import KangarooObjective
 from tests.kangaroo import adapter, logits, plain_chain

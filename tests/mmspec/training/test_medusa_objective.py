@@ -13,8 +13,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.core.target import Prompt
 from mmspec.drafters.checkpoint import load_network
-from mmspec.drafters.medusa.drafter import Hydra, Medusa
-from mmspec.drafters.medusa.network import MedusaNetwork, convert
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.training.features import Features
 from mmspec.training.medusa import MedusaObjective
@@ -65,7 +64,7 @@ def plain_losses(layout, tensors, target, batch, loss, ids):
 def test_heads_equal_those_run_alone(layout, loss, tmp_path):
     config, tensors = published(layout)
     target, batch = TransformersTarget(shared_model("llama")), random_batch()
-    shape, ours, ids, _ = convert(config, tensors, "hydra" if layout.startswith("hydra") else "medusa", tmp_path)
+    shape, ours, ids, _ = (Hydra if layout.startswith("hydra") else Medusa).convert(config, tensors, str(tmp_path))
     network = load_network(MedusaNetwork, shape, ours, tmp_path)
     if layout == "hydra-prefix":
         network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.cli.drafters import small
+from mmspec.cli.train import train as commands
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.targets.merged_layers import MergedLayer, merge_layers
@@ -116,7 +116,7 @@ def answered(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(out: Path, model: str, data: Path, *options: str) -> str:
     given = ["--target", model, "--out", str(out), "--text", str(data), "--batch", "6", "--held-out", "4"]
     given += ["--prompts", "4", "--max-new-tokens", "16", "--warmup", "5"]
-    result = CliRunner().invoke(small, [*given, *options])
+    result = CliRunner().invoke(commands, ["small", *given, *options])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.output

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.drafters.dflash import DFlashConfig
-from mmspec.drafters.dflash.network import DFlashNetwork
-from mmspec.drafters.eagle import EagleConfig
-from mmspec.drafters.eagle.network import EagleNetwork
-from mmspec.drafters.eagle3 import Eagle3Config
-from mmspec.drafters.eagle3.network import Eagle3Network
+from mmspec.drafters.dflash import DFlashConfig, DFlashNetwork
+from mmspec.drafters.eagle import EagleConfig, EagleNetwork
+from mmspec.drafters.eagle3 import Eagle3Config, Eagle3Network
 from mmspec.drafters.hidden_state.entries import run
 from mmspec.drafters.hidden_state.layer import Rotary, Rotation, rotary_frequencies
 from mmspec.drafters.hidden_state.native import NativeLayers

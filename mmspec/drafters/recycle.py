@@ -9,7 +9,7 @@ calibrates it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ import torch
 from torch import Tensor
 
 from mmspec import ops
+from mmspec.cache.rows import RowTensor
 from mmspec.checks import FLAG, Checked, option, required, whole
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import CapturedDrafter, RowState
+from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.lookup import Children, LookUpDrafter
-from mmspec.drafters.recycle.device import NEWEST, UNLIKELY, Recycled
+from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
@@ -35,21 +38,211 @@ Ranking = dict[int, float]  # successor -> probability
 
 _ANY = -1
 _ENTRIES = 200_000  # maximum table size; the oldest entries are evicted first
+EMA_WEIGHT = 0.3  # weight of the latest ranking in the running average
+UNLIKELY = 0.005  # minimum probability of a stored successor
+_SLOTS = 1 << 17  # hash slots of two-token contexts
+_DEPTH, _NODES = 6, 512  # maximum tree size; twice the depth did not raise acceptance
+_HASH = -7046029254386353131  # Fibonacci hashing: 2**64 / golden ratio
 
 
 @dataclass(frozen=True)
-class _Settings(Checked):
-    """Contents of ``config.json``."""
+class Settings(Checked):
+    """Settings of a drafter, and contents of its ``config.json``."""
 
     top_k: int = required(whole(1, 64))
     pairs: bool = option(True, FLAG)
+
+
+class Rankings:
+    """Table of successors and their probabilities per context, in descending order.
+
+    Args:
+        slots: number of contexts; one extra slot is a write sink.
+        width: successors per context.
+
+    Attributes:
+        key: (slots + 1,) int64, context of each slot; -1 if empty.
+        tokens, probs: (slots + 1, width), padded with 0.
+    """
+
+    def __init__(self, slots: int, width: int, device: torch.device) -> None:
+        self.key = torch.full((slots + 1,), -1, device=device)
+        self.tokens = torch.zeros(slots + 1, width, dtype=torch.long, device=device)
+        self.probs = torch.zeros(slots + 1, width, device=device)
+
+    def look_up(self, slot: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and probabilities, (..., width) each, of contexts, (...); unknown contexts have probabilities 0."""
+        return self.tokens[slot], self.probs[slot].where((self.key[slot] == key)[..., None], 0.0)
+
+    def average(self, slot: Tensor, key: Tensor, counts: Tensor, tokens: Tensor, probs: Tensor, newest: float) -> None:
+        """Update running averages with new rankings, of weight ``newest``.
+
+        Args:
+            slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
+            tokens, probs: (contexts, k).
+        """
+        later = ((slot[:, None] == slot) & counts).triu(1).any(1)
+        slot = slot.where(counts & ~later, len(self.key) - 1)
+        known = (self.key[slot] == key)[:, None]
+        held, share = self.tokens[slot], self.probs[slot].where(known, 0.0) * (1.0 - newest)
+        probs = torch.where(known, newest * probs, probs)
+        both = (tokens[:, :, None] == held[:, None]) & (share > 0.0)[:, None]  # (contexts, k, width)
+        share = share + (both * probs[:, :, None]).sum(1)
+        best, at = torch.cat([share, probs.where(~both.any(2), 0.0)], dim=1).topk(share.shape[1], dim=1)
+        self.key[slot] = key
+        self.tokens[slot] = torch.cat([held, tokens], dim=1).gather(1, at)
+        self.probs[slot] = best
+
+
+class DeviceTable(CapturedDrafter):
+    """The table on the device: updates and drafting with static shapes and no host syncs.
+
+    Differences from the host's: two-token contexts are hashed into a fixed number of slots, later ones overwriting
+    earlier ones; and if a context occurs several times in a step, only its last node counts.
+
+    Args:
+        settings: those of the drafter.
+        vocab: tokens of the target.
+
+    Attributes:
+        width: maximum children per node; None takes all.
+        last: (rows, 2) int64, the token before the root, and the root.
+    """
+
+    def __init__(self, settings: Settings, vocab: int, device: torch.device, width: int | None) -> None:
+        self._top_k, self._has_pairs, self._vocab, self.width = settings.top_k, settings.pairs, vocab, width
+        self._any = Rankings(vocab, 2 * settings.top_k, device)
+        self._pairs = Rankings(_SLOTS if settings.pairs else 0, 2 * settings.top_k, device)
+        super().__init__()
+
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self.last = RowTensor(static_shapes)
+
+    @property
+    def device(self) -> torch.device:
+        return self._any.key.device
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return (self.last,)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        return _DEPTH, _NODES
+
+    def forget(self) -> None:
+        self._any.key.fill_(-1)
+        self._pairs.key.fill_(-1)
+
+    @torch.inference_mode()
+    def begin(self, ends: Tensor, output: TargetOutput, first: Tensor) -> None:  # type: ignore[override]
+        """Append rows for new sequences.
+
+        Args:
+            ends: (new rows, 2) int64, the last two tokens of each prompt.
+            first: (new rows,) int64, the first emitted tokens.
+        """
+        self.join(len(ends), True)
+        ends = ends.clamp(0, self._vocab - 1)  # -1 before a prompt of one token; prompt tokens outside the vocabulary
+        self.last.append(torch.stack([ends[:, 1], first], dim=1))
+        ranked = ops.top_log_probs(output.logits[:, 0], self._top_k)
+        self._learn(ends[:, 0], ends[:, 1], torch.ones_like(first, dtype=torch.bool), *ranked)
+
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        steps, self._pending = self._pending, []
+        self._update_all(steps)  # removed rows still update the table
+        super().select(rows)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """Queue the rankings at every node, and the accepted tokens."""
+        ranked = ops.top_log_probs(output.logits, self._top_k)
+        self.queue((tree.tokens, tree.parents, *ranked, verdict.tokens), verdict)
+
+    def update(  # type: ignore[override]
+        self, tokens: Tensor, parents: Tensor, ranked: Tensor, log_probs: Tensor, emitted: Tensor, length: Tensor
+    ) -> None:
+        """Update the table with the rankings, (batch, nodes, k), at a tree's nodes, (batch, nodes), and advance
+        ``last`` by ``emitted``, (batch, depth)."""
+        last = self.last.data[: len(tokens)]
+        before = torch.where(parents >= 0, tokens.gather(1, parents.clamp(min=0)), last[:, :1])
+        counts = (length > 0)[:, None].expand_as(tokens)
+        self._learn(*(x.flatten(0, 1) for x in (before, tokens, counts, ranked, log_probs)))
+        both = torch.cat([last, emitted], dim=1)
+        self.last.write(both.gather(1, length[:, None] + torch.arange(2, device=length.device)))
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        above = self.last.data[: len(token), :1]
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal above
+            before, above = above.gather(1, origin), beam
+            return self._children(before, beam)
+
+        return grow_tree(token, None, extend, budget, self._top_k)
+
+    def _children(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Successors of contexts, (...), and their log probabilities, (..., width) each."""
+        tokens, probs = self._any.look_up(token, token)
+        if self._has_pairs:
+            key = self._pair(before, token)
+            exactly, chances = self._pairs.look_up(self._slot(key), key)
+            known = (chances[..., :1] > 0.0).expand_as(chances)
+            tokens, probs = torch.where(known, exactly, tokens), torch.where(known, chances, probs)
+        most = self.width or probs.shape[-1]
+        return tokens[..., :most], probs[..., :most].log()
+
+    def _learn(self, before: Tensor, token: Tensor, counts: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        """Update the table with rankings, (contexts, k), of contexts, (contexts,)."""
+        probs = log_probs.exp()
+        probs = probs.where(probs >= UNLIKELY, 0.0)
+        ranking = counts, tokens, probs, EMA_WEIGHT
+        self._any.average(token, token, *ranking)
+        if self._has_pairs:
+            key = self._pair(before, token)
+            self._pairs.average(self._slot(key), key, *ranking)
+
+    def _pair(self, before: Tensor, token: Tensor) -> Tensor:
+        return before * self._vocab + token
+
+    def _slot(self, key: Tensor) -> Tensor:
+        return ((key * _HASH) >> 40) & (len(self._pairs.key) - 2)
+
+    def fill(self, table: Mapping[Context, Ranking]) -> None:
+        """Copy the host table; the last of colliding contexts wins."""
+        for pairs, kept in ((False, self._any), (True, self._pairs)):
+            chosen = {context: ranking for context, ranking in table.items() if (context[0] >= 0) == pairs}
+            if not chosen or (pairs and not self._has_pairs):
+                continue
+            best = [sorted(ranking.items(), key=lambda item: -item[1]) for ranking in chosen.values()]
+            width = kept.tokens.shape[1]
+            rows = [row[:width] + [(0, 0.0)] * (width - len(row)) for row in best]
+            before, token = torch.tensor([*chosen]).unbind(1)
+            key = self._pair(before, token) if pairs else token
+            slot = self._slot(key) if pairs else key
+            place = {int(at): number for number, at in enumerate(slot)}  # the last one of each
+            order = torch.tensor([*place.values()])
+            where = torch.tensor([*place], device=kept.key.device)
+            kept.key[where] = key[order].to(where.device)
+            kept.tokens[where] = torch.tensor([[t for t, _ in row] for row in rows])[order].to(where.device)
+            kept.probs[where] = torch.tensor([[p for _, p in row] for row in rows])[order].to(where.device)
+
+    def entries(self) -> Iterator[tuple[Context, Ranking]]:
+        """Iterate over the table in the host table's format."""
+        for pairs, kept in ((False, self._any), (True, self._pairs)):
+            key, tokens, probs = (x[:-1] for x in (kept.key, kept.tokens, kept.probs))
+            at = (key >= 0).nonzero()[:, 0]
+            for number, row, chances in zip(key[at].tolist(), tokens[at].tolist(), probs[at].tolist(), strict=True):
+                context = divmod(number, self._vocab) if pairs else (-1, number)
+                yield context, {token: p for token, p in zip(row, chances, strict=True) if p > 0.0}
 
 
 class Recycle(LookUpDrafter):
     """Token Recycling drafter.
 
     The table persists between requests until ``reset``; ``learned`` counts the steps that it has learned from. With
-    static shapes it is on the device (``mmspec.drafters.recycle.device``).
+    static shapes it is on the device, see ``DeviceTable``.
 
     Args:
         top_k: successors per context.
@@ -61,14 +254,14 @@ class Recycle(LookUpDrafter):
     """
 
     def __init__(self, top_k: int = 8, pairs: bool = True, width: int | None = None) -> None:
-        _Settings(top_k, pairs)
+        self._settings = Settings(top_k, pairs)
         super().__init__()  # rows are the token before the root, and the root
         self.top_k, self.pairs, self.width = top_k, pairs, width
         self._table: dict[Context, Ranking] = {}
         self._vocab: int | None = None
         self._verifier: Mapping[str, Any] | None = None
         self._drafted = False  # in this step
-        self._recycled: Recycled | None = None  # device table, with static shapes
+        self._on_device: DeviceTable | None = None  # device table, with static shapes
         self.learned = 0  # steps
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recycle:
@@ -85,7 +278,7 @@ class Recycle(LookUpDrafter):
         Raises:
             UserError: the folder does not contain a valid table.
         """
-        settings, verifier, tensors = checkpoint.read(folder, _Settings)
+        settings, verifier, tensors = checkpoint.read(folder, Settings)
         _check(tensors, settings.top_k, verifier["vocab_size"], folder)
         drafter = cls(settings.top_k, settings.pairs)
         drafter._verifier, drafter._vocab = verifier, verifier["vocab_size"]
@@ -101,7 +294,7 @@ class Recycle(LookUpDrafter):
             UserError: see ``from_checkpoint``.
         """
         saved = Recycle.from_checkpoint(folder)
-        self._table, self._recycled = saved._table, None
+        self._table, self._on_device = saved._table, None
         self._vocab, self._verifier = saved._vocab, saved._verifier
 
     def save(self, folder: Path, target: Any, smallest: float = 0.01) -> None:
@@ -141,57 +334,62 @@ class Recycle(LookUpDrafter):
     def reset(self) -> None:
         """Clear the table."""
         self._table = {}
-        if self._recycled is not None:
-            self._recycled.forget()
+        if self._on_device is not None:
+            self._on_device.forget()
 
     def _rankings(self) -> dict[Context, Ranking]:
-        return self._table if self._recycled is None else dict(self._recycled.entries())
+        return self._table if self._on_device is None else dict(self._on_device.entries())
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         ends: list[Context] = [([_ANY, *row][-2], row[-1]) for row in prompt.input_ids.tolist()]
-        if (recycled := self._placed(output.logits)) is not None:
-            first = on_device([row[-1] for row in history], recycled.device)
-            recycled.begin(on_device(ends, recycled.device), output, first)
+        if (table := self._placed(output.logits)) is not None:
+            first = on_device([row[-1] for row in history], table.device)
+            table.begin(on_device(ends, table.device), output, first)
             return
         self.rows += [(end[1], row[-1]) for end, row in zip(ends, history, strict=True)]
         self._learn(ends, output.logits.flatten(0, 1))
 
     @torch.inference_mode()
-    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> list[Recycled]:
-        recycled = self._placed(output.logits)
-        if recycled is None:
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> list[DeviceTable]:
+        table = self._placed(output.logits)
+        if table is None:
             return []
-        recycled.join(len(history), True)
-        recycled.last.append(torch.zeros(len(history), 2, dtype=torch.long, device=recycled.device))
-        return [recycled]
+        table.join(len(history), True)
+        table.last.append(torch.zeros(len(history), 2, dtype=torch.long, device=table.device))
+        return [table]
 
-    def _placed(self, logits: Tensor) -> Recycled | None:
+    def _placed(self, logits: Tensor) -> DeviceTable | None:
         """The table of a target with these logits, on their device; None where it is the host's."""
         if self._vocab != logits.shape[-1]:  # the vocabulary has changed
-            self._table, self._recycled, self.rows = {}, None, []
+            self._table, self._on_device, self.rows = {}, None, []
             self._vocab = logits.shape[-1]
         static_shapes = kernels.static_shapes(logits.device)
-        if self._recycled is not None and (not static_shapes or self._recycled.device != logits.device):
-            self._table, self._recycled = self._rankings(), None
-        if static_shapes and self._recycled is None:
-            self._recycled = Recycled(self, self._vocab, logits.device)
-            self._recycled.fill(self._table)
-        return self._recycled
+        if self._on_device is not None and (not static_shapes or self._on_device.device != logits.device):
+            self._table, self._on_device = self._rankings(), None
+        if static_shapes and self._on_device is None:
+            self._on_device = DeviceTable(self._settings, self._vocab, logits.device, self.width)
+            self._on_device.fill(self._table)
+        return self._on_device
+
+    def draft_chains(self, length: int) -> None:
+        super().draft_chains(length)
+        if self._on_device is not None:
+            self._on_device.width = self.width
 
     def select(self, rows: Sequence[int]) -> None:
-        if self._recycled is not None:
-            self._recycled.select(rows)
+        if self._on_device is not None:
+            self._on_device.select(rows)
         else:
             super().select(rows)
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        if self._recycled is not None:
-            return self._recycled.propose(token, budget)
+        if self._on_device is not None:
+            return self._on_device.propose(token, budget)
         self._drafted = True
         return super().propose(token, budget)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return () if self._recycled is not None else super().continuations(row, path)  # its table is on the device
+        return () if self._on_device is not None else super().continuations(row, path)  # its table is on the device
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Context, Children]:
         before, last = (*self.rows[row], *path)[-2:]
@@ -199,8 +397,8 @@ class Recycle(LookUpDrafter):
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self.learned += 1
-        if self._recycled is not None:
-            self._recycled.observe(tree, verdict, output)
+        if self._on_device is not None:
+            self._on_device.observe(tree, verdict, output)
             return
         contexts: list[Context] = [
             (row[parent] if parent >= 0 else before, token)
@@ -231,7 +429,7 @@ class Recycle(LookUpDrafter):
             keys.append(torch.cat([last, pairs][: 1 + self.pairs]))
             ranked.append(best.cpu()[places])
             probs.append(log_probs.exp().cpu()[places])
-        self._table, self._recycled = {}, None
+        self._table, self._on_device = {}, None
         if not keys:
             return
         assert self._vocab is not None
@@ -273,9 +471,9 @@ class Recycle(LookUpDrafter):
         if known is None:
             self._table[context] = dict(latest)
             return
-        ranking = {token: p * (1.0 - NEWEST) for token, p in known.items()}
+        ranking = {token: p * (1.0 - EMA_WEIGHT) for token, p in known.items()}
         for token, p in latest:
-            ranking[token] = ranking.get(token, 0.0) + NEWEST * p
+            ranking[token] = ranking.get(token, 0.0) + EMA_WEIGHT * p
         if len(ranking) > 2 * self.top_k:
             for token in sorted(ranking, key=ranking.__getitem__)[: -self.top_k]:
                 del ranking[token]
@@ -300,3 +498,13 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
         raise UserError(f"{folder}: contexts and tokens must be tokens below {vocab}: got {lowest} to {highest}")
     if not bool(((probs >= 0) & (probs <= 1)).all()):
         raise UserError(f"{folder}: probs must be in [0, 1]")
+
+
+SPEC = DrafterSpec(
+    "recycle",
+    "Recycle",
+    "looks up what the target found likely after the same last tokens (arXiv 2408.08696); the default of all models",
+    Recycle,
+    weights="optional",
+    train="recycle",
+)

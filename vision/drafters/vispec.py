@@ -16,22 +16,9 @@ from torch.nn import functional as F
 from mmspec.cache.rows import RowTensor
 from mmspec.core.target import Target
 from mmspec.drafters.captured import RowState
-from mmspec.drafters.eagle.network import Layout
-from mmspec.vision.drafters.msd import MSDConfig
-from mmspec.vision.drafters.msd.drafter import MSD
-from mmspec.vision.drafters.msd.latents import Images, find_runs
-from mmspec.vision.drafters.msd.network import MSDNetwork
-
-_PARTS = {
-    "adaptor.queries": ["imadpt.q"],
-    "adaptor.key.weight": ["imadpt.k_proj.weight"],
-    "adaptor.key.bias": ["imadpt.k_proj.bias"],
-    "adaptor.value.weight": ["imadpt.v_proj.weight"],
-    "adaptor.value.bias": ["imadpt.v_proj.bias"],
-    "adaptor.out.weight": ["imadpt.o_proj.weight"],
-    "img_fc.weight": ["img_fc.weight"],
-    "img_fc.bias": ["img_fc.bias"],
-}
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.vision.drafters.msd import MSD, Images, MSDConfig, MSDNetwork, find_runs
 
 
 class Adaptor(nn.Module):
@@ -57,7 +44,8 @@ class Adaptor(nn.Module):
 
 
 class ViSpecNetwork(MSDNetwork):
-    """See the module. Visual positions are fed as in a decoupled ``MSDNetwork``, the image's token there."""
+    """``MSDNetwork`` with an ``Adaptor``: an image's token takes the place of its visual positions, and its vector is
+    combined with the hidden states of the text after it."""
 
     def __init__(self, config: MSDConfig) -> None:
         super().__init__(config)
@@ -85,14 +73,11 @@ class ViSpecNetwork(MSDNetwork):
         return embeds.index_put(at, token), vectors
 
 
-LAYOUT = Layout("vispec", MSDConfig, ViSpecNetwork, parts=_PARTS)
-
-
 class ViSpec(MSD):
     """ViSpec drafter; see ``MSD``."""
 
     name = "vispec"
-    layout = LAYOUT
+    layout = "vispec"
     network_class = ViSpecNetwork
 
     def reset(self, static: bool = False) -> None:
@@ -105,10 +90,10 @@ class ViSpec(MSD):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         head = super().scoring(target)
-        self._fc, self.fuse = self.fuse, self._fuse
+        self._fc, self.node_inputs = self.node_inputs, self._node_inputs
         return head
 
-    def _fuse(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
         return self._fc(tokens, self._with_image(predicted))
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
@@ -121,3 +106,13 @@ class ViSpec(MSD):
         embeds, vectors = self.network.with_tokens(embeds, images)
         self._image.append(vectors[:, -1])
         return embeds, self.network.with_image(hidden, vectors)
+
+
+SPEC = DrafterSpec(
+    "vispec",
+    "ViSpec",
+    "EAGLE with one token per image, and an image vector in its text states (arXiv 2509.15235)",
+    ViSpec,
+    weights="required",
+    recognises=recogniser("vispec"),
+)

@@ -9,26 +9,44 @@ little, in place of the paper's confidence threshold for chains.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mmspec.checks import option, whole
 from mmspec.core.budget import Budget
 from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
-from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state.entries import allowed_slots
+from mmspec.drafters.growth import grow_tree
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
 from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
-from mmspec.drafters.hidden_state.positioned import PositionedDrafter
-from mmspec.drafters.kangaroo import KangarooConfig
-from mmspec.drafters.parts import check_tensors, parameters, shapes_of, stack
-from mmspec.drafters.published import EAGLE_PARTS, Published, PublishedConfig, read_layout
-from mmspec.errors import UserError
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import DrafterSpec
 
-_PARTS = {f"layers.0.{name}": EAGLE_PARTS[name] for name in ("qkv.weight", "out.weight", "input_norm.weight")}
-_PARTS["norm.weight"] = ["norm.weight"]
+
+@dataclass(frozen=True)
+class KangarooConfig(RotaryShape):
+    """Configuration of a ``KangarooNetwork``: a ``RotaryShape`` of the target's hidden size, and
+
+    Attributes:
+        mlp: 0, as the layer has none.
+        exit_layer: number of the target's first layers whose output the network reads.
+    """
+
+    mlp: int = option(0, whole(0, 0))
+    exit_layer: int = option(2, whole(1, 2**10))
+
+
+def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
+    """Split the text after ``kangaroo:`` into a folder and arguments of ``Kangaroo.from_checkpoint``.
+
+    ``FOLDER@2`` exits after the target's first two layers.
+    """
+    folder, at, layers = argument.rpartition("@")
+    return (folder, {"exit_layer": int(layers)}) if at and layers.isdecimal() else (argument, {})
 
 
 class KangarooNetwork(nn.Module):
@@ -50,34 +68,11 @@ class KangarooNetwork(nn.Module):
         return self.norm(self.layers[0](x, rotation, attend))
 
 
-def read_published(folder: Path) -> Published:
-    """Read a published adapter (Equationliu/Kangaroo) strictly, without running its code.
-
-    A folder has the configuration of a Llama of one layer, of which the layer's attention, its norm and the final norm
-    are kept. Rotary positions have the base 10,000 whatever it says. The layer at which the target is left is not in
-    it.
-
-    Raises:
-        UserError: a damaged or unsupported checkpoint, or a tensor that is missing, unexpected or does not match
-            ``config.json``.
-    """
-    config, tensors = read_layout(folder, "kangaroo", "a Kangaroo adapter")
-    source = f"{folder}/config.json"
-    common = PublishedConfig.read(config, source, others=True)
-    if common.num_hidden_layers != 1:
-        raise UserError(f"{source}: num_hidden_layers must be 1: got {common.num_hidden_layers}")
-    network = KangarooConfig.read({**common.shape(), "mlp": 0}, source)
-    shapes = shapes_of(parameters(KangarooNetwork, network), _PARTS, network)
-    check_tensors(tensors, shapes, "a Kangaroo adapter", str(folder))
-    verifier = {"name_or_path": "", "hidden_size": network.hidden_size, "vocab_size": common.vocab_size}
-    return network, stack(tensors, _PARTS), None, verifier
-
-
 class Kangaroo(PositionedDrafter):
     name: ClassVar[str] = "kangaroo"
     config_class = KangarooConfig
     network_class = KangarooNetwork
-    read_published = staticmethod(read_published)
+    layout = "kangaroo"
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer
@@ -96,18 +91,26 @@ class Kangaroo(PositionedDrafter):
         return *super()._version, *self._first.target.version
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
-        self.cache.offset = 0
-        passes, reach = self._first.passes(self.features[0]), Reach()
-        rotations = iter(zip(*(x.split(1, dim=1) for x in self.rotation(len(token), self.depth)), strict=True))
+        passes, state = self._first.passes(self.features[0]), self._tree_state(len(token), self.depth)
 
         def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
-            allowed = allowed_slots(self.cache, reach(origin))
-            states = self.run(passes(beam, origin), next(rotations), allowed, self.cache)
-            self.cache.offset += beam.shape[1]
+            states = state.run(self.run, passes(beam, origin), origin)
             tokens, log_probs = self.children(states, states)
             return self.target_tokens(tokens), log_probs
 
         tree = grow_tree(token, None, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
         passes.end()
-        self.cache.offset = 0
+        state.end()
         return tree
+
+
+SPEC = DrafterSpec(
+    "kangaroo",
+    "Kangaroo",
+    "the target's own first layers, and a trained attention layer before its output layer (arXiv 2404.18911)",
+    Kangaroo,
+    weights="required",
+    recognises=recogniser("kangaroo"),
+    parse_argument=parse_argument,
+    train="kangaroo",
+)

@@ -25,9 +25,10 @@ from mmspec.core.target import Feature, KeysValues, Prompt, SharesKeysValues, Ta
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import RowState, write_last
-from mmspec.drafters.gemma4 import MODEL_TYPES
+from mmspec.drafters.checkpoint import read_config
 from mmspec.drafters.growth import grow_tree
 from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -36,6 +37,13 @@ from mmspec.targets.packing import drafter_kind, pack_drafter
 from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
 from mmspec.targets.transformers_target import sharded
+
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def _recognises(folder: Path) -> bool:
+    return (read_config(folder) or {}).get("model_type") in MODEL_TYPES
+
 
 _ATTENTION = "mmspec_shared"
 
@@ -259,3 +267,13 @@ def _shape(config: Any, layer: int) -> tuple[int, int]:
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, size
+
+
+SPEC = DrafterSpec(
+    "gemma4",
+    "Gemma-4 assistant",
+    "a few layers that attend to the target's own keys and values, published beside Gemma 4",
+    Gemma4,
+    weights="published",
+    recognises=_recognises,
+)

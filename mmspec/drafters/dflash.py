@@ -1,0 +1,505 @@
+"""DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
+
+One pass of the network drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147)
+the children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The
+exact distributions of all nodes that a level extends are one product. The probability of a path is the product of its
+tokens' probabilities and of the confidences at their parents (section 3.2).
+
+Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
+are the target's, of a target with several axes the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from mmspec import ops
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.checks import FLAG, NUMBERS, choice, option, required, whole
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Target, output_of
+from mmspec.core.tree import TokenTree
+from mmspec.drafters import checkpoint
+from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
+from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
+from mmspec.drafters.hidden_state.layer import Attend, LayerParts, Norm, Rotation, rotate
+from mmspec.drafters.hidden_state.native import Native, NativeLayers
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.shape import HeadShape, TreeShape
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.errors import UserError
+from mmspec.ops import cpu_growth
+from mmspec.quantisation.blocks import BlockLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(HeadShape):
+    """Configuration of a ``DFlashNetwork``: a ``HeadShape``, and
+
+    Attributes:
+        block_size: positions of a block, the last token included.
+        mask_token_id: token of the target whose embedding all other positions have.
+        target_layer_ids: layers of the target whose outputs the context consists of.
+        sliding: the layers that attend to the last ``window`` tokens only.
+        window: largest distance of positions that such a layer attends to; 0 without any.
+        causal: the layers whose positions do not attend to later ones of their block (JetSpec, arXiv 2606.18394).
+        from_anchor: the last token's position predicts, too: position k gives the (k+1)-th token after the last.
+        markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 is none.
+        markov_inputs, markov_outputs: tokens that the Markov head corrects after, and those that it corrects.
+        markov_type: of the Markov head: its correction depends on the token before alone, is gated by the position's
+            state, or comes from a recurrent state over the block's tokens so far (rnn).
+        confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
+    """
+
+    block_size: int = required(whole(2, 64), "Tokens per block, with the last one.", default_text="8")
+    mask_token_id: int = required(whole(0, 2**24), "Token that masks have; by default an unused one.")
+    target_layer_ids: list[int] = required(
+        NUMBERS, "Layers of the target whose outputs are read; by default five, evenly spaced.", declared=("--reads",)
+    )
+    sliding: list[int] = option(list, NUMBERS)
+    window: int = option(0, whole(0, 2**24))
+    causal: list[int] = option(list, NUMBERS, "Layers without attention to later positions of a block (JetSpec).")
+    from_anchor: bool = option(
+        False,
+        FLAG,
+        "The last token's position predicts, too (DSpark).",
+        declared=("--from-anchor/--from-masks",),
+    )
+    markov_rank: int = option(0, whole(0, 2**16), "Rank of the correction by the token before (DSpark); 0: none.")
+    markov_inputs: int = option(0, whole(0, 2**24))
+    markov_outputs: int = option(0, whole(0, 2**24))
+    markov_type: str = option(
+        "vanilla",
+        choice("vanilla", "gated", "rnn"),
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+    )
+    confidence: str = option(
+        "none", choice("none", "state", "markov"), "What a head of the acceptance probability reads (DSpark)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= len(self.target_layer_ids) <= 64 or min(self.target_layer_ids) < 0:
+            raise UserError(
+                f"target_layer_ids must name 1 to 64 layers of the target, from 0 on: got {self.target_layer_ids}"
+            )
+        for name, named in (("sliding", self.sliding), ("causal", self.causal)):
+            if any(not 0 <= layer < self.layers for layer in named):
+                raise UserError(f"{name} must name layers below {self.layers}: got {named}")
+        if bool(self.sliding) != bool(self.window):
+            raise UserError(f"window must be given with sliding layers only: got {self.window} for {self.sliding}")
+        for tokens in (self.markov_inputs, self.markov_outputs):
+            if bool(tokens) != bool(self.markov_rank):
+                raise UserError(f"markov_inputs and markov_outputs must be given with markov_rank only: got {tokens}")
+        if self.markov_type != "vanilla" and not self.markov_rank:
+            raise UserError(f"markov_rank must be positive for a {self.markov_type} Markov head: got 0")
+        if self.head and self.markov_rank and self.markov_outputs != self.head:
+            raise UserError(f"markov_outputs must be the {self.head} rows of the head: got {self.markov_outputs}")
+        if self.confidence == "markov" and not self.markov_rank:
+            raise UserError("markov_rank must be positive for a confidence head that reads the Markov head: got 0")
+
+    @property
+    def first(self) -> int:
+        """The first position of a block that predicts a token."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def dspark(self) -> bool:
+        """Whether the network has a head of DSpark."""
+        return bool(self.markov_rank) or self.confidence != "none"
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size - self.first
+
+    def features(self, layers: int) -> tuple[Feature, ...]:
+        """The hidden states that the network reads of a target with ``layers`` layers, whose last output is normed.
+
+        Raises:
+            UserError: the target has too few layers.
+        """
+        if max(self.target_layer_ids) >= layers:
+            read = ", ".join(map(str, self.target_layer_ids))
+            raise UserError(f"the drafter reads outputs of layers {read}: the target has {layers} layers")
+        return tuple("last" if layer == layers - 1 else output_of(layer) for layer in self.target_layer_ids)
+
+
+def default_layer_ids(layers: int) -> list[int]:
+    """Layers that a drafter reads of a target with ``layers`` layers: five, evenly spaced, or those that it has."""
+    first, last = (1, layers - 3) if layers > 4 else (0, layers - 1)
+    return sorted({round(first + (last - first) * step / 4) for step in range(5)})
+
+
+class BlockLayer(nn.Module):
+    """Decoder layer whose attention reads the context beside the block. Parameters are (out, in); ``kv`` stacks keys
+    and values, ``gate_up`` gate and up."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        width, inner, keys = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.input_norm = Norm(width, config.norm_eps)
+        self.q = nn.Linear(width, inner, bias=False)
+        self.kv = nn.Linear(width, 2 * keys, bias=False)
+        self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
+        self.out = nn.Linear(inner, width, bias=False)
+        self.post_norm = Norm(width, config.norm_eps)
+        self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
+        self.down = nn.Linear(config.mlp, width, bias=False)
+
+    @property
+    def parts(self) -> LayerParts:
+        norms, head_norms = [self.input_norm], [self.q_norm, self.k_norm]
+        return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, norms, head_norms)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
+
+        Args:
+            rotation: of their positions, broadcastable to (batch, nodes, heads, head_dim).
+        """
+        keys, values = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
+        return rotate(self.k_norm(keys), rotation).transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, hidden) -> (batch, nodes, hidden); ``attend`` adds the context."""
+        normed = self.input_norm(x)
+        queries = rotate(self.q_norm(self.q(normed).unflatten(-1, (self.heads, self.head_dim))), rotation)
+        read = attend(queries.transpose(1, 2), *self.keys_values(normed, rotation))
+        x = x + self.out(read.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class DFlashNetwork(nn.Module):
+    """Network of DFlash (arXiv 2602.06036): the last token and mask tokens, a block, denoised in one pass.
+
+    Queries come from the block; keys and values from the context, then the block, without a mask inside it. The context
+    is one state per token that the target has processed: the outputs of several target layers, projected together and
+    normed, the same for every layer. Position k of the block, normed, gives the logits of the k-th token after the
+    last.
+
+    DSpark (arXiv 2607.05147) adds a Markov head, a correction of these logits by the token before, and a confidence
+    head, the probability that a token drafted from them is accepted. The Markov head has three types
+    (deepseek-ai/DeepSpec), with the embedding e of the token before, the position's state h and, of a recurrent head,
+    the memory m of the positions before, 0 at the block's first:
+
+    - vanilla: ``W e``;
+    - gated: ``W (sigmoid(G [h; e]) * e)``;
+    - rnn: ``W tanh(o)`` with ``[g; c; o] = J [m; e; h]``, then ``m = sigmoid(g) * m + (1 - sigmoid(g)) * tanh(c)``.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.norm_eps
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = Norm(width, eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.layers))
+        self.norm = Norm(width, eps)
+        if config.head:
+            self.lm_head = nn.Linear(width, config.head, bias=False)
+        if config.embedding:
+            self.embed_tokens = nn.Embedding(config.embedding, width)
+        if config.markov_rank:
+            self.markov_embed = nn.Embedding(config.markov_inputs, config.markov_rank)
+            self.markov_out = nn.Linear(config.markov_rank, config.markov_outputs, bias=False)
+        if config.markov_type == "gated":
+            self.markov_gate = nn.Linear(width + config.markov_rank, config.markov_rank)
+        if config.markov_type == "rnn":
+            self.markov_cell = nn.Linear(2 * config.markov_rank + width, 3 * config.markov_rank)
+        if config.confidence != "none":
+            self.confidence = nn.Linear(width + config.markov_rank * (config.confidence == "markov"), 1)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Context from the target's states: (..., reads * hidden) -> (..., hidden)."""
+        return self.hidden_norm(self.fc(states))
+
+    def context(self, x: Tensor, rotation: Rotation) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of a context from ``project``, of each layer."""
+        layers: Any = self.layers
+        return (layer.keys_values(x, rotation) for layer in layers)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """States that predict tokens, (batch, nodes, hidden).
+
+        Args:
+            x: (batch, nodes, hidden), embeddings of blocks.
+            rotation: see ``BlockLayer.keys_values``.
+            attend: attention of queries, keys and values, with the number of the layer as ``layer``.
+        """
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotation, partial(attend, layer=number))
+        return self.norm(x)
+
+    def corrected(
+        self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits after given tokens, by the Markov head, and the confidence head's logits of acceptance.
+
+        Args:
+            scores: (..., drafts), logits of the output layer.
+            states: (..., hidden), that it read.
+            previous: (...) int64, the target's tokens before; each dimension of the others may be 1.
+            memory: (..., rank), of a recurrent Markov head before the positions; None is zero.
+
+        Returns:
+            (..., drafts), the given ones without a Markov head; (...), None without a confidence head; (..., rank), the
+            memory after the positions, None without a recurrent Markov head.
+        """
+        config, read = self.config, states
+        if config.markov_rank:
+            embeds = self._markov_embeds(previous)
+            latent, memory = self._latent(embeds, states, memory)
+            scores = scores + self.markov_out(latent)
+            if config.confidence == "markov":
+                read = torch.cat([states.expand(*embeds.shape[:-1], -1), embeds], dim=-1)
+        return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1), memory
+
+    def first_memory(self, states: Tensor, last: Tensor) -> Tensor | None:
+        """Memory of a recurrent Markov head before the first position that predicts; None is zero.
+
+        Args:
+            states: (..., block, hidden), of a block.
+            last: (...) int64, its first token.
+        """
+        if self.config.markov_type != "rnn" or self.config.from_anchor:
+            return None
+        return self._latent(self._markov_embeds(last), states[..., 0, :], None)[1]
+
+    def _markov_embeds(self, tokens: Tensor) -> Tensor:
+        # A target may have more tokens than the drafter was trained for.
+        return self.markov_embed(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
+
+    def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""
+        if self.config.markov_type == "vanilla":
+            return embeds, None
+        states = states.expand(*embeds.shape[:-1], -1)
+        if self.config.markov_type == "gated":
+            return self.markov_gate(torch.cat([states, embeds], dim=-1)).sigmoid() * embeds, None
+        memory = torch.zeros_like(embeds) if memory is None else memory
+        gate, candidate, out = self.markov_cell(torch.cat([memory, embeds, states], dim=-1)).chunk(3, dim=-1)
+        kept = gate.sigmoid()
+        return out.tanh(), kept * memory + (1.0 - kept) * candidate.tanh()
+
+
+def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:
+    """Tokens of blocks: the last ones, (...) int64, and mask tokens -> (..., block)."""
+    return F.pad(last[..., None], (0, config.block_size - 1), value=config.mask_token_id)
+
+
+def attended(distance: Tensor, config: DFlashConfig) -> list[Tensor]:
+    """What a position attends to in each layer, bool, by the distance to it, positive to earlier positions.
+
+    Layers of a kind share a tensor.
+    """
+    kinds: dict[tuple[bool, bool], Tensor] = {}
+    for layer in range(config.layers):
+        slides, causal = kind = layer in config.sliding, layer in config.causal
+        if kind not in kinds:
+            mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+            kinds[kind] = mask & (distance.abs() <= config.window) if slides else mask
+    return [kinds[layer in config.sliding, layer in config.causal] for layer in range(config.layers)]
+
+
+class DFlash(PositionedDrafter):
+    """DFlash drafter; trees have at most a level per drafted position."""
+
+    name: ClassVar[str] = "dflash"
+    counts_tokens = False
+
+    config_class = DFlashConfig
+    network_class = DFlashNetwork
+    layout = "dflash"
+    usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
+    features = ()  # known when attached
+    _markov: NativeMarkov | None = None
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel) -> Self:
+        """The drafter of a model of transformers (``MuseGlimmerAssistantModel``); raises ``UserError`` as above."""
+        name = type(model).__name__
+        config, tensors, draft_ids, found = cls.convert(model.config.to_dict(), model.state_dict(), name)
+        drafter = cls(checkpoint.load_network(DFlashNetwork, config, tensors, Path(name)), draft_ids)
+        drafter.published = found
+        return drafter
+
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        network, decoder = self.network, target.config  # type: ignore[attr-defined]
+        self.features = network.config.features(decoder.num_hidden_layers)
+        rows = network.config.embedding or decoder.vocab_size
+        if network.config.mask_token_id >= rows:
+            raise UserError(f"mask_token_id must be a token below {rows}: got {network.config.mask_token_id}")
+        self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
+        head = network.lm_head if network.config.head else self.target_head(target)
+        drafted = head(self.sample_embedding).shape[-1]
+        if network.config.markov_outputs not in (0, drafted):
+            raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
+        self._markov = NativeMarkov.of(network, self.draft_ids)
+        return head
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return self.network.project(states)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
+        if rows := self.network.config.embedding:
+            # A target may have more tokens than the drafter was trained for.
+            return self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
+        return plain_embedding(self.target, tokens).to(self.sample_embedding.dtype)
+
+    def reserve(self, width: int) -> None:
+        block = self.network.config.block_size
+        self.cache.reserve_nodes(width + block)
+        self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width + block, self.sample_embedding)
+
+    def _native_layers(self, kind: str | None) -> NativeLayers | None:
+        config = self.network.config
+        alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
+        return super()._native_layers(kind) if alike else None
+
+    def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """Write keys and values of a context; trees grow from nothing else."""
+        if self.native_layers is not None and not cache.static_shapes:
+            self.native_layers.write(x, rotation, cache)
+            return x[..., :0]
+        if cache.static_shapes:
+            cache.set_write_slots(x.shape[1])
+        layer: Any
+        for layer, (keys, values) in zip(cache.layers, self.network.context(x, rotation), strict=True):
+            layer.update(keys, values)
+        return x[..., :0]
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        config = self.network.config
+        nodes = min(self.total_tokens, budget.nodes)
+        deepest = max(1, min(self.depth, config.drafts, budget.max_depth, nodes))
+        block = self._denoise(token)
+        states = block[:, config.first : config.first + deepest]
+        scores = self._scores(states)
+        if self._markov is not None and not self.static_shapes:
+            tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
+            return TokenTree(tokens, parents, log_probs=log_probs, check=False)
+        if not config.markov_rank:
+            tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
+            return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+        memory = self.network.first_memory(block, token)
+        memory = None if memory is None else memory[:, None]
+
+        def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal memory
+            before = None if memory is None else take(memory, above)
+            slot = scores[:, level, None], states[:, level, None]
+            tokens, log_probs, memory = self._ranked(*slot, parents, before)
+            return tokens, log_probs
+
+        return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+
+    def _ranked(
+        self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The target's tokens that are most probable and their log probabilities, (batch, nodes, top_k), and the memory
+        after them; arguments as for ``DFlashNetwork.corrected``."""
+        scores, confidence, memory = self.network.corrected(scores, states, previous, memory)
+        tokens, log_probs = ops.top_log_probs(scores, self.top_k)
+        if confidence is not None:
+            log_probs = log_probs + F.logsigmoid(confidence.float())[..., None]
+        return self.target_tokens(tokens), log_probs, memory
+
+    def _denoise(self, token: Tensor) -> Tensor:
+        """The network's outputs over a block per row, (batch, block, hidden)."""
+        config, cache, batch = self.network.config, self.cache, len(token)
+        x, rotation = self.embed(block_tokens(token, config)), self.rotation(batch, config.block_size)
+        if self.native_layers is not None and not cache.static_shapes:
+            return self.network.norm(self.native_layers(x, rotation, self._block_mask(batch), cache))
+        if cache.static_shapes:
+            cache.set_write_slots(config.block_size)
+        place = torch.arange(config.block_size, device=token.device)
+        if cache.static_shapes:
+            masks = [mask.expand(batch, 1, -1, -1) for mask in attended(place[:, None] - place, config)]
+        else:
+            masks = _slot_masks(cache, place, config)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            # A window of the operation excludes its last distance.
+            window = config.window + 1 if layer in config.sliding else 0
+            return attention((q, k, v), cache, layer, masks[layer], window, place.expand(batch, -1))
+
+        return self.network(x, rotation, attend)
+
+    def _block_mask(self, batch: int) -> Tensor | None:
+        """What a block attends to in all layers, (batch, 1, block, slots) bool; None is causal."""
+        size, causal = self.network.config.block_size, bool(self.network.config.causal)
+        if not self.cache.padded:
+            slots = self.cache.length + size
+            return None if causal else torch.ones(slots, dtype=torch.bool).expand(batch, 1, size, -1)
+        reach = torch.ones(size, size, dtype=torch.bool)
+        return allowed_slots(self.cache, (reach.tril() if causal else reach).expand(batch, -1, -1))
+
+
+def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
+    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
+    table = target.model.get_input_embeddings()
+    return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
+
+
+def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:
+    """Masks of all layers over context and block, (batch, 1, block, slots) bool."""
+    lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
+    prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device)
+    block = (place[:, None] - place).expand(len(prefix), -1, -1)
+    slots = allowed_slots(cache, torch.ones_like(block, dtype=torch.bool))
+    return [slots & mask[:, None] for mask in attended(torch.cat([prefix, block], dim=2), config)]
+
+
+class NativeMarkov(Native):
+    """A Markov head in the C++ kernels: a tree is one call.
+
+    Args:
+        out: from a token's embedding to the draft vocabulary.
+        table: (tokens, rank), embeddings of the target's tokens.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's.
+    """
+
+    def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
+        super().__init__(out, table, draft_ids)
+        self._table = table.float().contiguous()
+        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
+
+    @classmethod
+    def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
+        """The native form of a network's head; None where the kernels do not take it: it is gated or recurrent, or a
+        confidence head adds to the scores."""
+        config = network.config
+        alone = config.markov_type == "vanilla" and config.confidence == "none"
+        if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):
+            return None
+        return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
+
+    def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)
+
+
+SPEC = DrafterSpec(
+    "dflash",
+    "DFlash",
+    "a block of tokens in one pass, verified as a tree (arXiv 2602.06036, 2604.12989)",
+    DFlash,
+    weights="required",
+    recognises=recogniser("dflash"),
+    train="dflash",
+)

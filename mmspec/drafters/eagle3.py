@@ -1,0 +1,335 @@
+"""EAGLE-3, EAGLE-3.1 and P-EAGLE drafter (arXiv 2503.01840, 2602.01469) for any target: text, vision-language and
+hybrid models. EAGLE-4 is EAGLE-3.1 with a sliding window and an output layer that retrieves candidates.
+
+At image positions it is fed the placeholder token's embedding, as in training by all published projects: the target's
+hidden states carry the image.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.checks import FLAG, NUMBERS, option, optional, whole
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Target, TargetOutput, output_of
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.growth import grow_slots
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
+from mmspec.drafters.hidden_state.entries import allowed_slots, causal
+from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.shape import HeadShape, TreeShape
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Eagle3Config(HeadShape):
+    """Configuration of an ``Eagle3Network``: a ``HeadShape``, and
+
+    Attributes:
+        target_size: the target's hidden size; 0 is ``hidden_size``.
+        states: number of the target's hidden states that a position reads.
+        reads: layers of the target whose inputs these are, 0 to the target's number of layers; empty are EAGLE's 2, L/2
+            and L - 3 of L layers.
+        outputs: read the outputs of these layers, as the layers return them, in place of their inputs.
+        norm_before_residual: the residual of the first layer is the normed state.
+        norm_before_fc: RMSNorm over all states together before their projection.
+        fc_norm: RMSNorm of each of them (3.1).
+        norm_output: the state of the next level is normed (3.1).
+        mask_token_id: the token of all levels after the first, which are one pass (P-EAGLE, arXiv 2602.01469); None
+            passes through the layers once per level.
+        window: entries that one attends to, itself included; 0 is all.
+        head_rank: rank of the product that retrieves candidates of the output layer (EAGLE-4); 0 is without one.
+        candidates: tokens that it retrieves, which the output layer scores.
+    """
+
+    target_size: int = option(0, whole(0, 2**16))
+    states: int = option(3, whole(1, 64))
+    reads: list[int] = option(
+        list, NUMBERS, "Layers of the target whose inputs the head reads; by default 2, L/2 and L-3 of L."
+    )
+    outputs: bool = option(
+        False, FLAG, "Read the outputs of these layers.", default_text="inputs", declared=("--outputs/--inputs",)
+    )
+    norm_before_residual: bool = option(False, FLAG, "The residual of the first layer is the normed state.")
+    norm_before_fc: bool = option(False, FLAG, "Norm of the states that are read, together.")
+    fc_norm: bool = option(
+        False, FLAG, "Norm of each of them (EAGLE-3.1).", default_text="on, unless they are normed together"
+    )
+    norm_output: bool = option(False, FLAG, "Feed normed states to the next level (EAGLE-3.1).", default_text="on")
+    mask_token_id: int | None = option(None, optional(whole(0, 2**24)))
+    window: int = option(0, whole(0, 2**24))
+    head_rank: int = option(0, whole(0, 2**16))
+    candidates: int = option(0, whole(0, 2**24))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reads and (len(self.reads) != self.states or min(self.reads) < 0):
+            raise UserError(f"reads must name {self.states} layers, from 0 on: got {self.reads}")
+        if not self.reads and self.states != 3:
+            raise UserError(f"reads must name the {self.states} layers that the drafter was trained on: got none")
+        if bool(self.head_rank) != bool(self.candidates) or self.candidates > self.head:
+            raise UserError(
+                f"candidates must be given with head_rank only, and at most the {self.head} tokens of the head: got "
+                f"{self.candidates} with head_rank {self.head_rank}"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("one of norm_before_fc and fc_norm must be false: got both true")
+
+    @property
+    def source(self) -> int:
+        """The target's hidden size."""
+        return self.target_size or self.hidden_size
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all levels are one pass (P-EAGLE)."""
+        return self.mask_token_id is not None
+
+    def inputs_read(self, layers: int) -> list[int]:
+        """``reads`` of a target with ``layers`` layers; by default 2, L/2 and L - 3."""
+        return self.reads or sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
+
+    def features(self, layers: int) -> tuple[Feature, ...]:
+        """The hidden states that the network reads of a target with ``layers`` layers.
+
+        Raises:
+            UserError: the target has too few layers.
+        """
+        reads = self.inputs_read(layers)
+        if max(reads) > layers - self.outputs:
+            raise UserError(
+                f"the drafter reads {'outputs' if self.outputs else 'inputs'} of layers {', '.join(map(str, reads))}: "
+                f"the target has {layers} layers"
+            )
+        if self.outputs:
+            return tuple(output_of(layer) for layer in reads)
+        return tuple(layer if layer < layers else output_of(layer - 1) for layer in reads)
+
+
+def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:
+    """Split the text after ``eagle3:`` into a folder and arguments of ``Eagle3.from_checkpoint``.
+
+    ``FOLDER@2,16,29`` reads the inputs of these layers of the target, ``FOLDER@outputs:1,15,28`` the outputs.
+    """
+    folder, at, layers = argument.rpartition("@")
+    if not at:
+        return argument, {}
+    kind, _, numbers = layers.rpartition(":")
+    if kind not in ("", "inputs", "outputs") or not all(number.isdecimal() for number in numbers.split(",")):
+        raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
+    return folder, {"reads": [int(number) for number in numbers.split(",")], "outputs": kind == "outputs"}
+
+
+class FirstLayer(DecoderLayer):
+    """Decoder layer whose attention reads a token's embedding beside a state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, 2 * config.hidden_size)
+        self.normed_residual = config.norm_before_residual
+        self.embed_norm = Norm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.norm_eps)
+
+    @property
+    def parts(self) -> LayerParts:
+        norms = [self.embed_norm, self.hidden_norm]
+        return replace(super().parts, attention_norms=norms, normed_residual=self.normed_residual)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """(batch, nodes, 2 * hidden), embedding and state, -> (batch, nodes, hidden)."""
+        embeds, hidden = x.chunk(2, dim=-1)
+        normed = self.hidden_norm(hidden)
+        read = torch.cat([self.embed_norm(embeds), normed], dim=-1)
+        x = (normed if self.normed_residual else hidden) + self.attention(read, rotation, attend)
+        return x + self.mlp(x)
+
+
+class Eagle3Network(nn.Module):
+    """Network of EAGLE-3 (arXiv 2503.01840) and 3.1: hidden states of several target layers are projected to one state,
+    which decoder layers combine with the next token's embedding.
+
+    The first layer reads the normed embedding beside the normed state, later ones the residual stream. The last layer's
+    output, normed, gives the next token's logits over a draft vocabulary; as it is, or normed, it is the state of the
+    next level, in place of the target's. Switches differ between projects that train these networks, under the names
+    used here: SafeAILab/EAGLE, sgl-project/SpecForge, vllm-project/speculators, NVIDIA/Model-Optimizer.
+
+    EAGLE-4 scores few tokens by the output layer: those that a product of low rank with the same state ranks first.
+
+    P-EAGLE (arXiv 2602.01469) feeds all levels after the first at once, with a mask token and a learnt ``mask_hidden``
+    in place of the target's states.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        width, source, eps = config.hidden_size, config.source, config.norm_eps
+        self.fc = nn.Linear(config.states * source, width, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = Norm(config.states * source, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(source, eps) for _ in range(config.states))
+        later = [LlamaLayer(config) for _ in range(1, config.layers)]
+        self.layers = nn.ModuleList([FirstLayer(config), *later])
+        self.norm = Norm(width, eps)
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.states * source))
+        if config.candidates:
+            self.efficient_lm_head_down_proj = nn.Linear(width, config.head_rank, bias=False)
+            self.efficient_lm_head = nn.Linear(config.head_rank, config.head, bias=False)
+        if config.head:
+            by_row = config.candidates > 0  # the rows of candidates are read as those of an embedding
+            self.lm_head: nn.Linear | nn.Embedding = (
+                nn.Embedding(config.head, width) if by_row else nn.Linear(width, config.head, bias=False)
+            )
+        if config.embedding:
+            self.embed_tokens = nn.Embedding(config.embedding, width)
+
+    def project(self, states: Tensor) -> Tensor:
+        """One state per position from the target's: (..., states * source) -> (..., hidden)."""
+        if self.config.fc_norm:
+            parts = states.split(self.config.source, dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        return self.fc(states)
+
+    def combine(self, embeds: Tensor, states: Tensor) -> Tensor:
+        """Layer inputs, (..., 2 * hidden), from embeddings and the states one position before, (..., hidden) each."""
+        return torch.cat([embeds.to(states.dtype), states], dim=-1)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """Output of the last layer, (batch, nodes, hidden).
+
+        Args:
+            x: (batch, nodes, 2 * hidden) from ``combine``.
+            rotation: see ``DecoderLayer.attention``.
+            attend: the same, with the number of the layer as ``layer``.
+        """
+        for number, layer in enumerate(self.layers):
+            x = layer(x, rotation, partial(attend, layer=number))
+        return x
+
+    def begin(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The state of the next level, from the last layer's output, and nothing else, (..., 0)."""
+        return self.norm(output) if self.config.norm_output else output, output[..., self.config.hidden_size :]
+
+    def scores(self, head: Callable[[Tensor], Tensor], state: Tensor) -> Tensor:
+        """Logits of a level's state, (..., hidden), by an output layer."""
+        return head(state if self.config.norm_output else self.norm(state))
+
+    def retrieve(self, state: Tensor) -> Tensor:
+        """Logits of the candidates, (..., head), from normed states, (..., hidden); -inf for all other tokens."""
+        ranked = self.efficient_lm_head(self.efficient_lm_head_down_proj(state))
+        candidates = ranked.topk(self.config.candidates, dim=-1).indices
+        logits = (self.lm_head(candidates) @ state[..., None])[..., 0].to(ranked.dtype)
+        return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)
+
+
+_WATCHED = 128
+"""Verify passes after which the acceptance length of a published checkpoint is checked."""
+
+_LEAST = 1.1
+"""Mean acceptance length below which a head reads the wrong states, or is for another target."""
+
+
+class Eagle3(PositionedDrafter):
+    name: ClassVar[str] = "eagle3"
+
+    config_class = Eagle3Config
+    network_class = Eagle3Network
+    layout = "eagle3"
+    usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
+    features = ()  # known when attached
+    _passes, _emitted = 0, 0.0  # with drafts, while watched
+
+    def check_width(self, width: int) -> None:
+        config = self.network.config
+        if config.source != width or (not config.embedding and config.hidden_size != width):
+            raise UserError(
+                f"{self.name} must have the target's hidden size {width}: the drafter reads states of {config.source} "
+                f"and embeddings of {config.hidden_size}"
+            )
+
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        network: Any = self.network
+        decoder: Any = target.config  # type: ignore[attr-defined]
+        self.features, self.window = network.config.features(decoder.num_hidden_layers), network.config.window
+        rows = network.config.head or (self.published or {}).get("vocab_size", decoder.vocab_size)
+        self.keep_to(rows, target)
+        self._embed = network.embed_tokens if network.config.embedding else target.embed
+        self._embedded = network.config.embedding or decoder.vocab_size
+        if (network.config.mask_token_id or 0) >= self._embedded:
+            raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
+        self.node_inputs = self._node_inputs
+        if network.config.head:
+            head = network.retrieve if network.config.candidates else network.lm_head
+        else:
+            head = self.target_head(target)
+        return partial(network.scores, head)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        # The id of a placeholder may lie outside of the table.
+        embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
+        return self.network.combine(embeds, self.network.project(states))
+
+    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
+        return self.network.combine(self._embed(self.target_tokens(tokens)), predicted)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        if self.network.config.mask_token_id is None:
+            return super().grow(token, budget)
+        self.cache.offset = 0
+        outputs, later = self._output.data[: len(token), None], min(self.depth, budget.max_depth) - 1
+        if later > 0:
+            outputs = torch.cat([outputs, self._later(len(token), later)], dim=1)
+        tokens, log_probs = self.children(*self.network.begin(outputs))
+        return grow_slots(token, self.target_tokens(tokens), log_probs, budget, self.total_tokens)
+
+    def _later(self, batch: int, count: int) -> Tensor:
+        """Outputs of the levels after the first, (batch, count, hidden), which attend to those before."""
+        network, device = self.network, self._position.data.device
+        mask = torch.full((1, 1), network.config.mask_token_id, device=device)
+        x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
+        allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
+        return self.run(x, self.rotation(batch, count), allowed, self.cache)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        super().observe(tree, verdict, output)
+        if self.published is not None and tree.nodes > 1 and self._passes < _WATCHED:
+            self._watch(verdict)
+
+    def _watch(self, verdict: Verdict) -> None:
+        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
+        if not any(path for path, _ in verdict.host):  # rows are idle
+            return
+        self._passes += 1
+        self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
+        if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:
+            reads = ", ".join(map(str, self.features))
+            warnings.warn(
+                f"the EAGLE-3 drafter is of little use: {self._emitted / _WATCHED:.2f} tokens per step. It may be for "
+                f"another target, or read other layers of it than {reads}: try eagle3:FOLDER@LAYERS",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+SPEC = DrafterSpec(
+    "eagle3",
+    "EAGLE-3",
+    "EAGLE-3, EAGLE-3.1, EAGLE-4 and P-EAGLE heads, which read several layers of the target (arXiv 2503.01840)",
+    Eagle3,
+    weights="required",
+    recognises=recogniser("eagle3"),
+    parse_argument=parse_argument,
+    train="eagle3",
+)

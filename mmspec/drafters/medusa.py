@@ -1,0 +1,257 @@
+"""Medusa and Hydra drafters (arXiv 2401.10774, 2402.05109) for any target: text, vision-language and hybrid models.
+
+Medusa's heads are independent of each other: the most probable paths by the products of their probabilities are the
+tree (see ``grow_slots``), in place of the papers' fixed trees. The children of a node of Hydra depend on its path: its
+tree grows level by level, one head each.
+
+Entry j of a row is the target's state at token j. Only with a decoder layer (Hydra++) it has keys and values, at
+positions that count tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec import ops
+from mmspec.checks import FLAG, OBJECT, Checked, option, required, whole
+from mmspec.core.budget import Budget
+from mmspec.core.target import Target
+from mmspec.core.tree import TokenTree
+from mmspec.drafters.growth import grow_slots, grow_tree
+from mmspec.drafters.hidden_state.drafter import PositionedDrafter
+from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.shape import RotaryShape
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(Checked):
+    """Configuration of a ``MedusaNetwork``.
+
+    Attributes:
+        hidden_size: the target's.
+        heads: number of heads; head i, from 0 on, drafts the (i+1)-th token after the last one.
+        layers: residual layers of each head.
+        bias: whether these have a bias.
+        grounded: whether a head reads the embeddings of the tokens before its own (Hydra, arXiv 2402.05109).
+        head: rows of each head's output layer, the draft vocabulary; 0 is the target's output layer.
+        head_bias: whether these output layers have a bias.
+        prefix: fields of a ``RotaryShape``, a decoder layer that the target's states pass before the heads (Hydra++);
+            empty for none.
+    """
+
+    hidden_size: int = required(whole(1, 2**16))
+    heads: int = required(whole(1, 64))
+    layers: int = option(1, whole(1, 64))
+    bias: bool = option(True, FLAG)
+    grounded: bool = option(False, FLAG)
+    head: int = option(0, whole(0, 2**24))
+    head_bias: bool = option(False, FLAG)
+    prefix: dict = option(dict, OBJECT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer.hidden_size != self.hidden_size:
+            raise UserError(f"prefix must have hidden_size {self.hidden_size}: got {self.layer.hidden_size}")
+
+    @property
+    def layer(self) -> RotaryShape:
+        """Shape of the decoder layer; the least one where there is none."""
+        least = {"hidden_size": self.hidden_size, "heads": 1, "kv_heads": 1, "head_dim": 2, "mlp": 1}
+        return RotaryShape.read(self.prefix or least, "prefix")
+
+
+class ResidualLayer(nn.Module):
+    """``x + silu(linear(x))``; a projection of x where the input is wider."""
+
+    def __init__(self, read: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(read, width, bias=bias)
+        self.residual = nn.Linear(read, width) if read != width else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.residual(x) + F.silu(self.linear(x))
+
+
+class MedusaNetwork(nn.Module):
+    """Network of Medusa (arXiv 2401.10774, section 2.1.1) and Hydra (arXiv 2402.05109, section 3).
+
+    Heads read the target's last hidden state, after its final norm, at the last token but one: that which predicted the
+    last token. Head i predicts the (i+1)-th token after the last one. Each is a chain of residual layers ``x + silu(W
+    x)`` and an output layer. Hydra's heads read the embeddings of the tokens in between beside the state, and their
+    first layers project the residual, too. In Hydra++, the states pass a decoder layer with attention to all earlier
+    ones first.
+
+    Attributes:
+        heads: from what a head reads, (..., reads), to the state of its output layer, (..., hidden).
+    """
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        self.layers: Any = nn.ModuleList([LlamaLayer(config.layer)] if config.prefix else [])
+        if config.prefix:
+            self.norm = Norm(width, config.layer.norm_eps)
+        self.heads: Any = nn.ModuleList()
+        for number in range(config.heads):
+            reads = [width * (number + 2 if config.grounded else 1)] + [width] * (config.layers - 1)
+            self.heads.append(nn.Sequential(*(ResidualLayer(read, width, config.bias) for read in reads)))
+        self.outputs: Any = nn.ModuleList(
+            nn.Linear(width, config.head, bias=config.head_bias) for _ in range(config.heads if config.head else 0)
+        )
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """The target's states after the decoder layer, if there is one, (batch, nodes, hidden)."""
+        for layer in self.layers:
+            x = layer(x, rotation, attend)
+        return x
+
+    def state(self, output: Tensor) -> Tensor:
+        """What heads read, from the output of ``forward``."""
+        return self.norm(output) if self.config.prefix else output
+
+    def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits of the states of the heads from ``first`` on, one after another: (..., n, hidden) each -> (..., all n,
+        draft tokens).
+
+        Args:
+            head: the target's output layer.
+        """
+        if not self.config.head:
+            return head(torch.cat(list(states), dim=-2))
+        own = self.outputs[first : first + len(states)]
+        return torch.cat([output(state) for output, state in zip(own, states, strict=True)], dim=-2)
+
+    def take_shape(self, shape: RotaryShape) -> None:
+        """Set the shape of the decoder layer, of which its weights only have products."""
+        self.config = replace(self.config, prefix=asdict(shape))
+        self.layers[0].shape = shape
+
+    @torch.no_grad()
+    def start(self, head: Tensor) -> None:
+        """Initialise heads and decoder layer as the identity of the state, and output layers.
+
+        Args:
+            head: (draft tokens, hidden), weight of the target's output layer.
+        """
+        for layer in self.layers:
+            layer.out.weight.zero_()
+            layer.down.weight.zero_()
+        for layer in (layer for chain in self.heads for layer in chain):
+            for parameter in layer.parameters():
+                parameter.zero_()
+            if isinstance(layer.residual, nn.Linear):
+                layer.residual.weight.fill_diagonal_(1.0)
+        for output in self.outputs:
+            output.weight.copy_(head)
+            if output.bias is not None:
+                output.bias.zero_()
+
+
+class Medusa(PositionedDrafter):
+    """Medusa drafter; trees have at most a level per head."""
+
+    name: ClassVar[str] = "medusa"
+    layout: ClassVar[str | None] = "medusa"
+
+    config_class = MedusaConfig
+    network_class = MedusaNetwork
+
+    @staticmethod
+    def shape_of(network: MedusaNetwork) -> RotaryShape:
+        return network.config.layer
+
+    def attach(self, target: Target) -> None:
+        if self.published is not None and self.network.config.prefix and target is not self._target:
+            self._take_shape(target)
+        super().attach(target)
+
+    def _take_shape(self, target: Any) -> None:
+        """Take the shape of a published decoder layer from the target, which it was made like: files do not have it."""
+        own, rope = self.network.config.layer, getattr(target.config, "rope_parameters", None) or {}
+        plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+        shape = RotaryShape.like(target.config, mlp=own.mlp, rope=plain)
+        expected, received = ([one.heads * one.head_dim, one.kv_heads * one.head_dim] for one in (own, shape))
+        if expected != received:
+            raise UserError(f"the drafter has queries and keys of widths {expected}: the target has {received}")
+        self.network.take_shape(shape)
+        self._rotary, self._axis = rotary_of(shape)
+
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        own = self.network.config.head
+        self.keep_to(own or (self.published or {}).get("vocab_size"), target)
+        return target.head if own else self.target_head(target)
+
+    def reserve(self, width: int) -> None:
+        self.cache.reserve_nodes(width)
+        self._rotary.reserve(max(map(len, self._history)) + self.position_slack + width, self.sample_embedding)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        config, nodes = self.network.config, min(self.total_tokens, budget.nodes)
+        deepest = max(1, min(self.depth, config.heads, budget.max_depth, nodes))
+        state = self._state(len(token))
+        tokens, log_probs = self._ranked(0, [head(state) for head in self.network.heads[:deepest]])
+        return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
+
+    def _state(self, batch: int) -> Tensor:
+        """What heads read of each row, (batch, 1, hidden)."""
+        return self.network.state(self._output.data[:batch, None])
+
+    def _ranked(self, first: int, states: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The target's tokens that are most probable and their log probabilities, (batch, all nodes, top_k); arguments
+        as for ``MedusaNetwork.scores``."""
+        tokens, log_probs = ops.top_log_probs(self.network.scores(first, states, self._scores), self.top_k)
+        return self.target_tokens(tokens), log_probs
+
+
+class Hydra(Medusa):
+    """Hydra drafter; arguments as for ``Medusa``."""
+
+    name: ClassVar[str] = "hydra"
+    layout: ClassVar[str | None] = "hydra"
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        heads = self.network.heads
+        if not self.network.config.grounded:
+            return super().grow(token, budget)
+        read, levels = self._state(len(token)), count()  # (batch, nodes, any): what heads read of each node
+
+        def extend(beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal read
+            embeds, level = self.target.embed(beam).to(read.dtype), next(levels)
+            read = torch.cat([take(read, origin), embeds], dim=-1)
+            return self._ranked(level, [heads[level](read)])
+
+        deepest = min(self.depth, len(heads))
+        return grow_tree(token, None, extend, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+
+
+MEDUSA = DrafterSpec(
+    "medusa",
+    "Medusa",
+    "heads on the target's last state, one per token ahead, verified as a tree (arXiv 2401.10774)",
+    Medusa,
+    weights="required",
+    recognises=recogniser("medusa"),
+    train="medusa",
+)
+HYDRA = DrafterSpec(
+    "hydra",
+    "Hydra",
+    "Medusa's heads, which also read the tokens drafted before (arXiv 2402.05109)",
+    Hydra,
+    weights="required",
+    recognises=recogniser("hydra"),
+    train="medusa --grounded",
+)

@@ -1,1 +1,0 @@
-"""Commands that train hybrids and their drafters."""

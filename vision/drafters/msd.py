@@ -1,0 +1,248 @@
+"""Hidden-state drafters of vision-language models: MSD, which decouples text and visual tokens (arXiv 2505.14260), and
+FLASH, with compressed images and semi-autoregressive drafting (arXiv 2505.12728).
+
+One class runs all networks; ``MSDConfig`` enables decoupling, compression and semi-autoregression separately.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.checks import FLAG, option, whole
+from mmspec.drafters.eagle import Eagle, EagleConfig, EagleNetwork, Entries
+from mmspec.drafters.hidden_state.entries import packing, take
+from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.spec import DrafterSpec
+from mmspec.errors import UserError
+
+
+@dataclass(frozen=True)
+class MSDConfig(EagleConfig):
+    """Configuration of an ``MSDNetwork``: an ``EagleConfig``, and
+
+    Attributes:
+        decoupled: visual positions take the raw visual feature (MSD); False fuses them with a hidden state, as text.
+        visual_states: separate projection of feature and hidden state at visual positions, which costs nothing per
+            token. False is MSD as published.
+        latents: latents per image (FLASH); 0 disables compression.
+        span: maximum visual tokens per image: longer runs are split into several images; 0 never splits.
+        hide_visual: visual positions are not read at all (HiViS, arXiv 2509.23928).
+    """
+
+    decoupled: bool = option(True, FLAG, "Off: plain EAGLE.")
+    visual_states: bool = option(
+        False, FLAG, "Visual positions take the target's hidden states too, by their own projection."
+    )
+    latents: int = option(0, whole(0, 2**12))
+    span: int = option(0, whole(0, 2**20))
+    hide_visual: bool = option(False, FLAG, "Visual positions are not read at all.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hide_visual and self.latents:
+            raise UserError(f"one of hide_visual and latents must be off: got both, {self.latents} latents")
+
+
+@dataclass(frozen=True)
+class Images:
+    """Runs of visual entries to compress; ``images`` counts those of all rows of a batch.
+
+    Attributes:
+        row: (images,) int64, row of each image.
+        entry: (images, longest) int64, its entries, padded with the last one.
+        inside: (images, longest) bool, False at padding.
+        spot: (images, latents) int64, entries that its latents replace.
+    """
+
+    row: Tensor
+    entry: Tensor
+    inside: Tensor
+    spot: Tensor
+
+    def kept(self, like: Tensor) -> Tensor:
+        """Mask of remaining entries, (batch, entries) bool; ``like`` has that shape."""
+        kept = torch.ones_like(like, dtype=torch.bool)
+        kept[self.row[:, None].expand_as(self.entry)[self.inside], self.entry[self.inside]] = False
+        kept[self.row[:, None], self.spot] = True
+        return kept
+
+
+def find_images(visual: Tensor, latents: int, span: int) -> Images | None:
+    """Find the images to compress; None if there are none.
+
+    Args:
+        visual: (batch, entries) bool.
+        latents: latents per image; images with no more entries than that are not compressed.
+        span: maximum entries per image: longer runs are split evenly; 0 never splits.
+    """
+    runs = []
+    for row, begin, end in _runs(visual):
+        pieces = -(-(end - begin) // span) if span else 1
+        cuts = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
+        runs += [(row, a, b - a) for a, b in pairwise(cuts) if b - a > latents]
+    if not runs:
+        return None
+    middle = 2 * torch.arange(latents, device=visual.device) + 1
+    return _images(runs, lambda begin, length: begin + middle * length // (2 * latents), visual.device)
+
+
+def find_runs(visual: Tensor) -> Images | None:
+    """All runs of ``visual``, (batch, entries) bool, each with one latent in place of its last entry."""
+    runs = [(row, begin, end - begin) for row, begin, end in _runs(visual)]
+    return _images(runs, lambda begin, length: begin + length - 1, visual.device) if runs else None
+
+
+def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
+    """Row, first entry and end of each run."""
+    edge = F.pad(visual, (1, 1)).int().diff(dim=1)
+    begins, ends = (edge == 1).nonzero().tolist(), (edge == -1).nonzero().tolist()
+    return [(row, begin, end) for (row, begin), (_, end) in zip(begins, ends, strict=True)]
+
+
+def _images(
+    runs: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> Images:
+    """Images of given row, first entry and length; ``spots`` takes the latter two, (images, 1) each."""
+    row, begin, length = torch.tensor(runs, device=device).unbind(1)
+    step = torch.arange(int(length.max()), device=device)
+    inside = step < length[:, None]
+    entry = begin[:, None] + torch.minimum(step, length[:, None] - 1)
+    return Images(row, entry, inside, spots(begin[:, None], length[:, None]))
+
+
+class Latents(nn.Module):
+    """Learned queries, (latents, hidden)."""
+
+    def __init__(self, latents: int, width: int) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(latents, width))
+
+    def forward(self, hidden: Tensor, images: Images) -> Tensor:
+        """Attention weights of each latent over its image's entries, (images, latents, longest).
+
+        Args:
+            hidden: (batch, entries, hidden), the target's hidden states.
+        """
+        own = hidden[images.row[:, None], images.entry]  # (images, longest, hidden)
+        # Normalise: hidden states of some targets are large enough to saturate the softmax.
+        keys = F.rms_norm(own, own.shape[-1:])
+        scores = self.queries.to(own.dtype) @ keys.transpose(1, 2) / own.shape[-1] ** 0.5
+        return scores.masked_fill(~images.inside[:, None], -torch.inf).float().softmax(-1)
+
+
+def compress(x: Tensor, weights: Tensor, images: Images) -> Tensor:
+    """Write the latents' weighted means of ``x``, (batch, entries, hidden), to their spots."""
+    latents = weights.to(x.dtype) @ x[images.row[:, None], images.entry]
+    return x.index_put((images.row[:, None].expand_as(images.spot), images.spot), latents.to(x.dtype))  # autocast
+
+
+class MSDNetwork(EagleNetwork):
+    """Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): an ``EagleNetwork`` with visual positions apart."""
+
+    config: MSDConfig
+
+    def __init__(self, config: MSDConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        if config.decoupled and config.visual_states:
+            self.visual_fc = nn.Linear(2 * width, width)
+        if config.latents:
+            self.latents = Latents(config.latents, width)
+
+    def combine(self, embeds: Tensor, hidden: Tensor, visual: Tensor | None = None) -> Tensor:
+        """Layer inputs, with decoupled text and visual positions (arXiv 2505.14260, section 3.2).
+
+        Text positions fuse the next token's embedding with the previous hidden state; visual positions are the raw
+        visual feature, or have their own projection.
+
+        Args:
+            embeds, hidden: see ``EagleNetwork.combine``.
+            visual: (batch, nodes) bool, which of ``embeds`` are visual features; None if all are text.
+        """
+        fused = super().combine(embeds, hidden)
+        if visual is None or not self.config.decoupled:
+            return fused
+        apart = self.visual_fc(torch.cat([embeds, hidden], dim=-1)) if self.config.visual_states else embeds
+        return torch.where(visual[..., None], apart, fused)
+
+    def images(self, visual: Tensor) -> Images | None:
+        """Images to compress among ``visual`` entries, (batch, entries) bool; None if there are none."""
+        config = self.config
+        return find_images(visual, config.latents, config.span) if config.latents else None
+
+    def kept(self, visual: Tensor, images: Images | None) -> Tensor | None:
+        """Entries that remain, (batch, entries) bool; None if all do. ``images`` are those of ``visual``."""
+        if self.config.hide_visual:
+            return ~visual
+        return None if images is None else images.kept(visual)
+
+    def with_latents(self, embeds: Tensor, hidden: Tensor, images: Images) -> tuple[Tensor, Tensor]:
+        """``embeds`` and ``hidden``, see ``combine``, with latents at their spots; no entry is dropped yet."""
+        weights = self.latents(hidden, images)
+        return compress(embeds, weights, images), compress(hidden, weights, images)
+
+
+class MSD(Eagle):
+    """MSD drafter, for any target that provides hidden states and the mask of visual positions; see ``Eagle``."""
+
+    name: ClassVar[str] = "msd"
+    layout: ClassVar[str | None] = "msd"
+    config_class = MSDConfig
+    network_class: ClassVar[type[EagleNetwork]] = MSDNetwork
+
+    def prompt_states(self, embeds: Tensor, hidden: Tensor, images: Images | None) -> tuple[Tensor, Tensor]:
+        """Embeddings and hidden states of a prompt's entries, (batch, entries, hidden) each, with its latents."""
+        return (embeds, hidden) if images is None else self.network.with_latents(embeds, hidden, images)
+
+    def prompt_inputs(self, entries: Entries) -> Tensor:
+        network: Any = self.network
+        visual = entries.visual
+        images = None if visual is None else network.images(visual)
+        entries.embeds, entries.hidden = self.prompt_states(entries.embeds, entries.hidden, images)
+        if visual is not None and (kept := network.kept(visual, images)) is not None:
+            visual = _drop(entries, kept, visual)
+        inputs: Tensor = network.combine(entries.embeds, entries.hidden, visual)
+        return inputs
+
+
+class Flash(MSD):
+    """FLASH drafter (arXiv 2505.12728): MSD with latents or several slots."""
+
+    name = "flash"
+    layout = None
+
+
+def _drop(entries: Entries, kept: Tensor, visual: Tensor) -> Tensor:
+    """Drop all entries but ``kept``, (batch, entries) bool; returns what remains of ``visual``."""
+    mask = entries.mask
+    order, mask = packing(kept if mask is None else kept & mask, left=True)
+    entries.at = order if isinstance(entries.at, slice) else entries.at.gather(1, order)
+    entries.embeds, entries.hidden = take(entries.embeds, order), take(entries.hidden, order)
+    entries.mask = None if bool(mask.all()) else mask
+    return visual.gather(1, order)
+
+
+MSD_SPEC = DrafterSpec(
+    "msd",
+    "MSD",
+    "a small trained layer on the target's hidden states, text and images apart (arXiv 2505.14260)",
+    MSD,
+    weights="required",
+    recognises=recogniser("msd", "domino"),  # loading the latter says why it is refused
+    train="msd",
+)
+FLASH_SPEC = DrafterSpec(
+    "flash",
+    "FLASH",
+    "MSD's small trained layer with compressed images, and several tokens per pass of it (arXiv 2505.12728)",
+    Flash,
+    weights="required",
+    train="flash",
+)
