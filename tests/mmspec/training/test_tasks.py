@@ -47,7 +47,7 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(tasks, "Pipeline", Scripted)
     held_out = [conversation(name) for name in ("a", "long", "b", "c")]
-    pipe = SimpleNamespace(target=None, io=SimpleNamespace(reads_media=False))
+    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
     setup = DrafterSetup(torch.nn.Linear(1, 1), None, Drafter)  # type: ignore[arg-type]
     options = RunOptions(out=Path("unused"), prompts=4, max_new_tokens=5)
     task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, None, options)  # type: ignore[arg-type]
