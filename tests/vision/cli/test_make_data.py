@@ -149,7 +149,7 @@ def test_every_answer_has_its_own_seed():
     """Seeds differ between conversations, turns and seeds of the run, and do not depend on the batch."""
 
     class Recorded:
-        io = SimpleNamespace(reads_media=False)
+        processor = SimpleNamespace(reads_media=False)
 
         def __init__(self, max_num_seqs):
             self.max_num_seqs, self.seeds = max_num_seqs, {}
