@@ -109,7 +109,7 @@ def test_files_have_no_circles() -> None:
     assert list(TopologicalSorter(files).static_order())
 
 
-LARGEST = {"modules": 451, "lines": 61_000, "lines of tests": 57_000}
+LARGEST = {"modules": 319, "lines": 51_850, "lines of tests": 53_500}
 """What the project has grown to. Lower a number when it can be lowered; raise one only for a feature of users."""
 
 

@@ -309,7 +309,7 @@ ROPE = Field("rope", ("rope_parameters",), read=rope_parameters, encode=lambda v
 VOCABULARY = Field("vocab_size", ("vocab_size",), settable(whole(1)), None)
 NO_BIAS = (Field("", ("attention_bias",), UNSET, False), Field("", ("mlp_bias",), UNSET, False))
 
-# ---------------------------------------------------------------------- EAGLE, MSD, ViSpec
+# EAGLE, MSD, ViSpec
 
 EMBEDDING = "embed_tokens.weight"
 _QKV = [f"layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -361,7 +361,7 @@ def _eagle(**more: Any) -> Any:
     return Layout(**{**row, **more})
 
 
-# ---------------------------------------------------------------------- EAGLE-3, EAGLE-4, P-EAGLE
+# EAGLE-3, EAGLE-4, P-EAGLE
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")  # of layers whose inputs are read
@@ -434,7 +434,7 @@ _EAGLE3_FIELDS = (
     Field("candidates", read=_candidates, needed=_is_eagle4),
 )
 
-# ---------------------------------------------------------------------- DFlash, JetSpec, DSpark
+# DFlash, JetSpec, DSpark
 
 _CAUSAL = ("causal_head", "causal", "is_causal")
 
@@ -520,7 +520,7 @@ _DFLASH_FIELDS = (
     Field("confidence", read=_confidence),
 )
 
-# ---------------------------------------------------------------------- Medusa, Hydra
+# Medusa, Hydra
 
 _PREFIX = "prefix_embeding_layer"  # as files spell it
 _VLLM = {"heads.#.#.linear": ("blocks.{0}.layers.{1}",), "outputs.#": ("lm_heads.{0}",)}
@@ -624,7 +624,7 @@ def _heads(names: Callable[[Source], Names], **more: Any) -> Any:
     return Layout(**{**row, **more})
 
 
-# ---------------------------------------------------------------------- the table
+# the table
 
 
 def _is_kangaroo(config: Mapping[str, Any], classes: list[str], names: set[str]) -> bool:
@@ -748,7 +748,7 @@ def recogniser(*layouts: str) -> Callable[[Path], bool]:
     return lambda folder: recognise(folder) in layouts
 
 
-# ---------------------------------------------------------------------- reading
+# reading
 
 
 def read(folder: Path, layout: str, kind: type[Checked], network: Callable[[Any], nn.Module]) -> Published:
@@ -953,7 +953,7 @@ def rows_of(tensors: Mapping[str, Tensor], name: str) -> int | None:
     return tensors[name].shape[0] if name in tensors and tensors[name].dim() == 2 else None
 
 
-# ---------------------------------------------------------------------- writing
+# writing
 
 
 @dataclass(frozen=True)
