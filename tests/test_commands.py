@@ -181,6 +181,7 @@ def test_an_output_that_cannot_be_written(
     (tmp_path / "file").touch()
     wrong = tmp_path if option.type.dir_okay is False else tmp_path / "file"  # type: ignore[attr-defined]
     for path in (
+        "/proc",
         "/proc/none/out",
         "/dev/null",
         str(tmp_path / "file" / "out"),

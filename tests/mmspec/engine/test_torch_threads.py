@@ -124,6 +124,15 @@ def test_the_user_s_later_number_holds():
     assert chosen.count == 1
 
 
+def test_time_that_threads_compute_in_is_no_delay(tmp_path, monkeypatch):
+    """Linux counts nanoseconds on a processor, then those of waiting for one, then turns."""
+    for thread, counted in (("7", "9000 50 3"), ("8", "4000 0 1")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"{counted}\n")
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
+    assert threads._delays() == {"7": 50, "8": 0}
+
+
 @pytest.mark.skipif(threads._delays() is None, reason="this system does not count delays")
 def test_delays_are_those_of_threads_that_wait_for_a_processor():
     """Two threads of this process on one processor, one of them for a second."""

@@ -1,4 +1,4 @@
-"""Middleware by itself: hosts, origins and keys of requests, and responses that break off."""
+"""Middleware by itself: hosts, origins and keys of requests, their number, and responses that break off."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmspec.serving.limits import host_names, server_url
-from mmspec.serving.middleware import Guard, LostReplica
+from mmspec.serving.middleware import Drain, Drained, Guard, LostReplica
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 ORIGINS = ["http://app.example"]
@@ -182,3 +182,35 @@ def test_a_stream_that_breaks_off_ends_with_an_error(sent: list[dict[str, Any]],
 def test_other_connections_get_nothing() -> None:
     for kind in ("lifespan", "websocket"):
         assert through([], kind) == []
+
+
+def test_a_request_that_is_cancelled_leaves_room_for_the_next() -> None:
+    """As Ray cancels requests whose clients have gone."""
+    seen: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["path"])
+        try:
+            if scope["path"] == "/long":
+                await asyncio.Event().wait()
+            await send(start(JSON))
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    async def send(message: Any) -> None:
+        seen.extend([message["status"]] if "status" in message else [])
+
+    async def scenario() -> None:
+        drained = Drained(application, Drain(), most=1)
+        requests = [{"type": "http", "path": path, "headers": []} for path in ("/long", "/next")]
+        first = asyncio.ensure_future(drained(requests[0], None, send))  # type: ignore[arg-type]
+        while not seen:
+            await asyncio.sleep(0)
+        await drained(requests[1], None, send)  # type: ignore[arg-type]
+        first.cancel()
+        await asyncio.wait([first])
+        await drained(requests[1], None, send)  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert seen == ["/long", 503, "cancelled", "/next", 200]
