@@ -16,7 +16,8 @@ import os, time, torch, mmspec
 from mmspec.engine import threads
 from mmspec.engine.threads import release_threads
 
-threads._WINDOW = float("inf")  # other programs do not change the engine's number
+threads._WINDOW = float("inf")  # seconds: the number of threads does not follow other programs
+
 torch.set_num_threads(3)
 busy = lambda: torch.ones(2_000_000).exp()
 count = lambda: len(os.listdir("/proc/self/task"))
