@@ -66,7 +66,12 @@ def test_the_converted_weights_are_those_that_transformers_reads(file: Path, cac
 
 @pytest.mark.parametrize(
     ("ends", "expected"),
-    [({"eot": 7}, [259, 7]), ({"eot": 8, "eom": 7}, [259, 8, 7]), ({"eot": 259, "eom": 260}, [259])],
+    [
+        ({"eot": 7}, [259, 7]),
+        ({"eot": 0}, [259, 0]),
+        ({"eot": 8, "eom": 7}, [259, 8, 7]),
+        ({"eot": 259, "eom": 260}, [259]),
+    ],
 )
 def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache: Path, tmp_path: Path) -> None:
     """Those that the file names, within the vocabulary, beside the end of a text."""
