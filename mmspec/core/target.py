@@ -54,8 +54,8 @@ class Prompt:
         inputs: further arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
         padding_in_history: show logits processors the padding too, as transformers' ``generate`` does.
         stacked: the prompts that were stacked to this one.
-        kept: (batch, length) bool, the positions that are prefilled, without padding and with each row's last; None
-            prefills all.
+        prefill_mask: (batch, length) bool, the positions that are prefilled, without padding and with each row's last;
+            None prefills all.
         media: inputs of images and videos, where ``inputs`` contains what the target has encoded them as.
         history: (batch, any) int64, the tokens that logits processors see before the answer, where ``inputs`` contains
             ``inputs_embeds``, which have no tokens; ``input_ids`` are then placeholders. None for ``input_ids``.
@@ -66,7 +66,7 @@ class Prompt:
     inputs: dict[str, Any] = field(default_factory=dict)
     padding_in_history: bool = False
     stacked: Sequence[Prompt] = ()
-    kept: Tensor | None = None
+    prefill_mask: Tensor | None = None
     media: dict[str, Any] = field(default_factory=dict)
     history: Tensor | None = None
 

@@ -184,7 +184,7 @@ class Small(CapturedDrafter):
             assert output.visual is not None
             mask, visual = prompt.attention_mask, self._visual.selected(output.visual, output, before)
             text = ~output.visual if mask is None else ~output.visual & mask.bool()
-            prompt.kept = visual | relevant(prompt.input_ids, text, self._visual.share)
+            prompt.prefill_mask = visual | relevant(prompt.input_ids, text, self._visual.share)
         self.join(new, self.lm.decoder.static_shapes)
         message = "the draft model must take the target's images and videos; with small:MODEL@0 it drafts without them"
         with explained(message, ValueError, RuntimeError, TypeError):

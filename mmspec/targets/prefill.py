@@ -45,8 +45,8 @@ class Prefill:
         positions = self._positions()
         tokens = {} if "inputs_embeds" in prompt.inputs else {"input_ids": ids}
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
-        if prompt.kept is not None:
-            return self._partly(call, prompt.kept)
+        if prompt.prefill_mask is not None:
+            return self._partly(call, prompt.prefill_mask)
         splits = chunk is not None and batch == 1 and length > chunk and mask is None
         inputs = self.decoder.chunk_inputs(call, cache) if splits else None
         if inputs is not None:

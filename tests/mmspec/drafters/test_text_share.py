@@ -118,6 +118,6 @@ def test_text_around_images(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found, model.generate(**inputs, **options))
     (prompt,) = prompts
     text = (prompt.attention_mask == 1) & (prompt.input_ids != IMAGE) & (prompt.input_ids != VIDEO)
-    assert torch.equal(prompt.kept & text, relevant(prompt.input_ids, text, 0.3))
-    assert int((prompt.kept & text).sum()) < int(text.sum())
-    assert not prompt.kept[prompt.attention_mask == 0].any()
+    assert torch.equal(prompt.prefill_mask & text, relevant(prompt.input_ids, text, 0.3))
+    assert int((prompt.prefill_mask & text).sum()) < int(text.sum())
+    assert not prompt.prefill_mask[prompt.attention_mask == 0].any()
