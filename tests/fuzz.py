@@ -1,6 +1,6 @@
 """Mutation fuzzing of media decoding: `python -m tests.fuzz`.
 
-Mutants of small valid files go through `mmspec.vision.decoding.Decoder`. Each is either decoded or refused by a
+Mutants of small valid files go through `mmspec.vision.decoding.MediaDecoder`. Each is either decoded or refused by a
 `UserError` of one line; where the decoder itself failed (`DecodeError`), it is counted by its cause. The command fails
 if a valid file is refused, if anything but a `UserError` reaches this process, or if a decoder raises an unexpected
 exception, which decoding in the caller's process would pass on.
