@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
-from mmspec.vision.decoding import Decoder
+from mmspec.vision.decoding import MediaDecoder
 
 Kind = Literal["image", "video", "text"]
 
@@ -134,6 +134,6 @@ class ChatRequest:
 
 
 @cache
-def decoder() -> Decoder:
+def decoder() -> MediaDecoder:
     """The worker pool shared by all visitors."""
-    return Decoder(seconds=20, memory=2 << 30)
+    return MediaDecoder(seconds=20, memory=2 << 30)

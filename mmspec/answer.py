@@ -82,7 +82,7 @@ class ActiveRequest:
         return self.started and self.sequence.done
 
     def check(self) -> None:
-        """Raises the sequence's error, if any."""
+        """Raise the sequence's error, if any."""
         if self.sequence.error is not None:
             raise self.sequence.error
 

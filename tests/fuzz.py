@@ -1,6 +1,6 @@
 """Mutation fuzzing of media decoding: `python -m tests.fuzz`.
 
-Mutants of small valid files go through `mmspec.vision.decoding.Decoder`. Each is either decoded or refused by a
+Mutants of small valid files go through `mmspec.vision.decoding.MediaDecoder`. Each is either decoded or refused by a
 `UserError` of one line; where the decoder itself failed (`DecodeError`), it is counted by its cause. The command fails
 if a valid file is refused, if anything but a `UserError` reaches this process, or if a decoder raises an unexpected
 exception, which decoding in the caller's process would pass on.
@@ -21,7 +21,7 @@ import click
 from PIL import Image
 
 from mmspec.errors import UserError
-from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.decoding import DecodeError, MediaDecoder
 from mmspec.vision.video import Video
 from tests.media_files import media_files
 
@@ -92,7 +92,7 @@ def mutants(seed: int, files: dict[str, bytes], count: int) -> Iterator[tuple[st
         yield kind, bytes(data)
 
 
-def outcome(decoder: Decoder, data: bytes) -> tuple[str, str]:
+def outcome(decoder: MediaDecoder, data: bytes) -> tuple[str, str]:
     """What becomes of a file, one of `OUTCOMES`, and the message."""
     try:
         media = decoder.load(data, frames=4)
@@ -137,7 +137,7 @@ def _mend_checksums(data: bytearray) -> None:
 def main(seed: int, count: int, minutes: float, workers: int, seconds: float, memory: int, keep: Path | None) -> None:
     """Decode mutants of valid media files, and count what becomes of them."""
     start = time.monotonic()
-    decoder = Decoder(workers=workers, seconds=seconds, memory=memory << 20)
+    decoder = MediaDecoder(workers=workers, seconds=seconds, memory=memory << 20)
     files = media_files()
     table: dict[str, Counter[str]] = {kind: Counter() for kind in files}
     refused = [kind for kind, data in files.items() if outcome(decoder, data)[0] != "decoded"]

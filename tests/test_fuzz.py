@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from mmspec.errors import UserError
-from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.decoding import DecodeError, MediaDecoder
 from mmspec.vision.images import load_image
 from mmspec.vision.video import kind_of, load_video
 from tests import fuzz
@@ -56,7 +56,7 @@ def test_counts_status_and_kept_files(monkeypatch, files, tmp_path, raised, outc
             raise raised
         return fuzz.Image.new("RGB", (1, 1))
 
-    monkeypatch.setattr(Decoder, "load", load)
+    monkeypatch.setattr(MediaDecoder, "load", load)
     monkeypatch.setattr(fuzz, "media_files", lambda: files)
     code, counts = ran("--count", "60", "--keep", str(tmp_path))
     assert (code, counts[outcome], counts["mutants"]) == (status, 60, 60)

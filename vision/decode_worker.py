@@ -1,4 +1,4 @@
-"""Handler of ``mmspec.vision.decoding.Decoder``'s worker processes: decodes media to RGB bytes."""
+"""Handler of ``mmspec.vision.decoding.MediaDecoder``'s worker processes: decodes media to RGB bytes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class DecodeError(UserError):
         self.cause = cause
 
 
-class Decoder:
+class MediaDecoder:
     """Pool of worker processes that load images and videos.
 
     Thread-safe. Workers are stopped when the decoder is closed or garbage collected.

@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError
 from mmspec.targets.processor import Processor, is_token_ids, render
-from mmspec.vision.decoding import Decoder
+from mmspec.vision.decoding import MediaDecoder
 from mmspec.vision.images import load_image
 from mmspec.vision.video import FPS, FRAMES, Backend, Video, load_video
 
@@ -91,9 +91,9 @@ class VisionProcessor(Processor):
             videos += played
         return self._process(texts, images, videos)
 
-    def media_decoder(self, **limits: Any) -> Decoder:
-        """A pool of worker processes that decode untrusted images and videos; ``limits`` as for ``Decoder``."""
-        return Decoder(**limits)
+    def media_decoder(self, **limits: Any) -> MediaDecoder:
+        """A pool of worker processes that decode untrusted images and videos; ``limits`` as for ``MediaDecoder``."""
+        return MediaDecoder(**limits)
 
     def place_media(
         self,

@@ -23,7 +23,7 @@ _STEPS = 12  # whose time per token is averaged
 
 
 class Union(Drafter):
-    """Merges the trees of several drafters; the budget prunes the union to its most probable nodes.
+    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes.
 
     Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
     would have drafted, and rests alone while it loses (``DraftingPayoff``). One that fails rests alone (``Guard``).

@@ -268,7 +268,7 @@ def _repetition(processor: Any, scores: Tensor) -> OnTrees:
 
 
 class AdditiveTerms(LogitsProcessor):
-    """Adds ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n counts it in the output.
+    """Add ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n counts it in the output.
 
     The formula of OpenAI's API (its reference, "Frequency and presence penalties"), with counts of the output alone as
     in vLLM.

@@ -86,7 +86,7 @@ def check_grammar(kind: str, text: str) -> CheckedText:
 
 
 def check_size(kind: str, text: str) -> None:
-    """Raises ``UserError`` if a grammar's text is too long."""
+    """Raise ``UserError`` if a grammar's text is too long."""
     if (size := len(text.encode())) > _LONGEST:
         raise UserError(f"{kind} must have at most {_LONGEST} bytes: got {size}")
 

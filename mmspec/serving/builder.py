@@ -88,7 +88,7 @@ class JobBuilder:
         self._stored = stored
 
     def check_model(self, name: str | None) -> None:
-        """Raises ``APIError`` if the model has another name; None is right."""
+        """Raise ``APIError`` if the model has another name; None is right."""
         if name is not None and name not in self._names:
             expected = " or ".join(map(repr, self._names))
             message = f"unknown model: expected {expected}, got {name[:200]!r}"

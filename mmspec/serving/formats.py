@@ -63,7 +63,7 @@ def spelt(token: bytes) -> str:
 
 
 class Format(ABC):
-    """Builds the responses of one request.
+    """Build the responses of one request.
 
     Args:
         io: of the model, for the bytes of tokens.

@@ -98,7 +98,7 @@ class Variant(Fields):
 
 
 def checked(name: str, rule: Rule) -> AfterValidator:
-    """Checks a field as the Python API does, with its message."""
+    """Check a field as the Python API does, with its message."""
     return AfterValidator(lambda value: rule.check(name, value))
 
 

@@ -117,7 +117,7 @@ class Processor:
         return Prompt(ids, None if bool(mask.all()) else mask)
 
     def media_decoder(self, **limits: Any) -> Any:
-        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.Decoder``; None if only text is read."""
+        """Return a decoder of untrusted media, a ``mmspec.vision.decoding.MediaDecoder``; None if only text is read."""
         return None
 
     def decode(self, token_ids: list[int], *, chat_template: bool = True, verbatim: bool = False) -> str:

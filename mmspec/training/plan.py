@@ -54,7 +54,7 @@ class TrainingPlan(Schedule):
             raise UserError(f"give one of steps and minutes: received steps={self.steps}, minutes={self.minutes}")
 
 
-class Sampler(Protocol):
+class ExampleSampler(Protocol):
     """Sample the examples of each step; resumable."""
 
     @property
@@ -83,7 +83,7 @@ class TrainingTask(Protocol):
         """Of the parameters to train."""
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> ExampleSampler:
         """Of the training examples."""
 
     def batch(self, examples: list[Any]) -> Any:

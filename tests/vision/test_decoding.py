@@ -1,4 +1,4 @@
-"""Tests of `Decoder`: equal to in-process decoding; crashes, hangs and memory limits affect one file only."""
+"""Tests of `MediaDecoder`: equal to in-process decoding; crashes, hangs and memory limits affect one file only."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from mmspec.cli import main
 from mmspec.demos import chat_request
 from mmspec.demos.chat_request import ChatRequest, Upload
 from mmspec.errors import UserError
-from mmspec.vision.decoding import DecodeError, Decoder
+from mmspec.vision.decoding import DecodeError, MediaDecoder
 from mmspec.vision.embedded import samples
 from mmspec.vision.images import load_image
 from mmspec.vision.video import load_video
@@ -57,7 +57,7 @@ CRASH, EXIT, MEMORY, EXCEPTION, HANG, POISON = range(1, 7)
 
 @pytest.fixture
 def decoder():
-    decoder = Decoder()
+    decoder = MediaDecoder()
     yield decoder
     decoder.close()
 
@@ -209,7 +209,7 @@ def test_hang_ends_at_the_time_limit(tmp_path, faulty):
 
 
 def test_memory_limit(tmp_path):
-    decoder = Decoder(memory=256 << 20)
+    decoder = MediaDecoder(memory=256 << 20)
     path = tmp_path / "large.png"
     Image.new("1", (9000, 9000)).save(path)  # 11 KB; 324 MB in Pillow's RGB
     with pytest.raises(DecodeError, match="is decoded in 256 MiB, received one that needs more") as caught:
@@ -297,7 +297,7 @@ from contextlib import suppress
 from mmspec import workers
 from mmspec.vision import decoding
 workers._PROGRAM = workers._PROGRAM.replace("serve(sys", {FAULTY!r} + "serve(sys")
-decoder = decoding.Decoder()
+decoder = decoding.MediaDecoder()
 decoder.load({str(CLIP)!r})
 print(psutil.Process().children()[0].pid, flush=True)
 input()

@@ -1,4 +1,4 @@
-"""Limits of `Decoder` at exact sizes, how often a file is decoded, and workers that have died."""
+"""Limits of `MediaDecoder` at exact sizes, how often a file is decoded, and workers that have died."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmspec import workers
-from mmspec.vision.decoding import Cause, DecodeError, Decoder
+from mmspec.vision.decoding import Cause, DecodeError, MediaDecoder
 
 # Injected into the worker: it appends each time limit to the file LIMITS, and each decoded height to the file CALLS;
 # images one pixel wide fail by the name in FAULTS at their height - 1.
@@ -46,7 +46,7 @@ def decoder(tmp_path, monkeypatch):
     assert workers._PROGRAM.endswith(serve)
     given = f"FOLDER, FAULTS = {str(tmp_path)!r}, {FAULTS!r}\n"
     monkeypatch.setattr(workers, "_PROGRAM", workers._PROGRAM.removesuffix(serve) + "\n" + given + FAULTY + serve)
-    decoder = Decoder(workers=2, seconds=30)
+    decoder = MediaDecoder(workers=2, seconds=30)
     yield decoder
     decoder.close()
 

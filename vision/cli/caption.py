@@ -71,12 +71,12 @@ def caption(
     if out is not None or engine != "local":
         raise UserError(f"--out and --engine require a folder: received {file}")
 
-    from mmspec.vision.decoding import Decoder
+    from mmspec.vision.decoding import MediaDecoder
     from mmspec.vision.video import Video
 
     # Decoded before the model loads, so that a broken file fails at once.
     source = read_stdin("FILE", "an image or a video") if piped else file
-    media = Decoder().load(source, name="standard input" if piped else file, **video)
+    media = MediaDecoder().load(source, name="standard input" if piped else file, **video)
     kind, key = ("video", "videos") if isinstance(media, Video) else ("image", "images")
 
     from mmspec.cli.session import answer

@@ -42,13 +42,13 @@ class Captioner:
         from rich.console import Console
 
         from mmspec.cli.session import open_pipeline
-        from mmspec.vision.decoding import Decoder
+        from mmspec.vision.decoding import MediaDecoder
 
         self.settings = settings
         self.pipe = open_pipeline(Console(quiet=True), **settings["loading"])
         if not self.pipe.processor.reads_media:
             raise UserError(f"{self.pipe.name}: expected a vision-language model, received one that reads text only")
-        self.decoder = Decoder()
+        self.decoder = MediaDecoder()
 
     def __call__(self, job: dict[str, Any]) -> list[Line]:
         """Caption a batch.
