@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 
 _ROUNDING = 1e-3  # of log probabilities
@@ -113,7 +114,7 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i."""
-        if self.tokens.device.type == "cpu" and self.tokens.numel() <= _FEW_NODES:
+        if self.tokens.numel() <= _FEW_NODES and not kernels.static_shapes(self.tokens.device):
             return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()])
         # Pointer doubling.
         reach = torch.eye(self.nodes, dtype=torch.bool, device=self.tokens.device).expand(self.batch, -1, -1)
