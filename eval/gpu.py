@@ -177,7 +177,7 @@ class GpuBenchmark:
         """Whole answers of a scaled-up model: plainly, with trees and with chains."""
         plan, model = self.plan, self._build(preset)
         fewer = bool(batch > 1 or sampling)
-        trees, chains = (plan.trees[:2], plan.chains[1:2]) if fewer else (plan.trees, plan.chains)
+        trees, chains = (plan.trees[:2], plan.chains[:1]) if fewer else (plan.trees, plan.chains)
         requests = gpu_models.gpu_requests(preset == plan.hybrid, plan.groups * batch)
         groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
         methods = gpu_models.answer_methods(model, trees, chains, adaptive=not fewer)

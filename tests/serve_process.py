@@ -24,7 +24,11 @@ def process(*options: str, stderr: Any = None) -> Iterator[tuple[subprocess.Pope
     """A server in a process of its own, and its address."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*COMMAND, "--device", "cpu", *options], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        [*COMMAND, "--model", "tiny-llava", "--device", "cpu", *options],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=environment,
     ) as running:
         try:
             assert running.stdout is not None

@@ -163,11 +163,7 @@ def test_sigterm_during_a_race(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_remove_uploads(number, tmp_path):
-    # No models: loading takes long.
-    script = (
-        "import sys; from mmspec.demos.models import ModelCache; ModelCache.get = lambda self, name: None\n"
-        "from mmspec.cli import main; sys.exit(main(['demo', '--port', '0']))"
-    )
+    script = "import sys; from mmspec.cli import main; sys.exit(main(['demo', '--port', '0', '--model', 'tiny-llava']))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=PIPE, text=True) as server:
         path = Path(stored_path(server.stdout.readline().split()[2]))
