@@ -120,7 +120,7 @@ def test_two_concurrent_visitors(visit):
         page.locator(".mm-play:visible").wait_for()
     texts = [page.locator(".mm-out:visible .mm-text").inner_text() for page in pages]
     assert texts[0] == texts[1]
-    assert texts[0].startswith("There is a sign")
+    assert texts[0].startswith("A large purple circle")
 
 
 def test_stop_cancels_the_request(visit, monkeypatch):

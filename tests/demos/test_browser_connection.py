@@ -108,4 +108,4 @@ def test_interrupted_answer_is_said_and_can_be_asked_again(page, server, monkeyp
     page.locator(".mm-note:visible", has_text="The connection to the server was lost before").wait_for()
     assert page.locator(".mm-stop:visible").is_disabled()
     ask(page)
-    assert page.locator(".mm-out:visible .mm-text").inner_text().startswith("There is a sign")
+    assert page.locator(".mm-out:visible .mm-text").inner_text().startswith("A large purple circle")

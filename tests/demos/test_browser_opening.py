@@ -15,15 +15,15 @@ def test_page_opens_on_a_raced_example(visit):
     page = visit()
     assert page.title() == "mmspec"
     assert re.fullmatch(
-        r"The same 61 tokens, (as fast|\d+\.\dx (faster|slower)) \(median of 3 runs\)",
+        r"The same 40 tokens, (as fast|\d+\.\dx (faster|slower)) \(median of 3 runs\)",
         page.locator("h1:visible").inner_text(),
     )
     lanes = page.locator(".mm-lane .mm-text").all_inner_texts()
     assert lanes[0] == lanes[1]
-    assert lanes[0].startswith("There is a sign at the bottom")
+    assert lanes[0].startswith("A large purple circle is in the top left corner")
     assert plugins.limits("tiny-llava").partition(";")[0] in page.locator(".mm-about:visible").inner_text()
     assert "mmspec demo --model" in page.locator(".mm-about:visible").inner_text()
-    assert page.locator("#mm-live").inner_text().startswith("The same 61 tokens")
+    assert page.locator("#mm-live").inner_text().startswith("The same 40 tokens")
     assert page.locator(".mm-stop:visible").is_disabled()
     assert "Built with Gradio" not in page.inner_text("footer")
     save_screenshot(page, "start")

@@ -91,7 +91,7 @@ def test_copy_link_and_file(visit):
     page = visit()
     page.get_by_role("button", name="Copy answer").click()
     page.get_by_text("Answer copied.").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()").startswith("There is a sign")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("A large purple circle")
     page.get_by_role("button", name="Copy link").click()
     page.get_by_text("Link copied.").wait_for()
     query = page.evaluate("navigator.clipboard.readText()").partition("?")[2]
