@@ -31,7 +31,7 @@ ROOT = Path(mmspec.__file__).parent
 @pytest.fixture(scope="module")
 def pipe() -> Pipeline:
     pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), Ngram())
-    pipe.generate("Hello there", max_new_tokens=16)  # measures times, builds what is kept
+    pipe.generate("Hello there", max_new_tokens=16)  # calibrates and fills caches
     return pipe
 
 

@@ -53,7 +53,7 @@ def test_suffixes_are_in_order_and_found(tmp_path, monkeypatch, in_memory, files
     assert config.suffixes == sum(map(len, texts)) == len(set(positions))
     keys = [[index.token(place + k) for k in range(DEPTH)] for place in positions]
     assert keys == sorted(keys)
-    for place, key in enumerate(keys):  # the last one too, which has nothing behind it
+    for place, key in enumerate(keys):  # the last key, too, after which the text ends
         assert all(place in index.find(key[:length]) for length in (1, 2, DEPTH))
     rng = random.Random(1)
     for _ in range(200):
