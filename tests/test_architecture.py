@@ -33,7 +33,7 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine"},
-    {"adaptation", "answer"},
+    {"adaptation"},
     {"pipeline"},
     {"compare", "hook", "loading"},
     {"mmspec"},

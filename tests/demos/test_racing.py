@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from mmspec import Pipeline
-from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos import racing
 from mmspec.demos.racing import Race, StreamedAnswer, race, stream_answer
 from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

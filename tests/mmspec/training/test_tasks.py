@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmspec.answer import Generation
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
+from mmspec.pipeline import Generation
 from mmspec.training import tasks
 from mmspec.training.data import Conversation
 from mmspec.training.options import RunOptions
