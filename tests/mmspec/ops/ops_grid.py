@@ -95,7 +95,9 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
             allowed[b, 0, i, max(length + depth - window + 1, 0) : length] = True
         written = [*range(max(length - window + 1, 0), length), *range(case.prefix, end)]
         for buffer in buffers:
-            buffer[b, :, written] = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g).to(case.dtype)
+            buffer[b, :, written] = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g).to(
+                case.dtype
+            )
     key, value = (buffer[:, :, :slots] for buffer in buffers)
 
     def on(t: Tensor | None) -> Any:
@@ -317,7 +319,9 @@ def check_quantile(case: Tree, device: str = "cpu") -> None:
     for uniform in (torch.rand(probs.shape[:-1], generator=g), torch.zeros(probs.shape[:-1])):
         found = ops.quantile(probs.to(device), uniform.to(device)).cpu()
         for b in range(case.batch):
-            assert found[b].tolist() == [_quantile(*row) for row in zip(probs[b].tolist(), uniform[b].tolist(), strict=True)]
+            assert found[b].tolist() == [
+                _quantile(*row) for row in zip(probs[b].tolist(), uniform[b].tolist(), strict=True)
+            ]
 
 
 def _children(tree: TokenTree, row: int, node: int) -> list[int]:
