@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies, rotary_of
+from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling import defaults

@@ -50,7 +50,7 @@ from transformers.models.auto.modeling_auto import (
 
 from mmspec.checks import FLAG, POSITIVE, Checked, Rule, choice, settable, whole, within
 from mmspec.drafters.checkpoint import load_weights, read_config, take_draft_ids, tensor_names, weight_files
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Target
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from mmspec.checks import FLAG, option, settable, whole
 from mmspec.core.target import Target
-from mmspec.drafters.dflash import plain_embedding
+from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
 from mmspec.files import settle, temporary

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.core.target import Feature, Target
-from mmspec.drafters.dflash import plain_embedding
-from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter, plain_embedding
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear

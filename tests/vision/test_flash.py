@@ -13,9 +13,9 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt
+from mmspec.drafters import layer
 from mmspec.drafters.eagle import Eagle
-from mmspec.drafters.hidden_state import layer
-from mmspec.drafters.hidden_state.entries import packing
+from mmspec.drafters.hidden_state import packing
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.vision.drafters.msd import MSD, Flash, find_images

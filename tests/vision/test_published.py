@@ -17,7 +17,7 @@ from mmspec.drafters import layouts as published
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle import Eagle, EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.published import LLAMA3, LLAVA, QWEN, QWEN2, VICUNA, WIDE, layer_of, tensors_of, write

@@ -27,7 +27,7 @@ import mmspec
 from mmspec.cli.commands import train as commands
 from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.eagle3 import Eagle3
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.training.features import Features

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from mmspec.checks import NOT_NEGATIVE, POSITIVE, SHARE, option, whole
 from mmspec.core.target import Target
-from mmspec.drafters.hidden_state.entries import packing, take
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.hidden_state import packing, take
+from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.training.features import Features
 from mmspec.training.loss import LossOutput
 from mmspec.training.objectives import PassCache, token_loss

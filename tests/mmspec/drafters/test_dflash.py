@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.dflash import DFlash, default_layer_ids, plain_embedding
+from mmspec.drafters.dflash import DFlash, default_layer_ids
 from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_model

@@ -14,7 +14,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_drafter
@@ -237,7 +237,7 @@ def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
 
 def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     """A video's positions exceed its tokens by far; those of a text that joins do not."""
-    monkeypatch.setattr("mmspec.drafters.hidden_state.drafter.AHEAD", 1)
+    monkeypatch.setattr("mmspec.drafters.hidden_state.AHEAD", 1)
     model = shared_model("qwen3_vl")
     target = plugins.target_class(model.config)(model)
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)

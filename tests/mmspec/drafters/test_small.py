@@ -13,8 +13,7 @@ from transformers.generation.candidate_generator import AssistantToTargetTransla
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.drafters.registry import make_drafter
-from mmspec.drafters.small import Small
-from mmspec.drafters.vocabulary import SharedTokens
+from mmspec.drafters.small import SharedTokens, Small
 from mmspec.targets.packing import pack_model, weights_kind
 from tests.compiled import needs_kernels
 from tests.draft_checks import check_drafts, check_logits
