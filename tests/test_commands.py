@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
+from mmspec.cli.commands import train
 from mmspec.cli.options import Output
-from mmspec.cli.train import train
 from tests.commandline import assert_user_error, runner
 
 ROOT = Path(__file__).parent.parent

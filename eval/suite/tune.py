@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, derived, json_option, model_options, trust_option
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams

@@ -57,7 +57,7 @@ BUILTIN = {
         "generate": "mmspec.cli.generate:generate",
         "info": "mmspec.cli.info:info",
         "calibrate": "mmspec.cli.calibrate:calibrate",
-        "train": "mmspec.cli.train:train",
+        "train": "mmspec.cli.commands:train",
         "caption": "mmspec.vision.cli.caption:caption",
         "eval": "mmspec.eval.suite.command:evaluate",
         "tune": "mmspec.eval.suite.tune:tune",

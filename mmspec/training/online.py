@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmspec.adaptation.heads import RecordedAnswer
+from mmspec.adaptation.adaptation import RecordedAnswer
 from mmspec.core.target import Target
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.training.features import ConversationFeatures, collate
@@ -21,7 +21,7 @@ _BATCH = 4  # answers of a step
 
 
 class OnlineLearner:
-    """Trains a float32 copy of a drafter's network; see ``mmspec.adaptation.heads.Learner``.
+    """Trains a float32 copy of a drafter's network; see ``mmspec.adaptation.adaptation.Learner``.
 
     Args:
         objective: loss of a batch of features.

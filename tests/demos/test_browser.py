@@ -101,28 +101,6 @@ def test_enter_sends_and_shift_enter_breaks_the_line(visit, name):
     assert page.locator(".mm-tall textarea").count() == 0 or prompt.bounding_box()["height"] > 80
 
 
-def test_text_prompt(visit):
-    page = visit()
-    page.get_by_role("tab", name="Text").click()
-    page.locator(".mm-prompt:visible textarea").fill("Work out: 37 + 48")
-    ask(page)
-    assert page.locator(".mm-out:visible .mm-text").inner_text().startswith("37 + 48 = 85")
-    assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()
-
-
-def test_two_concurrent_visitors(visit):
-    pages = [visit(), visit()]
-    for page in pages:
-        choose(page)
-    for page in pages:
-        page.locator(".mm-ask:visible").click()
-    for page in pages:
-        page.locator(".mm-play:visible").wait_for()
-    texts = [page.locator(".mm-out:visible .mm-text").inner_text() for page in pages]
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("A large purple circle")
-
-
 def test_stop_cancels_the_request(visit, monkeypatch):
     cancelled = Event()
 
@@ -152,3 +130,5 @@ def test_stop_cancels_the_request(visit, monkeypatch):
     ask(page)  # the next request runs, and the stopped one is a turn
     assert page.locator(".mm-out:visible .mm-asked").all_inner_texts() == ["Tell a long story.", "Work out: 37 + 48"]
     assert page.locator(".mm-out:visible .mm-talk .mm-mark").count() == 1
+    assert page.locator(".mm-out:visible .mm-text").last.inner_text().startswith("37 + 48 = 85")
+    assert "tiny-hybrid" in page.locator(".mm-made:visible").first.inner_text()

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.cli.train import train as commands
+from mmspec.cli.commands import train as commands
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, BatchFeature, GenerationConfig, Qwen2VLImageProcessorPil
 
 import mmspec
-from mmspec.cli.train import train
+from mmspec.cli.commands import train
 from mmspec.vision.processor import VisionProcessor
 from tests.model_folders import TEMPLATE, tokenizer
 from tests.tiny import shared_model

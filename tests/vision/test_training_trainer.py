@@ -24,7 +24,7 @@ from transformers import LlavaForConditionalGeneration
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.cli.train import train as commands
+from mmspec.cli.commands import train as commands
 from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.cli.train import train as commands
+from mmspec.cli.commands import train as commands
 from mmspec.drafters.registry import make_drafter
 from mmspec.errors import UserError
 from mmspec.targets.merged_layers import MergedLayer, merge_layers
