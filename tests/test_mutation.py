@@ -52,9 +52,10 @@ def test_a_sample_is_seeded_and_deletes_statements() -> None:
     code = CODE + "\n\ndef pairs(a: list, b: list) -> zip:\n    return zip(a, b, strict=True)\n"
     drawn = sample("code.py", code, 99, 0)
     assert sample("code.py", code, 2, 0) == drawn[:2] != sample("code.py", code, 2, 1)
-    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0. Annotations and strict are none.
-    assert 5 <= len(drawn) <= 8
-    assert all("int | None" in one.code and "strict=True" in one.code for one in drawn)
+    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0, two statements; annotations are none.
+    assert 7 <= len(drawn) <= 10
+    assert all("int | None" in one.code for one in drawn)
+    assert {one.change for one in drawn if "zip" in one.change} == {"return zip(a, b, strict=True) -> pass"}
     add_deletion()
     operator, found = get_operator("mmspec/Deletion")(), []
     while (mutated := mutate_code(STATEMENTS, operator, len(found))) is not None:
