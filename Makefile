@@ -60,7 +60,7 @@ long: $(VENV)/.tested
 	$(PYTEST) --dist worksteal $(LONG)
 
 share: $(VENV)/.tested
-	$(PYTEST) -p tests.share $(LONG)
+	$(PYTEST) -p tests.share --dist loadfile --no-loadscope-reorder $(LONG)
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s -n 0 -m slow

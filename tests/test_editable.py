@@ -15,6 +15,14 @@ pytest.importorskip("setuptools")
 
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools import build_meta; print(build_meta.build_editable('..'))"
+SCRIPT = """
+import site; site.addsitedir({site!r})
+from importlib.util import find_spec
+import mmspec
+print(mmspec.__file__, mmspec.UserError.__module__)
+names = [name for other in ("vision", "ssm", "eval", "demos") for name in (other, "mmspec." + other)]
+print(*(name for name in names if find_spec(name)))
+"""
 
 
 def python(*arguments: str, cwd: Path) -> str:
@@ -25,33 +33,13 @@ def python(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """A folder of installed packages with an editable install of a clone, which lies beside it and is called mmspec."""
-    home = tmp_path_factory.mktemp("home")
+def test_a_script_beside_a_clone_imports_the_package_alone(tmp_path: Path) -> None:
+    """The clone is called mmspec, as the package is."""
     ignored = shutil.ignore_patterns(".*", "embedded", "results", "tests", "docs", "build", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, home / "mmspec", symlinks=True, ignore=ignored)
-    wheel = python("-c", BUILD, cwd=home / "mmspec").split()[-1]
-    zipfile.ZipFile(home / wheel).extractall(home / "site")
-    return home / "site"
-
-
-def test_a_script_beside_the_clone_imports_the_package(site):
-    script = site.parent / "script.py"
-    script.write_text(
-        f"import site; site.addsitedir({str(site)!r})\n"
-        "import mmspec; print(mmspec.UserError.__module__, mmspec.__file__)"
-    )
-    module, file = python("-S", "script.py", cwd=site.parent).split()  # without installed packages: one may be mmspec
-    assert module == "mmspec.errors"
-    assert Path(file).resolve() == site.parent / "mmspec" / "mmspec" / "__init__.py"
-
-
-def test_no_other_folder_of_the_repository_can_be_imported(site, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import site; site.addsitedir({str(site)!r})\nfrom importlib.util import find_spec\n"
-        "print([name for name in ('vision', 'ssm', 'eval', 'demos') if find_spec(name)])\n"
-        "import mmspec.vision, mmspec.ssm, mmspec.eval, mmspec.demos"
-    )
-    assert python(str(script), cwd=tmp_path).strip() == "[]"
+    shutil.copytree(ROOT, tmp_path / "mmspec", symlinks=True, ignore=ignored)
+    wheel = python("-c", BUILD, cwd=tmp_path / "mmspec").split()[-1]
+    zipfile.ZipFile(tmp_path / wheel).extractall(tmp_path / "site")
+    (tmp_path / "script.py").write_text(SCRIPT.format(site=str(tmp_path / "site")))
+    file, module, *found = python("-S", "script.py", cwd=tmp_path).split()  # without installed packages
+    assert (module, found) == ("mmspec.errors", ["mmspec.vision", "mmspec.ssm", "mmspec.eval", "mmspec.demos"])
+    assert Path(file).resolve() == tmp_path / "mmspec" / "mmspec" / "__init__.py"

@@ -19,23 +19,24 @@ from mmspec.eval.decoding.small_configs import WORDS, random_model, small_config
 from mmspec.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 FOR_DEVELOPERS = {"browser", "dev", "docs", "test"}
+HYBRIDS = {
+    "Qwen3.5": "qwen3_5_text",
+    "Qwen3-Next": "qwen3_next",
+    "Nemotron-H": "nemotron_h",
+    "GraniteMoeHybrid": "granitemoehybrid",
+    "Falcon-H1": "falcon_h1",
+    "Bamba": "bamba",
+}
 
 
-def test_extras_are_those_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (listed,) = re.findall(r"\(extras: ([^)]+)\)", (ROOT / "README.md").read_text())
-    assert set(re.findall(r"`([\w-]+)`", listed)) == set(project["optional-dependencies"]) - FOR_DEVELOPERS
-
-
-def test_modules_of_extras_are_those_that_they_install() -> None:
+def test_extras_are_those_of_the_package_and_their_modules_those_that_they_install() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = {
-        extra: {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras[extra]}
-        for extra in extras.keys() - FOR_DEVELOPERS
-    }
+    (listed,) = re.findall(r"\(extras: ([^)]+)\)", README)
+    assert set(re.findall(r"`([\w-]+)`", listed)) == extras.keys() - FOR_DEVELOPERS == EXTRAS.keys()
+    installed = {name: {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras[name]} for name in EXTRAS}
     installed["serve"] |= {"pydantic", "starlette"}  # with fastapi
-    assert EXTRAS.keys() == installed.keys()
     for extra, modules in EXTRAS.items():
         elsewhere = {module for other in EXTRAS.keys() - {extra} for module in EXTRAS[other]}
         assert set(modules) == installed[extra] - elsewhere
@@ -48,24 +49,11 @@ def test_drafters_are_those_of_the_registry() -> None:
     assert sorted(listed) == sorted([*((spec.name, spec.argument) for spec in drafter_specs()), (PLAIN, "")])
 
 
-HYBRIDS = {
-    "Qwen3.5": "qwen3_5_text",
-    "Qwen3-Next": "qwen3_next",
-    "Nemotron-H": "nemotron_h",
-    "GraniteMoeHybrid": "granitemoehybrid",
-    "Falcon-H1": "falcon_h1",
-    "Bamba": "bamba",
-}
-
-
-def test_hybrids_are_those_whose_decoding_is_compared() -> None:
-    (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", (ROOT / "README.md").read_text())
-    assert set(re.split(r",\s+", listed)) == set(HYBRIDS)
-
-
-@pytest.mark.parametrize("name", HYBRIDS.values())
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_that_transformers_refuses_to_assist_are_decoded(name: str) -> None:
-    model: Any = random_model(small_config(CONFIG_MAPPING[name]), AutoModelForCausalLM)
+    (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", README)
+    assert set(re.split(r",\s+", listed)) == set(HYBRIDS)
+    model: Any = random_model(small_config(CONFIG_MAPPING[HYBRIDS[name]]), AutoModelForCausalLM)
     ids = torch.arange(5, 17)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

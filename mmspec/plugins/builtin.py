@@ -60,7 +60,7 @@ BUILTIN = {
         "train": "mmspec.cli.commands:train",
         "caption": "mmspec.vision.cli.caption:caption",
         "eval": "mmspec.eval.suite.command:evaluate",
-        "tune": "mmspec.eval.tuning.command:tune",
+        "tune": "mmspec.eval.suite.tune:tune",
         "serve": "mmspec.serving.command:serve",
         "demo": "mmspec.demos.command:demo",
         "export": "mmspec.cli.export:export",

@@ -8,15 +8,43 @@ extension. Samples are identified by ``id``, else ``question_id``, else the line
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError, explained
+from mmspec.eval.harness.prompts import Conversation
 from mmspec.extras import install
 from mmspec.files import read_rows
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One conversation of a task.
+
+    Attributes:
+        id: unique within its task.
+        conversation: questions and media.
+        category: groups samples in Spec-Bench's results.
+        references: accepted answers by turn, for at most as many turns as the conversation has.
+        metadata: anything else that the scorer needs.
+    """
+
+    id: str
+    conversation: Conversation
+    category: str = ""
+    references: tuple[tuple[str, ...], ...] = ()
+    metadata: Any = None
+
+
+Answered = tuple[Sample, Sequence[str]]
+"""A sample and the answers to its turns."""
+
+Scorer = Callable[[Sequence[Answered]], dict[str, float]]
+"""Scores by name over all answers, from 0 to 1 or as the benchmark defines them; the first one is the main score."""
+
 
 _IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
 _ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi")
@@ -166,3 +194,64 @@ def _load_table(datasets: Any, hub: HubDataset, config: str | None, streaming: b
         if isinstance(feature, datasets.Image):
             table = table.cast_column(name, datasets.Image(decode=False))
     return table
+
+
+def single_turn(
+    row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
+) -> Sample:
+    """A sample with one question about the row's image or video, if it has any."""
+    conversation = Conversation((question,), row.images("image"), row.videos("video"))
+    return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
+
+
+@dataclass(frozen=True)
+class EvalTask:
+    """A benchmark.
+
+    Attributes:
+        name: on the command line and in results.
+        description: one line for ``mmspec eval --list``.
+        visual: whether samples have images or videos, which a text model cannot take.
+        score: the scorer; None if only speed and equality are measured.
+        max_new_tokens: default limit of its answers.
+        read: converts a row to a sample, from local files and ``datasets`` alike.
+        hub: where ``datasets`` finds it; None if it is only read from local files.
+        rows: the samples of a task that the package contains.
+    """
+
+    name: str
+    description: str
+    visual: bool
+    score: Scorer | None
+    max_new_tokens: int
+    read: Callable[[DatasetRow], Sample] | None = None
+    hub: HubDataset | None = None
+    rows: Callable[[], Iterator[Sample]] | None = None
+
+    def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
+        """The first samples.
+
+        Args:
+            data: folder of local benchmark files; None reads through ``datasets``.
+            limit: maximum number; None is all.
+
+        Raises:
+            UserError: data is missing or has another layout.
+        """
+        if self.rows is not None:
+            return list(islice(self.rows(), limit))
+        assert self.read is not None
+        if data is not None:
+            rows = local_rows(self.name, data, limit)
+        elif self.hub is not None:
+            rows = hub_rows(self.name, self.hub, limit)
+        else:
+            raise UserError(f"{self.name} is read from local files only: expected --data FOLDER with {self.name}.jsonl")
+        read = [self.read(row) for row in islice(rows, limit)]
+        if not read:
+            raise UserError(f"{self.name}: expected at least one sample, received none")
+        if len({sample.id for sample in read}) < len(read):
+            read = [
+                Sample(f"{k}:{s.id}", s.conversation, s.category, s.references, s.metadata) for k, s in enumerate(read)
+            ]
+        return read

@@ -1,19 +1,21 @@
-"""Published benchmarks of images and videos (captions, short answers, choices, yes or no, open-ended) and of texts.
+"""Tasks of ``mmspec eval`` by name, and groups of them.
 
-The official scores of the open-ended ones come from large judge models. Here their score is the overlap with the
-reference, which shows whether methods differ, not how good a model is.
+The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. The others
+are published benchmarks of images and videos (captions, short answers, choices, yes or no, open-ended) and of texts,
+read from ``--data FOLDER`` or from the hub through ``datasets`` (``mmspec.eval.suite.data``). The official scores of
+the open-ended ones come from large judge models. Here their score is the overlap with the reference, which shows
+whether methods differ, not how good a model is.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from mmspec.eval.harness.prompts import Conversation
+from mmspec.errors import UserError
+from mmspec.eval.harness.prompts import Conversation, held_out
 from mmspec.eval.suite import scoring
-from mmspec.eval.suite.sample import Sample, Scorer
-from mmspec.eval.suite.tasks.rows import DatasetRow, HubDataset, lmms_lab
-from mmspec.eval.suite.tasks.task import EvalTask, single_turn
+from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, single_turn
 
 # The prompts are those of LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
 _CAPTION = "Provide a one-sentence caption for the provided image."
@@ -138,6 +140,17 @@ def _human_eval(row: DatasetRow) -> Sample:
     return Sample(row.id, Conversation((question,)), "coding")
 
 
+def _held_out(name: str, description: str, score: Scorer, max_new_tokens: int = 160, visual: bool = True) -> EvalTask:
+    """A task whose rows are in ``eval/heldout``, see ``mmspec.eval.harness.prompts``."""
+
+    def rows() -> Iterator[Sample]:
+        for row, conversation in held_out(name):
+            references = tuple(map(tuple, row.get("references", ())))
+            yield Sample(row["id"], conversation, row["category"], references, row.get("parts", row.get("options")))
+
+    return EvalTask(name, description, visual, score, max_new_tokens, rows=rows)
+
+
 _GQA = lmms_lab("GQA", "testdev", "testdev_balanced_instructions", ("testdev_balanced_images", "imageId"))
 _SCIENCEQA = "ScienceQA; image (or none), question, choices, answer (index), hint"
 _SCIENCEQA_HUB = lmms_lab("ScienceQA", "test", "ScienceQA-IMG")
@@ -153,7 +166,7 @@ _TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
 _HUMAN_EVAL = "HumanEval, speed only (its programs are not run); task_id, prompt"
 _MT_BENCH_HUB = HubDataset("HuggingFaceH4/mt_bench_prompts", "train")
-TASKS = (
+_BENCHMARKS = (
     _caption_task("coco", "COCO captions 2017", "answer", lmms_lab("COCO-Caption2017", "val")),
     _caption_task("flickr30k", "Flickr30k captions", "caption", lmms_lab("flickr30k", "test")),
     _caption_task("nocaps", "NoCaps", "annotations_captions", lmms_lab("NoCaps", "validation")),
@@ -180,3 +193,48 @@ TASKS = (
     EvalTask("spec-bench", f"Spec-Bench, speed only; {_TURNS}", False, None, 512, _turns),
     EvalTask("speed-bench", f"SPEED-Bench, speed only; {_TURNS}", False, None, 512, _turns),
 )
+
+
+_EMBEDDED = (
+    _held_out("scenes-captions", "drawn: captions of one image", scoring.mentioned),
+    _held_out("scenes-questions", "drawn: questions about an image", scoring.contained, 64),
+    _held_out("scenes-reading", "drawn: words and numbers on a sign", scoring.contained, 64),
+    _held_out("scenes-counting", "drawn: counting questions", scoring.contained, 64),
+    _held_out("scenes-charts", "drawn: bar charts, unknown to the embedded models", scoring.choice_accuracy, 64),
+    _held_out("scenes-turns", "drawn: a caption, then two questions", scoring.contained),
+    _held_out("scenes-images", "drawn: two or three images at once", scoring.mentioned),
+    _held_out("scenes-video", "drawn: captions of clips", scoring.mentioned),
+    _held_out("texts", "generated: sums, word problems, stories, programs", scoring.mentioned, 256, visual=False),
+)
+
+TASKS: dict[str, EvalTask] = {task.name: task for task in (*_EMBEDDED, *_BENCHMARKS)}
+
+GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _EMBEDDED)}
+"""Groups of tasks by name; a text model gets the text tasks of a group, a vision-language model the visual ones."""
+
+
+def select_tasks(names: str, visual: bool) -> list[EvalTask]:
+    """The tasks of a ``--tasks`` option: names and groups, separated by commas.
+
+    Args:
+        visual: whether the model takes images.
+
+    Raises:
+        UserError: an unknown name, none at all, or a visual task for a text model.
+    """
+    selected: dict[str, EvalTask] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name in GROUPS:
+            group = [TASKS[member] for member in GROUPS[name]]
+            selected |= {task.name: task for task in group if task.visual == visual}
+        elif name in TASKS:
+            selected[name] = TASKS[name]
+        else:
+            raise UserError(f"unknown task: expected some of {', '.join([*GROUPS, *TASKS])}, got {name!r}")
+    if not selected:
+        raise UserError(f"expected at least one task, received {names!r}")
+    if visual_tasks := [task.name for task in selected.values() if task.visual and not visual]:
+        raise UserError(
+            f"{visual_tasks[0]} has images or videos: expected a vision-language model, received a text model"
+        )
+    return list(selected.values())

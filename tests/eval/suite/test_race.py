@@ -9,8 +9,8 @@ import pytest
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch
-from mmspec.eval.tuning import race as racing
-from mmspec.eval.tuning.race import read_requests
+from mmspec.eval.suite import race as racing
+from mmspec.eval.suite.race import read_requests
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_llava, save_text_model
 
@@ -65,12 +65,7 @@ def test_the_fastest_is_first_and_slow_ones_drop_out(monkeypatch):
 def test_methods_that_differ_by_chance_stay(monkeypatch):
     clock = Clock(monkeypatch, {"a": lambda request: 1 + request % 3, "b": lambda request: 1 + (request + 1) % 3})
     assert [len(contender.ratios) for contender in race(clock, 21)] == [20, 20]
-
-
-def test_the_order_rotates(monkeypatch):
-    clock = Clock(monkeypatch, {"a": lambda request: 1 + request % 3, "b": lambda request: 1 + (request + 1) % 3})
-    race(clock, 10)
-    assert {names[0] for names, _, _ in clock.runs[1:]} == {PLAIN, "a", "b"}
+    assert {names[0] for names, _, _ in clock.runs[1:]} == {PLAIN, "a", "b"}  # the order rotates
 
 
 def test_the_time_limit_ends_it(monkeypatch):
@@ -79,50 +74,39 @@ def test_the_time_limit_ends_it(monkeypatch):
     assert 20 <= clock.now < 20 + 3
     assert len(found[0].ratios) == len(clock.runs) - 1
     assert len(race(Clock(monkeypatch, clock.speeds), 5, seconds=1e-9)[0].ratios) == 1
-
-
-def test_a_single_prompt_is_measured_without_a_warm_up(monkeypatch):
     clock = Clock(monkeypatch, {"a": lambda _: 2.0})
     assert race(clock, 1)[0].speed == pytest.approx(2.0)
-    assert len(clock.runs) == 1
+    assert len(clock.runs) == 1  # a single prompt is measured without a warm-up
 
 
 # ------------------------------------------------------------------ prompts
 
 
-def test_prompts_of_a_text_file(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffone\r\n\ntwo\u2028words\n".encode())
-    assert read_requests(path) == [{"prompt": "one"}, {"prompt": "two\u2028words"}]
-    path.write_bytes(b"one\n\ntwo\xff\n")
-    with pytest.raises(UserError, match=r"prompts\.txt, line 3: expected UTF-8"):
-        read_requests(path)
-
-
-def test_prompts_of_json_lines(tmp_path):
-    path = tmp_path / "prompts.jsonl"
+def test_prompts_of_a_file(tmp_path):
+    text, rows = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_bytes("\ufeffone\r\n\ntwo\u2028words\n".encode())
+    assert read_requests(text) == [{"prompt": "one"}, {"prompt": "two\u2028words"}]
     (tmp_path / "cat.png").touch()
-    rows = [{"prompt": "one", "images": "cat"}, {"turns": ["two\u2028", "three"]}]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    one, two = read_requests(path)
+    content = [{"prompt": "one", "images": "cat"}, {"turns": ["two\u2028", "three"]}]
+    rows.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content))
+    one, two = read_requests(rows)
     assert one == {"prompt": "one", "images": [str(tmp_path / "cat.png")], "videos": []}
     assert two == {"prompt": "two\u2028", "images": [], "videos": []}
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"),
+    ("name", "content", "rule"),
     [
-        ("\n", "expected at least one prompt, received none"),
-        ('{"question": 1}', "line 1: expected a field 'prompt', received question"),
-        ("[1]", "line 1: expected a JSON object, received '.1.'"),
-        ('{"prompt": "a", "images": "dog"}', "line 1: expected the file dog in .*, there is none"),
+        ("a.jsonl", b"\n", "expected at least one prompt, received none"),
+        ("a.jsonl", b'{"question": 1}', "line 1: expected a field 'prompt', received question"),
+        ("a.jsonl", b'{"prompt": "a", "images": "dog"}', "line 1: expected the file dog in .*, there is none"),
+        ("a.txt", b"one\n\ntwo\xff\n", r"a\.txt, line 3: expected UTF-8"),
     ],
 )
-def test_files_without_prompts(tmp_path, text, rule):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(text)
+def test_files_without_prompts(tmp_path, name, content, rule):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rule):
-        read_requests(path)
+        read_requests(tmp_path / name)
 
 
 # ------------------------------------------------------------------ the command

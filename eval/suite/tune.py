@@ -16,7 +16,7 @@ from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmspec.eval.tuning.race import Contender
+    from mmspec.eval.suite.race import Contender
     from mmspec.pipeline import Pipeline
 
 
@@ -57,7 +57,7 @@ def tune(
 
     from mmspec.cli.session import open_pipeline
     from mmspec.eval.harness.timing import DecodingOptions
-    from mmspec.eval.tuning.race import read_requests
+    from mmspec.eval.suite.race import read_requests
 
     model = argument or model
     requests = read_requests(prompts)
@@ -113,7 +113,7 @@ def _race(
     from time import perf_counter as clock
 
     from mmspec.engine.calibrate import cost_table
-    from mmspec.eval.tuning.race import race
+    from mmspec.eval.suite.race import race
     from mmspec.progress import show_progress, show_steps
 
     with show_steps(notes):

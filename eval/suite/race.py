@@ -15,9 +15,9 @@ from time import perf_counter as clock
 from typing import Any
 
 from mmspec.errors import UserError
-from mmspec.eval.harness.intervals import median_interval
+from mmspec.eval.harness.acceptance import median_interval
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, run_interleaved
-from mmspec.eval.suite.tasks.rows import rows_of
+from mmspec.eval.suite.data import rows_of
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
 
