@@ -4,8 +4,9 @@ Prefixes as in ``triton_scan``, whose loads and tile sizes these kernels share. 
 level: all nodes with as many ancestors within their tile are computed by one matmul. The updates of earlier tiles are
 kept in global memory. The commit walks the path node by node, with its part of the state in registers.
 
-KDA takes two kernels: the first walks from each node to the root, and computes products of keys and queries with decayed
-keys for all tiles of value channels at once. The second is Gated DeltaNet's with these products in place of its own.
+KDA takes two kernels: the first walks from each node to the root, and computes products of keys and queries with
+decayed keys for all tiles of value channels at once. The second is Gated DeltaNet's with these products in place of its
+own.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.

@@ -171,7 +171,7 @@ def operations():
     tokens = torch.arange(10).view(2, 5)
     found = {
         "tree_attention": ("attention", ops.tree_attention, (q, kv, kv + 1, lengths, mask)),
-        "compact_kv": ("compact", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
+        "compact_kv": ("verify", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
         "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
         "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
         "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
