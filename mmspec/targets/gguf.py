@@ -32,7 +32,7 @@ from mmspec.errors import UserError, explained
 from mmspec.extras import missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import FORMATS, StoredRows
-from mmspec.targets.replacing import replaced
+from mmspec.targets.layers import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
 _log = getLogger("mmspec.load")
