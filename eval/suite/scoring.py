@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from mmspec.eval.suite.sample import Answered
+from mmspec.eval.suite.data import Answered
 from mmspec.extras import missing
 
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

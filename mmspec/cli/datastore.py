@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import several, shown, whole
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, OUT_FOLDER
 from mmspec.errors import UserError
 from mmspec.files import read_lines, read_rows

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from mmspec.checks import shown
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, model_option
 from mmspec.cli.session import open_pipeline
 from mmspec.drafters.recycle import Recycle

@@ -108,7 +108,7 @@ class TorchThreads:
 
     def _apply(self, before: int) -> None:
         if self.count != before and not limit_torch(self.count, self._chosen.most):
-            self._chosen = ThreadCount(1)
+            self._adapts, self._chosen = False, ThreadCount(self._chosen.most)
 
 
 def _delays() -> dict[str, int] | None:

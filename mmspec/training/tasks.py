@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmspec.adaptation.heads import RecordedAnswer
+from mmspec.adaptation.adaptation import RecordedAnswer
 from mmspec.core.target import Feature, Target
 from mmspec.drafters.dflash import plain_embedding
 from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
@@ -137,7 +137,7 @@ class Optimisers:
 
 class OnlineLearner:
     """Trains a float32 copy of a drafter's network from sequences that were recorded while they were decoded, without
-    passes of the target; see ``mmspec.adaptation.heads.Learner``.
+    passes of the target; see ``mmspec.adaptation.adaptation.Learner``.
 
     Args:
         objective: loss of a batch of features.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import POSITIVE, SHARE, shown
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.errors import UserError
 from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text

@@ -26,7 +26,7 @@ from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from tests.compiling import compiled
+from tests.compiling import Launch, compiled
 from tests.fake_cuda import fake_cuda, on_fake_cuda
 
 
@@ -46,8 +46,11 @@ def _sound_kernel(x):
     tl.store(x, 7)
 
 
+X = {"x": torch.empty(4, dtype=torch.int32)}
+
+
 def compile_what_is_wrong(_):
-    compiled(_misshapen_kernel, 90, {"x": "*i32"}, {}, {}, ())
+    compiled(Launch(_misshapen_kernel, X, {}), 90)
 
 
 def compile_without_ptxas(monkeypatch):
@@ -55,7 +58,7 @@ def compile_without_ptxas(monkeypatch):
         raise PermissionError(f"{command[0]} may not run")
 
     monkeypatch.setattr("triton.backends.nvidia.compiler.subprocess.run", refused)
-    compiled(_sound_kernel, 90, {"x": "*i32"}, {}, {}, ())
+    compiled(Launch(_sound_kernel, X, {}), 90)
 
 
 def build_a_launcher_without_compiler(monkeypatch):
@@ -180,13 +183,13 @@ def operations():
         given = ssm.depth_index(inputs.tree.ancestors) if rule.levels else inputs.tree.ancestors
         home = f"mmspec.ssm.ops.triton_{rule.name}"
         found[f"tree_{rule.name}"] = home, getattr(ssm, f"tree_{rule.name}"), (*values, state, given)
-        commit = (*values[rule.committed], state, inputs.deepest)
+        commit = (*values[rule.committed], state, inputs.path)
         found[f"commit_{rule.name}"] = home, getattr(ssm, f"commit_{rule.name}"), commit
     window = ssm.conv_window(inputs.tree.parents, 4)
     conv = inputs.channels, inputs.conv_state
     home = "mmspec.ssm.ops.triton_conv"
     found["tree_conv"] = home, ssm.tree_conv, (*conv, inputs.weight, inputs.bias, window)
-    found["commit_conv"] = home, ssm.commit_conv, (*conv, inputs.deepest)
+    found["commit_conv"] = home, ssm.commit_conv, (*conv, inputs.path)
     return found
 
 

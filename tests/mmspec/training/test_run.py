@@ -27,7 +27,7 @@ pytest.importorskip("accelerate")
 
 import mmspec
 from mmspec.answer import Generation
-from mmspec.cli.train import train as commands
+from mmspec.cli.commands import train as commands
 from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
