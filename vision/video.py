@@ -21,8 +21,7 @@ from typing import Literal, get_args
 from PIL import Image
 
 from mmspec.checks import number, optional, whole
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.vision.images import image_format
 from mmspec.vision.media import MediaSource, resolve
 

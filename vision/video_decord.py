@@ -14,8 +14,7 @@ from types import ModuleType
 import numpy as np
 from PIL import Image
 
-from mmspec.errors import UserError, first_line
-from mmspec.extras import missing
+from mmspec.errors import UserError, first_line, missing
 from mmspec.vision.media import MediaSource
 from mmspec.vision.video_pyav import ChooseTimes, TimedFrames, average_rate, display_size, open_video
 
