@@ -13,7 +13,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmspec
 from mmspec.drafters.registry import PLAIN, drafter_specs
-from mmspec.errors import EXTRAS
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import WORDS, random_model, small_config
 
