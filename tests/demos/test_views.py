@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 from mmspec import plugins
-from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos import views
 from mmspec.demos.catalog import drafter_of, make_catalog
@@ -20,6 +19,7 @@ from mmspec.demos.endpoints import answer_result
 from mmspec.demos.racing import Race, StreamedAnswer, recording
 from mmspec.demos.views import claim_html, histogram, result_html, time_split, tokens_html
 from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.pipeline import Piece
 
 SVG = "{http://www.w3.org/2000/svg}"
 

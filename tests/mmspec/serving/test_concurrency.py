@@ -17,10 +17,9 @@ import httpx
 import psutil
 import pytest
 
-from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import mixed_requests
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, Served, data_uri, eventually, question, served, texts
