@@ -22,7 +22,7 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"checks", "extras", "files", "progress", "workers"},
+    {"checks", "files", "progress", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},

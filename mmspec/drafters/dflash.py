@@ -30,11 +30,10 @@ from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.growth import grow_levels, grow_slots
-from mmspec.drafters.hidden_state.drafter import PositionedDrafter
-from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
-from mmspec.drafters.hidden_state.layer import Attend, LayerParts, Norm, Rotation, rotate
-from mmspec.drafters.hidden_state.native import Native, NativeLayers
+from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, take
+from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate
 from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.native import Native, NativeLayers
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
@@ -448,12 +447,6 @@ class DFlash(PositionedDrafter):
             return None if causal else torch.ones(slots, dtype=torch.bool).expand(batch, 1, size, -1)
         reach = torch.ones(size, size, dtype=torch.bool)
         return allowed_slots(self.cache, (reach.tril() if causal else reach).expand(batch, -1, -1))
-
-
-def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
-    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
-    table = target.model.get_input_embeddings()
-    return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
 
 
 def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:

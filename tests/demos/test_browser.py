@@ -16,34 +16,6 @@ from tests.demos.browsing import PATIENCE, ask, choose
 pytestmark = pytest.mark.browser
 
 
-def test_places_in_the_queue(visit, monkeypatch):
-    """Five visitors race at once: each gets the race, and some see their place meanwhile."""
-    pages, race_at_once, all_asked = [visit() for _ in range(5)], service.race, Event()
-
-    def slow(*given):
-        assert all_asked.wait(PATIENCE / 1000)
-        yield from race_at_once(*given)
-
-    monkeypatch.setattr(service, "race", slow)
-    for page in pages:
-        page.evaluate(
-            """() => { window.seen = new Set(); const out = [...document.querySelectorAll('.mm-out')].find(one =>
-            one.offsetParent); new MutationObserver(() => { const at = out.querySelector('.mm-wait');
-            if (at) window.seen.add(at.textContent); }).observe(out, {childList: true, subtree: true,
-            characterData: true}); }"""
-        )
-        choose(page)
-        page.get_by_label("Prompt").locator("visible=true").fill("How many objects are there? Describe them.")
-    for page in pages:
-        page.locator(".mm-go:visible").click(no_wait_after=True)
-    pages[-1].locator(".mm-out:visible .mm-wait").wait_for()
-    all_asked.set()
-    for page in pages:
-        page.locator(".mm-out:visible h2", has_text="equal tokens").wait_for()
-    seen = [text for page in pages for text in page.evaluate("[...window.seen]")]
-    assert any(re.fullmatch(r"Waiting: \d requests? ahead of yours…", text) for text in seen), seen
-
-
 def test_follow_up_question(visit):
     page = visit()
     choose(page)

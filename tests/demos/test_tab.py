@@ -166,6 +166,13 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
     assert [button.interactive for button in outputs[3:]] == [True, True, False, True]
 
 
+def test_place_in_the_queue_is_shown(ask, service, monkeypatch):
+    monkeypatch.setattr(service, "race", lambda *_: (Race([], ahead=ahead) for ahead in (2, 1)))
+    states = list(ask.tabs["text"].race(Conversation(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
+    assert ["2 requests ahead" in states[1][1], "1 request ahead" in states[2][1]] == [True, True]
+    assert "Stopped before the first token" in states[-1][1]
+
+
 def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
     for kind, tab in ask.tabs.items():
         conversation, html, *_ = list(tab.opening(Conversation(), SimpleNamespace(query_params={})))[-1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.hidden_state.layer import LayerParts, Rotation, TokenLinear
+from mmspec.drafters.layer import LayerParts, Rotation, TokenLinear
 from mmspec.drafters.shape import LayerShape
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
