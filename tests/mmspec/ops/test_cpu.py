@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.formats import FORMATS, StoredRows
@@ -257,3 +258,21 @@ def test_impossible_tokens_are_not_sampled():
     scores[0, [0, 700, 1999]] = torch.tensor([-1000.0, 3.0, 3.0])  # exp(-1003) is 0 in float32
     drawn = [int(cpu.quantile(scores, torch.tensor([uniform]))) for uniform in (0.0, 0.4, 0.6, 1 - 2**-24)]
     assert drawn == [700, 700, 1999, 1999]
+
+
+@pytest.mark.parametrize("system", ["linux", "other"])
+def test_large_caches_of_huge_pages_grow(system, monkeypatch):
+    if system == "other":
+        monkeypatch.delattr("mmspec.ops.cpu.mmap.MADV_HUGEPAGE", raising=False)
+    cache = TreeCache(2, reserve=3000)  # 12 MB, then more
+    states = torch.randn(1, 4, 2999, 128)
+    for layer in (0, 1):
+        cache.update(states, -states, layer)
+    cache.commit_prompt(2999, None, 1)
+    more = torch.randn(1, 4, 9, 128)
+    for layer in (0, 1):
+        keys, values = cache.update(more, -more, layer)
+        assert torch.equal(keys, torch.cat([states, more], dim=2))
+        assert torch.equal(values, -keys)
+    large = hasattr(cpu.mmap, "MADV_HUGEPAGE")
+    assert not large or cache.kv.tensors[0].data_ptr() % cpu.PAGE == 0
