@@ -17,8 +17,7 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
-from mmspec.serving.limits import Limits
-from mmspec.serving.settings import Settings
+from mmspec.serving.limits import Limits, ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.device import Replayed, record_captures
 from tests.mmspec.ops.test_graphs import drafter_for
@@ -239,7 +238,7 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     mmspec.load("tiny-llava", drafter=None, warm_up=3)
     mmspec.load("tiny-llava", drafter=None, max_num_seqs=5, warm_up=0).warm_up(tokens=9, num_draft_tokens=[4])
     loading = {"model": "tiny-llava", "drafter": None, "device": "cpu", "dtype": "auto", "generation_config": "auto"}
-    Settings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
+    ServerSettings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
     every = (None,)
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):

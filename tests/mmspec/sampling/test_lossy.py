@@ -111,7 +111,6 @@ def test_lossless_requests_beside_a_lossy_one_are_plain_decodings(pipe: Pipeline
         assert answer.stats.lossless
 
 
-@pytest.mark.filterwarnings("ignore:.*path by path")  # said once per process
 def test_grammars_and_processors_hold(pipe: Pipeline) -> None:
     pattern = "[a-m]{20,30}"
     answer = pipe.generate(PROMPTS[0], regex=pattern, lossy=9.0, nodes=8)
