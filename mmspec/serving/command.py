@@ -8,17 +8,20 @@ from typing import Any
 
 import click
 
-from mmspec.cli.help import Command
-from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
+from mmspec.cli.commands import Command
 from mmspec.cli.options import (
+    API_KEY,
     LOADING,
     adapt_of,
     adapt_options,
+    check_api_key,
     derived,
     device_map_option,
     drafter_option,
     generation_config_option,
+    listen_options,
     model_options,
+    steps_shown,
     trust_option,
 )
 from mmspec.errors import UserError

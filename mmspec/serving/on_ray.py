@@ -12,8 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import Metric
 
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.serving.limits import ServerSettings
 from mmspec.serving.metrics import ReplicaMetrics
 

@@ -15,10 +15,10 @@ from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos import views
 from mmspec.demos.catalog import drafter_of, make_catalog
-from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.chat_request import ChatRequest, Token
 from mmspec.demos.endpoints import answer_result
-from mmspec.demos.racing import Race, StreamedAnswer, Token, recording
-from mmspec.demos.views import claim_html, histogram, result_html, stopped_html, time_split, tokens_html
+from mmspec.demos.racing import Race, StreamedAnswer, recording
+from mmspec.demos.views import claim_html, histogram, result_html, time_split, tokens_html
 from mmspec.engine.stats import Stats, TreeRecord
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -105,28 +105,20 @@ def test_answer_in_a_conversation():
     assert html.index("Who?") < html.index("<i>me</i>") < html.index("&lt;script&gt;")
     assert "<script>" not in html
     assert "6 tokens in 3 passes" in html
+    assert "mm-limits" not in html
     assert result_html([], note="<oops>").count("&lt;oops&gt;") == 2  # shown, and announced
     assert "2 requests ahead" in result_html([], "Who?", Race([]), ahead=2)
-
-
-def test_note_on_limits_in_html():
+    assert "stopped</span>" in result_html([], "And?", Race([finished()]), stopped=True)
     line = '<p class="mm-limits">shapes &amp; texts only</p>'
     assert result_html([], "And?", Race([finished()]), limits="shapes & texts only").count(line) == 1
-    assert "mm-limits" not in result_html([], "And?", Race([finished()]))
 
 
 def test_legend_names_only_the_colours_that_there_are():
     assert "mm-legend" not in result_html([], "And?", Race([finished("none")]))
-    answer = StreamedAnswer("tiny", "msd")
-    answer.append(Piece("ABCD", [65, 66, 67, 68], trees=STEPS[:1]), text)
+    answer = finished()
     answer.tokens = [token for token in answer.tokens if token.origin != "bonus"]
     legend = re.search('<p class="mm-legend">.*?</p>', result_html([], "And?", Race([answer])))[0]
     assert ("drafted and accepted" in legend, "bonus" in legend) == (True, False)
-
-
-def test_stopped_answer_has_a_mark():
-    assert "stopped</span>" in result_html([], "And?", Race([finished()]), stopped=True)
-    assert stopped_html("A") == 'A <span class="mm-mark">stopped</span>'
 
 
 def test_answer_result():

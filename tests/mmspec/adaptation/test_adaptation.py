@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.adaptation import heads
-from mmspec.adaptation.adaptation import Adaptation
-from mmspec.adaptation.heads import Ended, RecordedDrafter
+from mmspec.adaptation import adaptation
+from mmspec.adaptation.adaptation import Adaptation, Ended, RecordedDrafter, Store
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
@@ -21,9 +20,8 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
 from mmspec.sampling import defaults
-from mmspec.training import online
+from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
-from mmspec.training.tasks import drafter_optimisers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
@@ -37,7 +35,7 @@ def _at_once(monkeypatch):
     """Idle work begins at once, and weights are replaced after few requests."""
     monkeypatch.setattr(engines, "IDLE_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(engines, "IDLE_TIME_SHARE", 1.0)
-    monkeypatch.setattr(heads, "REQUESTS", REQUESTS)
+    monkeypatch.setattr(adaptation, "REQUESTS", REQUESTS)
 
 
 def pipeline(name, drafter, adapt=None):
@@ -150,7 +148,7 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
     for answer in answers:
         learner.learn(answer)  # the fifth begins another batch
     assert all(parameter.grad is None for parameter in pipe.model.parameters())
-    optimisers = drafter_optimisers(network, "muon", online._RATE)
+    optimisers = tasks.Optimisers(network, "muon", tasks._ONLINE_RATE)
     generator, losses = torch.Generator().manual_seed(0), []
     for answer in answers[:4]:
         generated = torch.arange(len(answer.tokens)) >= answer.prompt
@@ -190,44 +188,22 @@ def train(pipe):
             parameter += 0.01
 
 
+def learned(pipe):
+    return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
+
+
 def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_path):
+    """Learning goes on from those that have returned; later weights are compared with the weights in force."""
     pipe = adapting(folder=tmp_path)
     head, first = pipe.adaptation.heads[0], weights(pipe)
     train(pipe)
     ended(pipe, 2.0)
-    second = weights(pipe)
-    assert not same(first, second)
+    assert not same(first, weights(pipe))
     assert not list(tmp_path.glob("*/*"))  # not proven yet
     train(pipe)
     ended(pipe, 1.5)
     assert (head.replacements, head.rollbacks) == (1, 1)
     assert same(weights(pipe), first)
-    assert not list(tmp_path.glob("*/*"))
-    train(pipe)
-    ended(pipe, 2.0)
-    third = weights(pipe)
-    train(pipe)
-    ended(pipe, 2.1)
-    assert (head.replacements, head.rollbacks) == (3, 1)
-    (kept,) = tmp_path.glob("medusa/*")
-    again = adapting(folder=tmp_path)
-    assert same(weights(again), third)
-    assert kept.name == "00000000"
-
-
-def learned(pipe):
-    return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
-
-
-def test_learning_goes_on_from_the_weights_that_have_returned():
-    """Not from those that were worse, and what was learned since is compared with the weights in force."""
-    pipe = adapting()
-    head, first = pipe.adaptation.heads[0], weights(pipe)
-    train(pipe)
-    ended(pipe, 2.0)
-    train(pipe)
-    ended(pipe, 1.5)
-    assert head.rollbacks == 1
     assert same(learned(pipe), first)
     assert same(list(head.drafter.fresh.network.parameters()), first)
     train(pipe)
@@ -240,10 +216,14 @@ def test_learning_goes_on_from_the_weights_that_have_returned():
     assert head.rollbacks == 2
     assert same(weights(pipe), first)
     assert same(learned(pipe), first)
+    assert not list(tmp_path.glob("*/*"))
     for length in (2.0, 2.1):
         before = weights(pipe)
         train(pipe)
         ended(pipe, length)
+    (kept,) = tmp_path.glob("medusa/*")
+    assert kept.name == "00000000"
+    assert same(weights(adapting(folder=tmp_path)), before)
     train(pipe)
     ended(pipe, 1.5)  # back by one replacement
     assert head.rollbacks == 3
@@ -363,7 +343,26 @@ def test_states_to_learn_from_are_bounded(monkeypatch):
         tokens(pipe, text_inputs(length=6, seed=seed))
     finish(pipe)
     assert len(head._buffer) >= 4
-    monkeypatch.setattr(heads, "_BUFFER", 1)
+    monkeypatch.setattr(adaptation, "_BUFFER", 1)
     tokens(pipe, text_inputs(length=6, seed=5))
     finish(pipe)
     assert len(head._buffer) == 1
+
+
+def test_a_generation_replaces_the_one_before_or_leaves_it(tmp_path):
+    store = Store(tmp_path / "a" / "store")
+    assert store.newest() is None
+    store.write(lambda folder: (folder / "x").write_text("first") and None)
+    first = store.newest()
+
+    def fail(folder):
+        (folder / "x").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write(fail)
+    assert (store.newest(), (first / "x").read_text()) == (first, "first")
+    store.write(lambda folder: (folder / "x").write_text("second") and None)
+    (newest,) = store.folder.iterdir()
+    assert newest == store.newest() != first
+    assert (newest / "x").read_text() == "second"

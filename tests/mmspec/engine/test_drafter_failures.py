@@ -101,6 +101,10 @@ def test_output_goes_on_without_a_failed_drafter(method, call, batch, caplog):
     assert record is None or record.getMessage().endswith("Recycle: RuntimeError: the drafter's own")
     longest = max(ended, key=lambda row: len(row.token_ids))
     assert longest.stats.drafter_error == ("Recycle: RuntimeError: the drafter's own" if failed else "")
+    if failed:  # and is tried again
+        (row,) = decoded(engine, [prompt_of(rows[:1])], [12])
+        assert row.stats.drafter_error == ""
+        assert row.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
@@ -154,6 +158,14 @@ TREES = {
 }
 
 
+RECEIVED = {
+    "nothing": "expected a TokenTree, received NoneType",
+    "another type": "expected a TokenTree, received list",
+    "a row too many": "of torch.int64 on cpu",
+    "floats": "of torch.float32 on cpu",
+}
+
+
 @pytest.mark.parametrize("what", TREES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_trees_that_are_none_are_not_verified(what, batch):
@@ -165,6 +177,7 @@ def test_trees_that_are_none_are_not_verified(what, batch):
     for row, prompt in zip(ended, ROWS, strict=False):
         assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
         assert row.stats.drafter_error.startswith("Wrong: ")
+        assert row.stats.drafter_error.endswith(RECEIVED.get(what, ""))
 
 
 def test_another_root_does_not_change_the_output():
