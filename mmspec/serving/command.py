@@ -26,7 +26,8 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
-from mmspec.serving.limits import Limits, ServerSettings, host_names, is_loopback, server_url
+from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
+from mmspec.serving.settings import ServerSettings
 
 _log = logging.getLogger("mmspec.serve")
 

@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from prometheus_client import Metric
 
 from mmspec.errors import UserError, missing
-from mmspec.serving.limits import ServerSettings
 from mmspec.serving.metrics import ReplicaMetrics
+from mmspec.serving.settings import ServerSettings
 
 _NAME = "mmspec"
 _ROUTER = "mmspec.serving.ray_router.SessionRouter"

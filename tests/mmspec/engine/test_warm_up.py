@@ -17,7 +17,8 @@ from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
-from mmspec.serving.limits import Limits, ServerSettings
+from mmspec.serving.limits import Limits
+from mmspec.serving.settings import ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.device import Replayed, record_captures
 from tests.mmspec.ops.test_graphs import drafter_for

@@ -25,7 +25,7 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.vision.embedded import samples
-from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
+from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, llguidance_tokenizer, masking, source
 from tests.tiny import byte_model, byte_tokenizer
 
 IMAGE = samples() / "scene.png"
@@ -304,3 +304,69 @@ def test_an_aligned_output_that_is_too_short_is_rejected():
     options = {"max_new_tokens": 20, "regex": "a|bc", "temperature": 5.0, "seed": 1, "grammar_aligned": True}
     answer = pipe.generate("Say it: ", min_new_tokens=2, **options)
     assert answer.text == "bc"
+
+
+# ---------------------------------------------------------------------- after a trigger
+
+PICTURE = "What is in a picture?"
+LETTERS, DIGITS = r"[ a-z]{0,2}[ o-z]{4,16}\.", r"[0-9]{3,6}"
+TRIGGERED = {"temperature": 1.2, "seed": 3}
+
+
+@cache
+def known():
+    pipe = plain("tiny-llava")
+    return llguidance_tokenizer(pipe.processor.tokenizer, pipe.target.eos_token_ids[0])
+
+
+def allowed(said, trigger, pattern):
+    """What may come after some tokens; None where the output is free."""
+    text, wanted = known().decode_bytes(said), trigger.removeprefix("^").encode()
+    at = text.find(wanted)
+    if at < 0 or (trigger.startswith("^") and at):
+        return None
+    begun = next(n for n in range(len(said) + 1) if len(known().decode_bytes(said[:n])) >= at + len(wanted))
+    first = known().decode_bytes(said[:begun])[at + len(wanted) :]
+    rest, pipe = [*known().tokenize_bytes(first), *said[begun:]], plain("tiny-llava")
+    return allowed_tokens(pipe.processor.tokenizer, pipe.target.eos_token_ids, source("regex", pattern), rest)
+
+
+def after_a_trigger(trigger, pattern, sampled):
+    """Plain decoding: the text is looked for in the whole output each time."""
+    pipe = plain("tiny-llava")
+    ids = pipe.encode([{"prompt": PICTURE}]).input_ids
+    chain = [masking(lambda said, vocab: allowed(said, trigger, pattern), ids.shape[1])]
+    chain += [hf.TemperatureLogitsWarper(TRIGGERED["temperature"])] if sampled else []
+    seed = TRIGGERED["seed"] if sampled else None
+    return decode_plainly(pipe.model, {"input_ids": ids}, chain, NEW, seed, pipe.target.eos_token_ids)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["oracle", "flash+ngram"])
+def test_grammars_begin_after_their_triggers(drafter, sampled):
+    """Triggers of all ends within and between tokens, in one batch; with digits, tokens that go on are free."""
+    options = TRIGGERED if sampled else {}
+    free = plain("tiny-llava").generate(PICTURE, max_new_tokens=NEW, **options)
+    text = plain("tiny-llava").processor.tokenizer.decode(free.token_ids)
+    cases = [(text[4 : 7 + end], LETTERS) for end in range(4)] + [(text[3:9], DIGITS), ("^" + text[:5], LETTERS)]
+    cases += [("^" + text[1:5], DIGITS), ("never said", DIGITS)]
+    expected = [after_a_trigger(trigger, pattern, sampled) for trigger, pattern in cases]
+    assert len(set(map(tuple, expected))) >= 3
+    pipe = pipeline("tiny-llava", Oracle(expected, vocab=250, spoil=0.3) if drafter == "oracle" else drafter)
+    params = [
+        SamplingParams(regex=pattern, grammar_trigger=trigger, max_new_tokens=NEW, **options)
+        for trigger, pattern in cases
+    ]
+    answers = pipe.generate_batch([{"prompt": PICTURE, "params": one} for one in params], nodes=8)
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.stats.num_draft_tokens for answer in answers) > 0
+
+
+def test_a_special_token_is_a_trigger_by_its_id_and_shown():
+    pipe = pipeline("tiny-llava", "ngram")
+    name, token = pipe.processor.tokenizer.pad_token, pipe.processor.tokenizer.pad_token_id
+    options = {"regex": DIGITS, "grammar_trigger": name, "logit_bias": {token: 100}}
+    answer = pipe.generate(PICTURE, nodes=4, max_new_tokens=NEW, **options)
+    assert answer.token_ids[0] == token
+    assert answer.text.startswith(name)
+    assert answer.text.removeprefix(name).isdigit()

@@ -8,7 +8,8 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.serving import command
-from mmspec.serving.limits import Limits, ServerSettings
+from mmspec.serving.limits import Limits
+from mmspec.serving.settings import ServerSettings
 from tests.model_folders import save_text_model
 from tests.served import served
 

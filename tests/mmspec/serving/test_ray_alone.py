@@ -18,8 +18,9 @@ from prometheus_client.exposition import generate_latest
 
 from mmspec.errors import UserError
 from mmspec.serving import on_ray
-from mmspec.serving.limits import SPARE_REQUESTS, Limits, ServerSettings
+from mmspec.serving.limits import SPARE_REQUESTS, Limits
 from mmspec.serving.middleware import LostReplica
+from mmspec.serving.settings import ServerSettings
 
 
 def test_the_paths_that_ray_imports_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
-from mmspec.serving.limits import Limits, ServerSettings
+from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
+from mmspec.serving.settings import ServerSettings
 from tests.serve_process import KEY, answers, gone, long_stream, process
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
