@@ -1,6 +1,6 @@
 """Benchmarks. ``eval/NAME.py`` is a command, ``python -m mmspec.eval NAME``; the sub-packages are their libraries.
 
-- ``harness``: interleaved timing, other engines, acceptance statistics and intervals, held-out prompts, tables and results
+- ``harness``: interleaved timing, other engines, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports, and ``mmspec tune``
 - ``decoding``: random drafts, every model class built small
 - ``kernels``: kernels and models of the GPU benchmark

@@ -36,7 +36,7 @@ THREADS = "AnyIO worker thread"
 
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
-    "mmspec.vision.decode_worker": "of a server's decoder: they end with it, or with this process",
+    "mmspec.vision.decoding": "of a server's decoder: they end with it, or with this process",
     "mmspec.sampling.trial": "of a server's trial of grammars: likewise",
     "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
 }
@@ -161,9 +161,9 @@ def held_rows() -> Iterator[str]:
     from mmspec.engine.speculation import Speculation
     from mmspec.targets.transformers_target import TransformersTarget
 
-    objects = gc.get_objects()
-    engines = [one for one in objects if issubclass(type(one), Engine)]
-    speculations = [one for one in objects if issubclass(type(one), Speculation)]
+    found = _instances(Engine, Speculation)
+    engines = [one for one in found if issubclass(type(one), Engine)]
+    speculations = [one for one in found if issubclass(type(one), Speculation)]
     idle = [one for one in engines if not one.core.queued and all(sequence.done for sequence in one.core.running)]
     for engine in idle:
         if engine.core.running or engine.core._prefilled:
@@ -179,6 +179,14 @@ def held_rows() -> Iterator[str]:
         rows = part.runner.rows if isinstance(part, TransformersTarget) else getattr(part, "rows", 0)
         if isinstance(part, TransformersTarget | CapturedDrafter) and rows:
             yield f"{type(part).__name__} has {rows} rows after all requests have ended"
+
+
+def _instances(*kinds: type) -> list[Any]:
+    """Instances refer to their class, or one derived from it, which is found faster than all objects."""
+    derived = list(kinds)
+    for kind in derived:
+        derived += kind.__subclasses__()
+    return [one for one in gc.get_referrers(*derived) if type(one) in derived]
 
 
 class Leftovers:

@@ -1,9 +1,8 @@
-"""The README, the table of drafters and that of extras agree with the package."""
+"""The README and the table of drafters agree with the package."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmspec
 from mmspec.drafters.registry import PLAIN, drafter_specs
-from mmspec.errors import EXTRAS
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import WORDS, random_model, small_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FOR_DEVELOPERS = {"browser", "dev", "docs", "test"}
 HYBRIDS = {
     "Qwen3.5": "qwen3_5_text",
     "Qwen3-Next": "qwen3_next",
@@ -29,17 +26,6 @@ HYBRIDS = {
     "Falcon-H1": "falcon_h1",
     "Bamba": "bamba",
 }
-
-
-def test_extras_are_those_of_the_package_and_their_modules_those_that_they_install() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (listed,) = re.findall(r"\(extras: ([^)]+)\)", README)
-    assert set(re.findall(r"`([\w-]+)`", listed)) == extras.keys() - FOR_DEVELOPERS == EXTRAS.keys()
-    installed = {name: {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras[name]} for name in EXTRAS}
-    installed["serve"] |= {"pydantic", "starlette"}  # with fastapi
-    for extra, modules in EXTRAS.items():
-        elsewhere = {module for other in EXTRAS.keys() - {extra} for module in EXTRAS[other]}
-        assert set(modules) == installed[extra] - elsewhere
 
 
 def test_drafters_are_those_of_the_registry() -> None:

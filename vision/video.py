@@ -124,7 +124,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     if kind is None:
         raise media.refusal("an image or a video")
     if kind == "video" and _has_pyav():
-        from mmspec.vision.video_container import open_video
+        from mmspec.vision.video_pyav import open_video
 
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")

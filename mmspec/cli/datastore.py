@@ -33,7 +33,7 @@ def build(files: Sequence[Path], model: str, out: Path) -> None:
     """
     from rich.console import Console
 
-    from mmspec.drafters.datastore.build import build_store
+    from mmspec.drafters.datastore import build_store
     from mmspec.loading import load_config, load_processor
     from mmspec.progress import show_steps
 

@@ -31,7 +31,7 @@ from transformers.utils import logging
 from mmspec.errors import UserError, explained, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import FORMATS, StoredRows
-from mmspec.targets.replacing import replaced
+from mmspec.targets.layers import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
 _log = getLogger("mmspec.load")

@@ -13,14 +13,14 @@ from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from tests.tiny.configs import VISION_CONFIGS
 from tests.tiny.models import eagle_network, text_inputs, vision_inputs
 
 # ---------------------------------------------------------------------- drafting
 
 
-@pytest.mark.parametrize("name", sorted(VISION_CONFIGS))
-def test_trees_follow_the_network_on_every_family(name):
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_trees_follow_the_network(name):
+    """Every family is tested with FLASH, whose entries are these where nothing is compressed."""
     model = shared_model(name)
     check(model, vision_inputs(name, 3), MSD(network_for(model), top_k=3, depth=3), new=8)
 
@@ -68,7 +68,7 @@ def overfit(model, inputs):
     network = eagle_network(model)
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
     answer = len(said) - 2
-    for _ in range(150):
+    for _ in range(100):
         fed, losses = hidden, []
         for _ in range(2):  # true states, then its own guesses of them, as a tree feeds it
             outputs = plain_layer(network.requires_grad_(True), network.fc(torch.cat([embeds[1:], fed[:-1]], dim=-1)))
@@ -113,22 +113,9 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
     assert (tree.nodes, tree.max_depth) == (10, 2)
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
+def test_wrong_targets_are_named():
     model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    drafter = MSD(network_for(model))
-    drafter.save(tmp_path, target)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"mlp": 64', '"mlp": 32'))
-    with pytest.raises(UserError, match=r"expected down.weight \(48, 32\), received \(48, 64\)"):
-        make_drafter(str(tmp_path))
-    (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
-    with pytest.raises(UserError, match=r"config\.json: expected top_k, received none"):
-        make_drafter(str(tmp_path))
     with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
-        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(target)
+        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(plugins.target_class(model.config)(model))
     with pytest.raises(UserError, match="msd needs a checkpoint"):
         make_drafter("msd")

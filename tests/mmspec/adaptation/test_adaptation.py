@@ -20,9 +20,8 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
 from mmspec.sampling import defaults
-from mmspec.training import online
+from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
-from mmspec.training.tasks import drafter_optimisers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
@@ -149,7 +148,7 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
     for answer in answers:
         learner.learn(answer)  # the fifth begins another batch
     assert all(parameter.grad is None for parameter in pipe.model.parameters())
-    optimisers = drafter_optimisers(network, "muon", online._RATE)
+    optimisers = tasks.Optimisers(network, "muon", tasks._ONLINE_RATE)
     generator, losses = torch.Generator().manual_seed(0), []
     for answer in answers[:4]:
         generated = torch.arange(len(answer.tokens)) >= answer.prompt

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 import mmspec
 from mmspec.cli import datastore as commands
 from mmspec.cli.datastore import datastore
-from mmspec.drafters.datastore.drafter import Datastore
+from mmspec.drafters.datastore import Datastore
 from tests.model_folders import save_text_model
 
 

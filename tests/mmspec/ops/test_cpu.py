@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mmspec import ops
-from mmspec.ops import compiler, cpu, cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear
 from mmspec.quantisation.linear import GROUP
 from tests.compiled import needs_kernels
@@ -106,9 +102,14 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
 
 @needs_kernels
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1), (50, 1)])
-@pytest.mark.parametrize("head_dim", cpu.HEAD_DIMS)
-@pytest.mark.parametrize("slots", [5, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "slots"),
+    [
+        *((9, 3, head_dim, 200) for head_dim in cpu.HEAD_DIMS),
+        *((heads, kv_heads, 64, 200) for heads, kv_heads in ((4, 4), (8, 1), (50, 1))),
+        *((9, 3, 64, slots) for slots in (5, 63, 64, 65)),
+    ],
+)
 def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
     """Softmax weights are rounded to 8 bits; their errors average out. Equal weights show each element's place."""
     query, key, value, mask = slots_of(2, 5, slots, heads, kv_heads, head_dim)
@@ -120,19 +121,6 @@ def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
         equal = cpu.attention(0 * query, key, value, given, 1.0)
         mean = softmax_attention(0 * query, key, value, same, 1.0)
         torch.testing.assert_close(equal, mean, atol=2e-6, rtol=1e-5)
-
-
-@needs_kernels
-@pytest.mark.parametrize("head_dim", [48, 64])
-@pytest.mark.parametrize("slots", [40, 150, 300])
-def test_attention_does_not_depend_on_the_layout_of_the_slots(slots, head_dim):
-    """Ancestors scattered among other branches, in order, give the bits that they give side by side."""
-    query, key, value, mask = slots_of(1, 1, slots, 6, 2, head_dim)
-    allowed = mask[0, 0, 0].nonzero()[:, 0]
-    alone = cpu.attention(query, key[:, :, allowed].contiguous(), value[:, :, allowed].contiguous(), None, 0.125)
-    for count in THREADS:
-        torch.set_num_threads(count)
-        assert torch.equal(cpu.attention(query, key, value, mask, 0.125), alone)
 
 
 def tree_masks(prefix: int, nodes: int) -> dict[str, Tensor]:
@@ -152,9 +140,10 @@ def tree_masks(prefix: int, nodes: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["chain", "star", "late", "short", "window"])
 @pytest.mark.parametrize("prefix", [3, 64, 127, 128, 200])
 def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind):
-    """In trees and prompts of any number of nodes, some more than share what is read."""
+    """In trees and prompts of any number of nodes, some more than share what is read, and whatever lies between their
+    slots."""
     query, key, value, _ = slots_of(1, 70, prefix + 70, 6, 2, 64)
-    for nodes in (1, 2, 8, 17, 70):
+    for nodes in (1, 8, 17, 70):
         mask = tree_masks(prefix, nodes)[kind]
         slots = prefix + nodes
         for count in THREADS:
@@ -168,7 +157,7 @@ def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind):
 
 
 @needs_kernels
-def test_nodes_without_slots_read_nothing():
+def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_skip():
     query, key, value, mask = slots_of(1, 6, 140, 2, 1, 32)
     mask[:, :, 2] = False
     key[:, :, 3], value[:, :, 3], mask[..., 3] = torch.nan, torch.nan, False
@@ -178,43 +167,12 @@ def test_nodes_without_slots_read_nothing():
 
 
 @needs_kernels
-def test_nothing_is_read_of_later_nodes():
-    query, key, value, _ = slots_of(1, 2, 70, 2, 1, 32)
-    value[:, :, :-1], value[:, :, -1] = 0, 1e30
-    found = cpu.attention(query, key, value, None, 1.0)
-    assert (found[0, 0] == 0).all()
-    assert (found[0, 1] > 0).all()
-
-
-@needs_kernels
 def test_large_scores_do_not_overflow():
     query, key, value, _ = slots_of(1, 2, 140, 2, 1, 32)
     found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
     causal = torch.ones(1, 1, 2, 140).tril(138).bool()
     expected = softmax_attention(1000 * query, 1000 * key, value, causal, 1.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=4e-3)
-
-
-@pytest.mark.long
-@needs_kernels
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_a_build_without_vector_instructions_gives_the_same_products(kind, tmp_path):
-    """What other processors run. bfloat16 sums in another order."""
-    file = tmp_path / "portable.so"
-    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-DMMSPEC_PORTABLE"]
-    subprocess.run(
-        [compiler.find_compiler(), *flags, "-o", str(file), str(cpu_library.SOURCE)], check=True, capture_output=True
-    )
-    library = ctypes.CDLL(str(file))
-    layer, _ = layer_of(kind, 50, 72)
-    x = torch.randn(9, 72)
-    found = torch.empty(9, 50)
-    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, found)]
-    library.linear(ctypes.byref(layer.native), pointers[0], ctypes.c_int64(9), pointers[1], 1)
-    if kind == "bfloat16":
-        torch.testing.assert_close(found, layer(x), atol=1e-5, rtol=1e-4)
-    else:
-        assert torch.equal(found, layer(x))
 
 
 def test_reference_kernels_can_be_chosen(monkeypatch):
@@ -273,12 +231,3 @@ def test_impossible_tokens_are_not_sampled():
     scores[0, [0, 700, 1999]] = torch.tensor([-1000.0, 3.0, 3.0])  # exp(-1003) is 0 in float32
     drawn = [int(cpu.quantile(scores, torch.tensor([uniform]))) for uniform in (0.0, 0.4, 0.6, 1 - 2**-24)]
     assert drawn == [700, 700, 1999, 1999]
-
-
-@needs_kernels
-def test_ops_rank_by_kernel_what_torch_ranks_alike(monkeypatch):
-    x = (torch.randn(2, 3, 300) * 3).round()
-    found = ops.greedy(x), *ops.top_log_probs(x, 1)
-    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
-    assert torch.equal(found[0], ops.greedy(x))
-    torch.testing.assert_close(found[2], ops.top_log_probs(x, 1)[1])

