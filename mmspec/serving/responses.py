@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 
-from mmspec.answer import Piece
 from mmspec.checks import Rule
+from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat

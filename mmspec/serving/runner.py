@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
 
-from mmspec.answer import Piece
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText

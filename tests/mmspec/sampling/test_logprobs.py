@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.answer import Generation
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.logprobs import MOST_LOGPROBS, token_logprobs
 from mmspec.vision.embedded import samples
 

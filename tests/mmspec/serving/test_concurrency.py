@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.prompts import mixed_requests
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Piece, Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from tests.served import (
