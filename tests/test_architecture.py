@@ -29,7 +29,7 @@ LAYERS = [
     {"targets"},
     {"drafters"},
     {"engine"},
-    {"adaptation", "answer"},
+    {"adaptation"},
     {"pipeline"},
     {"compare", "hook", "loading"},
     {"mmspec"},

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 pytest.importorskip("accelerate")
 
 import mmspec
-from mmspec.answer import Generation
 from mmspec.cli.commands import train as commands
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
+from mmspec.pipeline import Generation
 from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.training import run
 from mmspec.training.data import Conversation
