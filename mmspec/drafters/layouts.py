@@ -1125,8 +1125,8 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     """Write a drafter in the format of another engine. Without an output layer of its own, it drafts all tokens there.
 
     Args:
-        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. No other engine has read DFlash drafters written
-            here yet.
+        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The classes of speculators read its format; no other
+            program has read that of z-lab yet.
         target: configuration of transformers of the target, with ``name_or_path``.
         name: of the format.
         tokens: draft tokens per step, the default of vLLM; of DFlash, a block's.

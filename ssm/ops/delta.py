@@ -11,14 +11,12 @@ and so on. Decays are sums over the nodes in between: they neither cancel nor ov
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.scan import check_in_place, check_state, exp2, log2_decay
+from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2, log2_decay
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -216,7 +214,7 @@ def _commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, pa
     updates = torch.sub(_heads_first(v, heads), _read(_heads_first(k * start, heads), state)).mul_(_scalars(beta))
     if depth > 1:
         updates = _solve(overlap[0], _scalars(beta), updates)
-    later = _base2(F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1))).flip(1).cumsum(1).flip(1)
+    later = base2(F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1))).flip(1).cumsum(1).flip(1)
     keys = _heads_first(k * exp2(later), heads)
     decay = _heads_first(start[:, -1:], heads).transpose(1, 2)
     state.view(batch * heads, *state.shape[2:]).mul_(decay).baddbmm_(keys.transpose(1, 2), updates)
@@ -241,7 +239,7 @@ def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) 
         (batch, nodes, heads, key_dim), and (batch * heads, nodes, nodes) [i, j] for each of ``rows``, 0 if j is not an
         ancestor of i.
     """
-    (batch, nodes, heads, _), g = g.shape, _base2(g)
+    (batch, nodes, heads, _), g = g.shape, base2(g)
     row = torch.arange(batch, device=g.device)[:, None]
     reach, products = torch.zeros_like(g), []
     for at in lineages.unbind(2):
@@ -253,10 +251,6 @@ def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) 
     overlaps = torch.stack(products, dim=-1).transpose(2, 3)  # (rows, batch, heads, nodes, generations)
     overlap = overlaps.new_zeros(*overlaps.shape[:4], nodes).scatter_add_(4, index, overlaps)
     return exp2(reach), overlap.view(len(rows), batch * heads, nodes, nodes).unbind()
-
-
-def _base2(g: Tensor) -> Tensor:
-    return g * math.log2(math.e)
 
 
 def _check_channels(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:

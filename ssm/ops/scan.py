@@ -17,6 +17,11 @@ _LARGE = 2**18
 """Intermediate size, in elements, above which rows are computed one by one."""
 
 
+def base2(exponent: Tensor) -> Tensor:
+    """An exponent of e as one of 2."""
+    return exponent * math.log2(math.e)
+
+
 def log2_decay(dt: Tensor, a: Tensor | float = 1.0) -> Tensor:
     """``dt a`` in base 2, in float64, as differences of large path sums are used; on MPS, float32."""
     return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)

@@ -1,13 +1,12 @@
 """Recurrences over a tree, level by level: the selective scan of Mamba-1, and RG-LRU.
 
 Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. Each level of the tree
-is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time;
-of RG-LRU, with one state per channel, they are the outputs.
+is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time; of RG-LRU, with
+one state per channel, they are the outputs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.scan import check_in_place, check_state, exp2
+from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _tree_selective(
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
     for group, part in tiles(x, b, batch * nodes * size):
-        step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), _base2(a[part])
+        step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), base2(a[part])
         entering = (step * x[:, :, part].flatten(0, 1).unsqueeze(2)) * b[:, :, group].flatten(0, 1).unsqueeze(1)
         states = torch.empty(batch, 1 + nodes, *rate.shape, device=x.device)
         states[:, 0] = state[:, part]
@@ -139,15 +138,11 @@ def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
     for group, part in tiles(x, b, len(path) * b.shape[3]):
-        rate, tile = _base2(a[part]), state[:, part]
+        rate, tile = base2(a[part]), state[:, part]
         for step, value, entering in zip(
             *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
         ):
             tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * value).unsqueeze(2), entering.unsqueeze(1))
-
-
-def _base2(a: Tensor) -> Tensor:
-    return a * math.log2(math.e)
 
 
 def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from mmspec.drafters import layouts
 from mmspec.drafters.registry import make_drafter
 from tests.draft_checks import check_drafts, plain_pass
 from tests.mtp import mtp_tensors, write_target
@@ -196,6 +199,32 @@ def test_blocks(algorithm, fields, kinds, tmp_path, monkeypatch):
         return logits[0, slots], factors[slots]
 
     check(target, tmp_path, scores, depth=BLOCK - first)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark"])
+def test_drafters_that_are_written_are_read(algorithm, tmp_path):
+    """All of a drafter's tensors, and those that it shares with its target."""
+    target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
+    if algorithm in ("dflash", "dspark"):
+        layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}
+    else:
+        layer, own = LlamaConfig(**SIZES, num_hidden_layers=2), {**own, f"eagle_{reads}": [0, 1, 2]}
+    if algorithm == "eagle3":
+        del own["mask_token_id"]
+    target.save_pretrained(tmp_path / "target")
+    model = peer(algorithm, layer, target, draft_vocab_size=len(IDS), **own)
+    model.save_pretrained(tmp_path / "theirs")
+    known = copy.deepcopy(target.config)
+    known.name_or_path = str(tmp_path / "target")
+    layouts.write(make_drafter(str(tmp_path / "theirs")), known, tmp_path / "ours", "speculators")
+    again, state = SpeculatorModel.from_pretrained(tmp_path / "ours"), model.state_dict()
+    assert type(again) is type(model)
+    fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
+    for name in (*fields, reads, f"eagle_{reads}", *layouts.SWITCHES):
+        assert getattr(again.config, name, None) == getattr(model.config, name, None)
+    for name, tensor in again.state_dict().items():
+        if not name.startswith("verifier"):
+            assert torch.equal(tensor, state[name]), name
 
 
 def test_native_mtp(tmp_path):

@@ -18,7 +18,7 @@ from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
 from mmspec.serving.limits import Limits
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.device import Replayed, record_captures
@@ -239,7 +239,7 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     mmspec.load("tiny-llava", drafter=None, warm_up=3)
     mmspec.load("tiny-llava", drafter=None, max_num_seqs=5, warm_up=0).warm_up(tokens=9, num_draft_tokens=[4])
     loading = {"model": "tiny-llava", "drafter": None, "device": "cpu", "dtype": "auto", "generation_config": "auto"}
-    Settings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
+    ServerSettings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
     every = (None,)
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):
