@@ -147,7 +147,6 @@ _PHOTOGRAPHS = {
 }
 """Of this package and of gradio; smol-llava did not see them in training."""
 
-_LARGEST = 640
 TRAINED_TEXTS = {
     "A word problem": "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?",
     "A Python function": (
@@ -200,10 +199,7 @@ def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
     found = []
     for source, label in _PHOTOGRAPHS.items():
         if source.is_file():
-            path = folder / source.name
-            with Image.open(source) as image:
-                image.thumbnail((_LARGEST, _LARGEST))
-                image.save(path)
+            path = shutil.copyfile(source, folder / source.name)
             found.append(Example(label, str(path), str(path)))
     return [drawn[0], *found, *drawn[1 + len(found) :]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -105,7 +104,7 @@ class ChatRequest:
         """
         if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             raise UserError(f"max_new_tokens must lie in 1..{MAX_NEW_TOKENS}: got {self.max_new_tokens}")
-        if not math.isfinite(self.temperature) or self.temperature > 5:
+        if self.temperature > 5:
             raise UserError(f"temperature must lie in 0..5: got {self.temperature}")
         SamplingParams.rule("temperature").check("temperature", self.temperature)
         return {

@@ -26,8 +26,7 @@ from mmspec.cli.options import (
     listen_options,
     steps_shown,
 )
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.serving.limits import is_loopback
 
 _log = logging.getLogger("mmspec.demo")

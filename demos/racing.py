@@ -8,7 +8,6 @@ from math import inf
 from time import perf_counter as clock
 from typing import Any
 
-from mmspec.answer import Piece
 from mmspec.compare import Difference, first_difference
 from mmspec.demos.catalog import drafter_of, label
 from mmspec.demos.chat_request import ChatRequest, Origin, Token
@@ -17,7 +16,7 @@ from mmspec.drafters.registry import AUTO, PLAIN, registered_name
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Piece, Pipeline
 
 _DIGITS = 4  # of recorded probabilities
 

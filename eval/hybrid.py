@@ -34,6 +34,8 @@ from mmspec.targets.transformers_target import TransformersTarget
 class UnrolledTarget(TransformersTarget):
     """A text target that verifies trees by unrolling them.
 
+    Each path to a leaf becomes a chain of its own after the root: a node on several paths is computed once per path.
+
     Args:
         target: shares its model, layers and, after a prefill, its cache. Verify passes do not change the cache.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import progress
-from mmspec.core import guard
+from mmspec.core import drafter
 from tests.leftovers import Leftovers
 
 
@@ -44,7 +44,7 @@ def _nothing_is_left(_own_measurements):
 def _no_drafter_fails(request, monkeypatch):
     """Errors of drafters, which requests survive, fail a test that is not marked ``drafter_fails``."""
     failed = set()
-    monkeypatch.setattr(guard, "_REPORTED", failed)
+    monkeypatch.setattr(drafter, "_REPORTED", failed)
     yield
     if failed and not request.node.get_closest_marker("drafter_fails"):
         pytest.fail(f"drafters failed: {failed}", pytrace=False)

@@ -36,7 +36,7 @@ THREADS = "AnyIO worker thread"
 
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
-    "mmspec.vision.decode_worker": "of a server's decoder: they end with it, or with this process",
+    "mmspec.vision.decoding": "of a server's decoder: they end with it, or with this process",
     "mmspec.sampling.trial": "of a server's trial of grammars: likewise",
     "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
 }

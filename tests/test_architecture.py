@@ -22,14 +22,14 @@ PACKAGES = {
 
 LAYERS = [
     {"errors", "version"},
-    {"checks", "extras", "files", "progress", "workers"},
+    {"checks", "files", "progress", "workers"},
     {"jobs", "ops", "plugins"},
     {"core"},
     {"cache", "quantisation", "sampling"},
     {"targets"},
     {"drafters"},
     {"engine"},
-    {"adaptation", "answer"},
+    {"adaptation"},
     {"pipeline"},
     {"compare", "hook", "loading"},
     {"mmspec"},

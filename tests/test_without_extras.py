@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from mmspec.extras import EXTRAS, install
+from mmspec.errors import EXTRAS, install
 from mmspec.plugins.builtin import BUILTIN
 from tests.process import run as in_new_process
 

@@ -14,9 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError, explained, install
 from mmspec.eval.harness.prompts import Conversation
-from mmspec.extras import install
 from mmspec.files import read_rows
 
 

@@ -14,8 +14,7 @@ from mmspec import plugins
 from mmspec.checks import nearest
 from mmspec.cli.options import derived
 from mmspec.drafters.spec import DrafterSpec
-from mmspec.errors import UserError
-from mmspec.extras import missing_import
+from mmspec.errors import UserError, missing_import
 
 Groups = Mapping[str, tuple[str, ...]]
 """Names of parameters by the title of their section, in the order of help; the last section has all others."""

@@ -18,7 +18,7 @@ from mmspec.drafters.recycle import Recycle
 from mmspec.errors import UserError
 from mmspec.files import read_rows
 from mmspec.progress import show_progress
-from mmspec.training.recorded import RecordedFeatures
+from mmspec.training.feature_cache import RecordedFeatures
 
 _BATCH = 16
 

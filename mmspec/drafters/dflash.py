@@ -37,7 +37,7 @@ from mmspec.drafters.native import Native, NativeLayers
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
-from mmspec.ops import cpu_growth
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear
 
 
@@ -470,7 +470,7 @@ class NativeMarkov(Native):
     def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
         super().__init__(out, table, draft_ids)
         self._table = table.float().contiguous()
-        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
+        self._weights = cpu.markov_weights(out.native, self._table, draft_ids)
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
@@ -483,8 +483,8 @@ class NativeMarkov(Native):
         return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
 
     def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
-        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)
+        """See ``mmspec.ops.cpu.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu.draft_slots(self._weights, scores.float(), last, width, nodes)
 
 
 SPEC = DrafterSpec(

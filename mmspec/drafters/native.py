@@ -14,7 +14,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.layer import LayerParts, Rotation, TokenLinear
 from mmspec.drafters.shape import LayerShape
-from mmspec.ops import cpu, cpu_growth, cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP
 
@@ -146,7 +146,7 @@ class NativeCell(Native):
         super().__init__(norm, table, layers)
         self._table = table.float().contiguous()
         self._norm = copy.deepcopy(norm).float()
-        self._weights = cpu_growth.cell_weights([layer.native for layer in layers], self._table, self._norm)
+        self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
 
     @classmethod
     def of(cls, network: Any, cell_input: TokenLinear, head: Any) -> NativeCell | None:
@@ -185,7 +185,7 @@ class NativeCell(Native):
             width: nodes extended per level.
         """
         tokens, log_probs = first
-        (tokens, parents, log_probs), budget.levels = cpu_growth.draft_cells(
+        (tokens, parents, log_probs), budget.levels = cpu.draft_cells(
             *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
             *(width, depth, budget.least_gain, min(nodes, budget.nodes)),
         )

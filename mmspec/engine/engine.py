@@ -17,10 +17,9 @@ from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.speculation import Speculation
+from mmspec.engine.speculation import Speculation, captures_steps
 from mmspec.engine.stopping import Stopper
 from mmspec.engine.threads import TorchThreads, release_threads
-from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
 

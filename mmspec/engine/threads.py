@@ -17,7 +17,7 @@ from time import thread_time
 
 import torch
 
-from mmspec.ops.threads import limit_torch
+from mmspec.ops.cpu import limit_torch
 
 _WINDOW = 0.25  # seconds of steps between decisions
 _MUCH, _LITTLE = 0.25, 0.05  # delays as parts of the steps' time

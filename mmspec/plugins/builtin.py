@@ -38,10 +38,10 @@ BUILTIN = {
         "mamba": "mmspec.ssm.drafters.mamba:SPEC",
     },
     "adapt": {
-        "medusa": "mmspec.training.online:medusa",
-        "hydra": "mmspec.training.online:medusa",
-        "msd": "mmspec.vision.training.online:msd",
-        "flash": "mmspec.vision.training.online:flash",
+        "medusa": "mmspec.training.medusa:online",
+        "hydra": "mmspec.training.medusa:online",
+        "msd": "mmspec.vision.training:online_msd",
+        "flash": "mmspec.vision.training:online_flash",
     },
     "models": {
         "tiny-llava": "mmspec.vision.embedded:tiny_llava",
@@ -68,14 +68,14 @@ BUILTIN = {
     },
     "train": {
         "recycle": "mmspec.cli.recycle:recycle",
-        "msd": "mmspec.vision.training.msd:MSD_TRAINING",
-        "flash": "mmspec.vision.training.msd:FLASH_TRAINING",
+        "msd": "mmspec.vision.training:MSD_TRAINING",
+        "flash": "mmspec.vision.training:FLASH_TRAINING",
         "eagle3": "mmspec.training.eagle3:TRAINING",
         "dflash": "mmspec.training.dflash:TRAINING",
         "medusa": "mmspec.training.medusa:TRAINING",
         "kangaroo": "mmspec.training.kangaroo:TRAINING",
         "small": "mmspec.training.small:TRAINING",
         "make-data": "mmspec.vision.cli.make_data:make_data",
-        "mamba": "mmspec.ssm.training.mamba:TRAINING",
+        "mamba": "mmspec.ssm.training:TRAINING",
     },
 }

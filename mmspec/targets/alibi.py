@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmspec.targets.replacing import Place, replaced
+from mmspec.targets.layers import Place, replaced
 
 _ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)

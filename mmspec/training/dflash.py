@@ -27,8 +27,7 @@ from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import TokenLosses
+from mmspec.training.objectives import LossOutput, TokenLosses
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterSetup,

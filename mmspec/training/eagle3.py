@@ -21,8 +21,7 @@ from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import PassCache, TokenLosses
+from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterSetup,

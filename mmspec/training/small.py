@@ -26,8 +26,7 @@ from mmspec.files import settle, temporary
 from mmspec.pipeline import Pipeline
 from mmspec.targets.head import Head
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import TokenLoss, next_token_loss
+from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
 

@@ -44,6 +44,7 @@ DRAWN, PHOTOGRAPHS, TEXT = ["tiny-hybrid", "tiny-llava"], ["smol-llava"], ["smol
         (["llava", "tiny-hybrid"], False, DRAWN, "llava llava tiny-hybrid"),
         (["llava", "other"], False, DRAWN, "llava llava llava"),
         (["tiny-hybrid"], True, DRAWN, "tiny-llava tiny-llava tiny-hybrid"),
+        (["tiny-hybrid"], True, DRAWN + TEXT, "tiny-llava tiny-llava tiny-hybrid"),
         (["smollm2"], True, DRAWN + TEXT, "tiny-llava tiny-llava smollm2"),
         (["smollm2", "llava"], False, DRAWN + TEXT, "llava llava smollm2"),
         ([], True, DRAWN + TEXT, "tiny-llava tiny-llava smollm2"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mmspec import Pipeline
-from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos import racing
 from mmspec.demos.catalog import make_catalog
@@ -21,6 +20,7 @@ from mmspec.demos.racing import Race, StreamedAnswer, race, stream_answer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

@@ -124,6 +124,7 @@ def test_races(client):
     assert plain["text"] == fast["text"] != ""
     assert (result["baseline"], result["fastest"]) == (plain["drafter"], fast["drafter"]) == ("none", "flash")
     assert plain["acceptance"] == 1.0 <= fast["acceptance"]
+    assert plain["draft_acceptance_rate"] == 0 < fast["draft_acceptance_rate"] <= 1
     assert result["decode_speedup"] == pytest.approx(fast["tokens_per_second"] / plain["tokens_per_second"])
     assert result["end_to_end_speedup"] == pytest.approx(plain["seconds"] / fast["seconds"])
     methods = ["none", "msd", "msd@chain", "ngram"]
@@ -377,7 +378,7 @@ def test_slots_are_shared_in_order(monkeypatch):
         assert full.value.status == 429
         tasks[1].cancel()
         turns.leave(page)
-        await tasks[2]
+        await asyncio.wait_for(tasks[2], TIMEOUT)
         assert (order, slots.running, slots.waiting) == (["a", "c"], 3, 0)
         race = turns.join(alone=True)
         later = asyncio.ensure_future(ask("later", 1))
@@ -388,7 +389,7 @@ def test_slots_are_shared_in_order(monkeypatch):
         await asyncio.sleep(0.1)
         assert (order, slots.running, slots.waiting) == (["a", "c"], 0, 1)
         turns.leave(race)
-        await later
+        await asyncio.wait_for(later, TIMEOUT)
         slots.release()
         assert turns._turns == []
 

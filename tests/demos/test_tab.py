@@ -90,7 +90,7 @@ def test_a_conversation_has_a_seed(ask, service):
     conversation, _ = ask("text", "Hello", "tiny-hybrid")
     conversation, _ = ask("text", "And?", "tiny-hybrid", conversation=conversation, follow_up=True)
     ask("text", "Hello", "tiny-hybrid")
-    ask("text", "Hello", "tiny-hybrid", seed=7)
+    ask("text", "And?", "tiny-hybrid", conversation=conversation, follow_up=True, seed=7)
     seeds = [request.seed for request in service.requests]
     assert seeds[0] == seeds[1] == conversation.seed != 0
     assert seeds[2] not in (0, seeds[0])

@@ -23,8 +23,9 @@ def test_busy_programs_end_with_the_block():
 
 
 def test_busy_programs_end_with_a_process_that_is_killed():
-    program = f"import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-S', '-c', {_LOOP!r}])\n"
-    program += "print(child.pid, flush=True)\nos.kill(os.getpid(), 9)"
+    """Even before they have begun."""
+    program = f"import os, subprocess, sys\ncommand = [sys.executable, '-S', '-c', {_LOOP!r}, str(os.getpid())]\n"
+    program += "print(subprocess.Popen(command).pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120)
     left = int(done.stdout)
     psutil.wait_procs([psutil.Process(left)] if psutil.pid_exists(left) else [], timeout=60)

@@ -80,13 +80,9 @@ def test_every_class_is_listed_once():
 @pytest.mark.parametrize(
     ("kind", "name", "outcome", "inputs"),
     [
-        (TEXT, "llama", EQUAL, _TEXTS),
-        (TEXT, "gemma2", EQUAL, _TEXTS),
-        (TEXT, "mamba2", EQUAL, _TEXTS),
         (TEXT, "deepseek_v3", EQUAL, _TEXTS),  # keys and values of different widths
         (TEXT, "deepseek_v32", EQUAL, _TEXTS),  # sparse attention
         (TEXT, "bloom", EQUAL, _TEXTS),  # ALiBi
-        (TEXT, "mpt", EQUAL, _TEXTS),
         (TEXT, "modernbert-decoder", EQUAL, _TEXTS),  # a module before the output layer
         (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
         (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
@@ -97,7 +93,6 @@ def test_every_class_is_listed_once():
         (VISION, "qwen2_vl", EQUAL, _TEXTS + _IMAGES),
         (VISION, "minicpm_ocr", EQUAL, _TEXTS),  # logits of all positions only
         (VISION, "nemotron_h_omni", EQUAL, _TEXTS),  # an output layer inside the language model
-        (TEXT, "qwen3_next", EQUAL, _TEXTS),
         (TEXT, "bert", REFUSED, ("prompt",)),
         (TEXT, "rwkv", REFUSED, ("prompt",)),
         (VISION, "git", REFUSED, (*_TEXTS, "image")),  # caches an image that has no tokens in the prompt

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 import mmspec
+from mmspec.core.tree import TokenTree
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.eval import speed
@@ -109,20 +110,29 @@ def test_calls_are_interleaved_in_rotating_order_after_a_warm_up():
     assert order == ["a", "b", "b", "a"] * 2
 
 
-def test_drafters_learn_each_prompt_once_and_share_their_model(text_folder, monkeypatch):
-    """No prompt is drafted from its own answer, and the adaptive budget learns from one round."""
+class CountingDrafter(Recycle):
+    """Drafts no tokens, so every step emits one token whatever the budget."""
+
+    steps = 0
+
+    def propose(self, token, budget):
+        return TokenTree.root(token)
+
+    def observe(self, tree, verdict, output):
+        self.steps += 1
+
+
+def test_drafter_and_budget_learn_each_prompt_once_and_share_their_model(text_folder, monkeypatch):
+    """So that no prompt is drafted from its own answer."""
     pipe = mmspec.load(text_folder, drafter=None)
     monkeypatch.setattr(type(pipe.model), "__deepcopy__", lambda self, memo: pytest.fail("copied"), raising=False)
     learnt, observe = [], AdaptiveBudget.observe
     monkeypatch.setattr(AdaptiveBudget, "observe", lambda self, *step: learnt.append(self) or observe(self, *step))
-    once, often = Method("once", Recycle(), 6), Method("often", Recycle(), 6)
-    adaptive = Method("adaptive", Recycle(), None)
-    compare_methods(pipe, REQUESTS, [once], rounds=1, max_new_tokens=20)
-    compare_methods(pipe, REQUESTS, [often, adaptive], rounds=4, max_new_tokens=20)
-    assert often.drafter._table == once.drafter._table
-    assert sum(budget is adaptive.budget for budget in learnt) == len(learnt) / 4
-    often.clear()
-    assert often.tokens == often.answers == often.seconds == []
+    method = Method("adaptive", CountingDrafter(), None)
+    compare_methods(pipe, REQUESTS, [method], rounds=4, max_new_tokens=20)
+    assert method.drafter.steps == sum(budget is method.budget for budget in learnt) == 2 * 19
+    method.clear()
+    assert method.tokens == method.answers == method.seconds == []
 
 
 def test_a_wrong_answer_is_counted(text_folder, monkeypatch):

@@ -12,7 +12,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
 from mmspec.ssm import ops
 from mmspec.ssm.ops import scan, selective
-from mmspec.ssm.ops.kda import _lineages
+from mmspec.ssm.ops.delta import _lineages
 from tests.ssm.ops_grid import CASES, CHECKS, RULES, Case, check_commit, check_tree, draw
 
 pytestmark = pytest.mark.usefixtures("plain_torch")

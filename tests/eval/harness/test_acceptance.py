@@ -34,6 +34,7 @@ def test_figures_match_counts_by_hand():
     assert row["draft_acceptance_rate"] == 5 / 16
     assert row["acceptance_by_position"] == [0.75, 0.25, 0.25]
     assert (row["num_spec_steps"], row["num_generated_tokens"], row["requests"], row["equal"]) == (4, 9 + 3, 3, 2)
+    assert acceptance.log_line() == "mmspec: 2.25 tokens per verify step over 3 requests"
     row = acceptance_of(()).to_dict()
     assert (row["mean_acceptance_length"], row["draft_acceptance_rate"], row["acceptance_by_position"]) == (0, 0, [])
 

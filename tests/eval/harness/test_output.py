@@ -93,15 +93,18 @@ def test_no_commit_where_git_is_not_installed(tmp_path, monkeypatch):
 
 def test_sigterm_ends_a_benchmark_as_an_exception_does():
     """So that what it has started ends, too."""
-    ended = []
+    ended, before = [], signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     @click.command(cls=BenchmarkCommand)
     def study():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            time.sleep(1)
         finally:
             ended.append(True)
 
-    assert CliRunner().invoke(study).exit_code == 128 + signal.SIGTERM
+    try:
+        assert CliRunner().invoke(study).exit_code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert ended

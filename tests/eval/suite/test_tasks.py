@@ -103,7 +103,6 @@ def test_prompts_and_references(data):
     ("line", "message"),
     [
         ("{", r"pope.jsonl, line 1: expected a JSON object, received '{'"),
-        ("[1]", r"line 1: expected a JSON object, received '.1.'"),
         ('{"image": "a.png"}', r"line 1: expected a field 'question', received image"),
         (
             '{"image": "b.png", "question": "Is it?", "answer": "no"}',

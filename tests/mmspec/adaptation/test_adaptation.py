@@ -20,9 +20,8 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
 from mmspec.sampling import defaults
-from mmspec.training import online
+from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
-from mmspec.training.tasks import drafter_optimisers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
@@ -149,7 +148,7 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
     for answer in answers:
         learner.learn(answer)  # the fifth begins another batch
     assert all(parameter.grad is None for parameter in pipe.model.parameters())
-    optimisers = drafter_optimisers(network, "muon", online._RATE)
+    optimisers = tasks.Optimisers(network, "muon", tasks._ONLINE_RATE)
     generator, losses = torch.Generator().manual_seed(0), []
     for answer in answers[:4]:
         generated = torch.arange(len(answer.tokens)) >= answer.prompt
@@ -299,42 +298,35 @@ def test_a_copy_of_a_pipeline_drafts_alike_and_does_not_adapt():
     pipe.engine.drain()
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram"])
-def test_drafters_that_cannot_adapt_are_refused(kind):
-    with pytest.raises(UserError, match=f"adapt needs recycle, .* got {kind.replace('plain', 'none')}$"):
-        pipeline("llama", tiny_drafter(kind, shared_model("llama")), AdaptOptions())
-
-
-def test_sharded_targets_are_refused(monkeypatch):
-    monkeypatch.setattr(shared_model("llama"), "_tp_size", 2)
-    with pytest.raises(UserError, match="adapt learns in one process: got a target that is sharded over ranks"):
-        pipeline("llama", Recycle(), AdaptOptions())
-
-
-def test_other_options_are_checked(tmp_path):
+def test_what_cannot_adapt_is_refused(tmp_path, monkeypatch):
     model = shared_model("llama")
-    used = tiny_drafter("medusa", model)
+    target, used = target_class(model.config)(model), tiny_drafter("medusa", model)
     pipeline("llama", used)
-    with pytest.raises(UserError, match="adapt needs a drafter that no pipeline has used: got medusa"):
-        pipeline("llama", used, AdaptOptions())
-    with pytest.raises(UserError, match="space must be at least 32 MiB for these drafters: got 31"):
-        pipeline("llama", Recycle(), AdaptOptions(tmp_path, 31))
+    other = tiny_drafter("medusa", model, heads=2)
+    other.attach(target)
+    other.save(tmp_path / "shape" / "medusa" / "00000000", target)
+    (tmp_path / "name" / "medusa" / "00000000").mkdir(parents=True)
+    (tmp_path / "name" / "medusa" / "00000000" / "config.json").write_text("{}")
+    for drafter, options, message in (
+        (None, AdaptOptions(), "adapt needs recycle, .* got none$"),
+        (Ngram(), AdaptOptions(), "adapt needs recycle, .* got ngram$"),
+        (used, AdaptOptions(), "adapt needs a drafter that no pipeline has used: got medusa"),
+        (Recycle(), AdaptOptions(tmp_path, 31), "space must be at least 32 MiB for these drafters: got 31"),
+        (tiny_drafter("medusa", model), AdaptOptions(tmp_path / "shape"), "weights of the drafter's shape, received"),
+        (tiny_drafter("medusa", model), AdaptOptions(tmp_path / "name"), "expected weights of medusa, received None"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Adaptation(drafter, target, options)
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(UserError, match="adapt learns in one process: got a target that is sharded over ranks"):
+        Adaptation(Recycle(), target, AdaptOptions())
+
+
+def test_options_from_the_argument_of_load(tmp_path):
+    assert (AdaptOptions.of(False), AdaptOptions.of(True)) == (None, AdaptOptions())
+    assert AdaptOptions.of(str(tmp_path)) == AdaptOptions(tmp_path)
     with pytest.raises(UserError, match="adapt must be True, False, a folder or AdaptOptions: got int"):
         AdaptOptions.of(3)
-    assert AdaptOptions.of(str(tmp_path)) == AdaptOptions(tmp_path)
-    assert (AdaptOptions.of(False), AdaptOptions.of(True)) == (None, AdaptOptions())
-
-
-def test_stored_weights_of_another_shape_or_drafter_are_refused(tmp_path):
-    target = target_class(shared_model("llama").config)(shared_model("llama"))
-    other = tiny_drafter("medusa", shared_model("llama"), heads=2)
-    other.attach(target)
-    other.save(tmp_path / "medusa" / "00000000", target)
-    with pytest.raises(UserError, match="expected weights of the drafter's shape, received those of another"):
-        adapting(folder=tmp_path)
-    (tmp_path / "medusa" / "00000000" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="expected weights of medusa, received None"):
-        Adaptation(tiny_drafter("medusa", shared_model("llama")), target, AdaptOptions(tmp_path))
 
 
 def test_states_to_learn_from_are_bounded(monkeypatch):

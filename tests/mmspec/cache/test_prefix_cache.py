@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
@@ -313,26 +311,6 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         found, known = answered(target, None, again)
         assert found == answered(plain, None, again)[0]
         assert known >= again.input_ids.shape[1] - 5  # the last token of the answer and the question are new
-
-
-def test_threads_share_prefixes():
-    model = shared_model("llama")
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    pipe = mmspec.Pipeline(target, max_num_seqs=4, prefix_cache=BYTES)
-    first = text_inputs(1, 20)["input_ids"]
-    prompts = [Prompt(torch.cat([first, text_inputs(1, 6, seed)["input_ids"]], dim=1)) for seed in range(8)]
-    expected = [answered(plain, None, prompt)[0] for prompt in prompts]
-
-    def ask(prompt):
-        wakeup = Wakeup()
-        (row,) = pipe.add(prompt, defaults.sampler(SamplingParams()), Stopper(8, criteria=[]), on_change=wakeup)
-        wakeup.wait(lambda: row.done)
-        return row.token_ids, row.stats.num_cached_tokens
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ask, prompts * 3))
-    assert [tokens for tokens, _ in found] == expected * 3
-    assert sum(known > 0 for _, known in found) >= len(found) - 4
 
 
 def test_pipelines_check_the_option():

@@ -8,7 +8,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import mmspec
 from mmspec import TokenTree, plugins
-from mmspec.answer import Generation
 from mmspec.cli import session
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Wrapper
@@ -20,15 +19,16 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.distributed import RankError
 from mmspec.engine.stopping import Stopper
+from mmspec.pipeline import Generation
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor
+from tests import matrix
 from tests.decoding import SteppedEngine
 from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of, said_plainly
 from tests.ranks import alone
-from tests.targets import prompt_of as model_prompt
-from tests.tiny import byte_model, byte_tokenizer, shared_model, table_model
-from tests.tiny.drafters import tiny_drafter, tiny_drafters
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny import byte_model, byte_tokenizer, table_model
+from tests.tiny.drafters import VARIANTS
+from tests.tiny.models import text_inputs
 
 pytestmark = pytest.mark.drafter_fails
 METHODS = ("begin", "propose", "observe", "select")
@@ -107,17 +107,18 @@ def test_output_goes_on_without_a_failed_drafter(method, call, batch, caplog):
         assert row.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_every_drafter_may_fail_at_every_point(kind, batch):
-    model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    prompts = [model_prompt(vision_inputs("llava", seed=seed)) for seed in range(batch)]
-    lengths = (12, 5, 15)[:batch]
-    plain = [row.token_ids for row in decoded(_engine(target, None), prompts, lengths)]
-    drafter = tiny_drafter(kind, model)
-    for method in METHODS[: 4 if batch > 1 else 3]:
-        failing = Failing(drafter, method, min(2, batch) if method == "begin" else 2)
+SOME_LONG = [pytest.param(kind, marks=pytest.mark.long if kind in VARIANTS else ()) for kind in matrix.DRAFTERS[1:]]
+
+
+@pytest.mark.parametrize("kind", SOME_LONG)
+def test_every_drafter_may_fail_at_every_point(kind):
+    requests = [matrix.asked("llava", "greedy", number) for number in (3, 4, 5)]
+    prompts, lengths = [one.prompt for one in requests], (12, 5, 15)
+    plain = [one.tokens[:length] for one, length in zip(requests, lengths, strict=True)]
+    target = matrix.new_target("llava")
+    drafter = matrix.drafter_of(kind, target.model)
+    for method in METHODS:
+        failing = Failing(drafter, method, 1 if method == "select" else 2)
         engine = _engine(target, failing)
         assert [row.token_ids for row in decoded(engine, prompts, lengths)] == plain, method
         assert failing.left <= 0, method
@@ -167,14 +168,13 @@ RECEIVED = {
 
 
 @pytest.mark.parametrize("what", TREES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_trees_that_are_none_are_not_verified(what, batch):
+def test_trees_that_are_none_are_not_verified(what):
     class Wrong(Ngram):
         def propose(self, token, budget):
             return TREES[what](token)
 
-    engine, ended = on_table(Wrong(), ROWS[:batch], (9, 9, 9)[:batch])
-    for row, prompt in zip(ended, ROWS, strict=False):
+    engine, ended = on_table(Wrong(), ROWS, (9, 9, 9))
+    for row, prompt in zip(ended, ROWS, strict=True):
         assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
         assert row.stats.drafter_error.startswith("Wrong: ")
         assert row.stats.drafter_error.endswith(RECEIVED.get(what, ""))

@@ -56,7 +56,7 @@ os._exit(0)
 def output_of(program):
     """What a process with three OpenMP threads prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -76,7 +76,7 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent():
 def policies(program, **variables):
     environment = {name: value for name, value in os.environ.items() if name not in SPINNING} | variables
     program = f"import os, sys\n{program}\nprint(*(os.environ.get(name, '') for name in {SPINNING}), sep=',')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 

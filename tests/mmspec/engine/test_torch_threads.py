@@ -15,7 +15,7 @@ import torch
 from mmspec import Pipeline
 from mmspec.engine import threads
 from mmspec.engine.threads import ThreadCount, TorchThreads
-from mmspec.ops.threads import kernel_threads, limit_torch
+from mmspec.ops.cpu import kernel_threads, limit_torch
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

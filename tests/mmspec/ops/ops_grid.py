@@ -239,25 +239,6 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
     assert torch.equal(roots.cpu(), choices[:, :1])
 
 
-PEAKED = [Tree(3, batch=24, vocab=40), Tree(4, batch=20, vocab=9), Tree(5, batch=6, vocab=4500, dtype=torch.float64)]
-
-
-def check_peaked(case: Tree, device: str = "cpu") -> None:
-    """Stars of peaked p and q, whose children are really drawn: what is rejected held much of q."""
-    g = torch.Generator().manual_seed(case.vocab)
-    p, other = (
-        (3 * torch.randn(case.batch, case.vocab, generator=g, dtype=torch.float64)).softmax(-1) for _ in range(2)
-    )
-    q = (p + 2 * other) / 3
-    tree = _stars(torch.multinomial(q, case.nodes - 1, generator=g).tolist())
-    chances, last = torch.rand(2, *tree.tokens.shape, generator=g, dtype=case.dtype)
-    got = _choices_of(tree, p, q, chances, last, case.dtype, device)
-    rows = zip(p.tolist(), q.tolist(), tree.tokens[:, 1:].tolist(), chances[:, 1:].tolist(), last[:, 0], strict=True)
-    assert got == [chosen(*row) for row in rows]
-    accepted_later = sum(token in row[1:] for token, row in zip(got, tree.tokens[:, 1:].tolist(), strict=True))
-    assert accepted_later >= case.batch // 6
-
-
 def check_exact(dtype: torch.dtype, device: str = "cpu") -> None:
     """All ways of drawing two children of four, enumerated in fractions: tokens are distributed as p; and just below
     and just above each chance and each border of what is left, the tokens are those that were enumerated."""
@@ -479,7 +460,6 @@ _GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
     (check_attention, ATTENTION),
     *((check, TREES) for check in (check_follow, check_drawn)),
     (check_quantile, (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
-    (check_peaked, PEAKED),
     (check_exact, (torch.float32, torch.float64)),
     (check_tiny_shares, (300, 5000)),
     (check_compact, BUFFERS),

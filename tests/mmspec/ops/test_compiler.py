@@ -80,14 +80,10 @@ def flipped(file: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda file: file.write_bytes(b""),
-    "header": lambda file: os.truncate(file, 100),
     "half": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "page": lambda file: os.truncate(file, 4096),
-    "last": lambda file: os.truncate(file, file.stat().st_size - 1),
     "longer": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
     "flipped": flipped,
     "foreign": foreign,
-    "text": lambda file: file.write_text("no library"),
 }
 
 

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.ops import cpu, cpu_library
-from mmspec.quantisation.blocks import BLOCKS, BlockLinear
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
+from mmspec.quantisation.formats import FORMATS, StoredRows
 from mmspec.quantisation.linear import GROUP
 from tests.compiled import needs_kernels
+from tests.gguf_rows import dequantised, random_rows, stored
 
 SHAPES = [(192, 576), (576, 1536), (48, 64), (50, 72), (3, 5)]
 THREADS = (1, 2, 3)
@@ -29,12 +32,21 @@ def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[Bl
     return BLOCKS[kind](weight, torch.randn(rows) if bias else None), weight
 
 
+def exact_layer(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[BlockLinear, Tensor]:
+    """A layer of any kind, and its weight before it is rounded to bfloat16, in float64."""
+    if kind in FORMATS:
+        data, weight = stored(kind, rows, columns)
+        return data.layer(torch.randn(rows).bfloat16() if bias else None), weight.double()
+    layer, _ = layer_of(kind, rows, columns, bias)
+    return layer, exact_weight(layer).double()
+
+
 def quantised(x: Tensor) -> Tensor:
-    """Inputs as the kernels of int4 and int8 take them."""
+    """Inputs as the kernels of quantised weights take them, in float64."""
     groups = F.pad(x, (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
-    most = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * (127 / most)).round()
-    return (codes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
+    most, steps = groups.abs().amax(-1, keepdim=True), torch.tensor(127.0)  # scalars would be divided as reciprocals
+    codes = (groups * (steps / most)).round().double()
+    return (codes * (most / steps).double()).flatten(-2)[..., : x.shape[-1]]
 
 
 def exact_weight(layer: BlockLinear) -> Tensor:
@@ -50,24 +62,30 @@ def exact_weight(layer: BlockLinear) -> Tensor:
 
 
 @needs_kernels
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 127, 128, 129, 257])
-@pytest.mark.parametrize("kind", BLOCKS)
-@pytest.mark.parametrize("columns", [72, 300])
-def test_products_are_those_of_the_quantised_weight_and_inputs(kind, count, columns):
-    layer, _ = layer_of(kind, 50, columns, bias=True)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 129, 257])
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [*((kind, columns) for kind in BLOCKS for columns in (72, 300)), *((kind, 768) for kind in FORMATS)],
+)
+def test_products_are_those_of_the_quantised_weight_and_inputs(kind, columns, count):
+    layer, weight = exact_layer(kind, 50, columns, bias=True)
     x = torch.randn(count, columns)
-    inputs = {"float32": x, "bfloat16": x.bfloat16().float()}.get(kind, quantised(x))
-    expected = inputs @ exact_weight(layer).T + layer.bias.float()
-    torch.testing.assert_close(layer(x), expected, atol=2e-5, rtol=1e-4)
+    inputs = {"float32": x.double(), "bfloat16": x.bfloat16().double()}.get(kind, quantised(x))
+    bound = inputs.abs() @ weight.abs().T + layer.bias.abs()  # rounding errors are proportional to it
+    error = (layer(x) - (inputs @ weight.T + layer.bias)).abs() / bound
+    assert error.max() <= 3e-7, error.max()
 
 
 @needs_kernels
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, rows, columns):
-    layer, _ = layer_of(kind, rows, columns)
-    x = torch.randn(133, columns)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [*((kind, shape) for kind in BLOCKS for shape in SHAPES), *((kind, (200, 512)) for kind in FORMATS)],
+)
+def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, shape):
+    layer, _ = exact_layer(kind, *shape)
+    x = torch.randn(133, shape[1])
     whole = layer(x)
+    place_together([layer])
     for count in THREADS:
         torch.set_num_threads(count)
         for size in (1, 2, 3, 5, 8, 9, 133):
@@ -76,11 +94,20 @@ def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind, rows, 
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_the_greatest_codes_do_not_saturate(kind):
-    layer = BLOCKS[kind](torch.full((16, 1536), 127 / 256))
-    x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, 1536)
-    torch.testing.assert_close(layer(x), x[:, :16] * 1536 * 127 / 256)
+@pytest.mark.parametrize(
+    ("kind", "fill"),
+    [*((kind, None) for kind in BLOCKS), *((kind, fill) for kind in FORMATS for fill in (0, 127, 128, 255))],
+)
+def test_the_greatest_codes_do_not_saturate(kind, fill):
+    if kind in BLOCKS:
+        layer = BLOCKS[kind](torch.full((16, 1536), 127 / 256))
+        weight = exact_weight(layer)
+    else:
+        rows = random_rows(kind, (16, 1024), fill=fill)
+        layer, weight = StoredRows(kind, torch.from_numpy(rows)).layer(), dequantised(kind, rows)
+    x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, weight.shape[1])
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(layer(x).double(), expected, atol=1e-6 * float(weight.abs().sum(1).max()), rtol=0)
 
 
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
@@ -231,3 +258,21 @@ def test_impossible_tokens_are_not_sampled():
     scores[0, [0, 700, 1999]] = torch.tensor([-1000.0, 3.0, 3.0])  # exp(-1003) is 0 in float32
     drawn = [int(cpu.quantile(scores, torch.tensor([uniform]))) for uniform in (0.0, 0.4, 0.6, 1 - 2**-24)]
     assert drawn == [700, 700, 1999, 1999]
+
+
+@pytest.mark.parametrize("system", ["linux", "other"])
+def test_large_caches_of_huge_pages_grow(system, monkeypatch):
+    if system == "other":
+        monkeypatch.delattr("mmspec.ops.cpu.mmap.MADV_HUGEPAGE", raising=False)
+    cache = TreeCache(2, reserve=3000)  # 12 MB, then more
+    states = torch.randn(1, 4, 2999, 128)
+    for layer in (0, 1):
+        cache.update(states, -states, layer)
+    cache.commit_prompt(2999, None, 1)
+    more = torch.randn(1, 4, 9, 128)
+    for layer in (0, 1):
+        keys, values = cache.update(more, -more, layer)
+        assert torch.equal(keys, torch.cat([states, more], dim=2))
+        assert torch.equal(values, -keys)
+    large = hasattr(cpu.mmap, "MADV_HUGEPAGE")
+    assert not large or cache.kv.tensors[0].data_ptr() % cpu.PAGE == 0

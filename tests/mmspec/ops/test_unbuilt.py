@@ -106,15 +106,6 @@ def test_the_reference_runs_from_the_first_failure_on(failure, monkeypatch, recw
         ops.quantile(probs, uniform)
 
 
-def test_other_operations_keep_their_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
-    monkeypatch.setattr("mmspec.ops.triton_verify.quantile", lambda *_: launch_with_too_much_memory(None))
-    monkeypatch.setattr("mmspec.ops.triton_verify.accepted_path", lambda *_: "launched")
-    with pytest.warns(RuntimeWarning, match="cannot build quantile"):
-        ops.quantile(torch.rand(3, 9), torch.rand(3))
-    assert ops.accepted_path(TokenTree.root(torch.tensor([5])), torch.tensor([[7]])) == "launched"
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -153,6 +144,9 @@ def test_errors_of_the_device_are_raised_where_a_kernel_is_loaded(monkeypatch):
 # ---------------------------------------------------------------------- every operation
 
 
+HOMES = {"kda": "delta", "lru": "selective"}
+
+
 def operations():
     """Module of its kernel, function and inputs of each operation, by name."""
     g = torch.Generator().manual_seed(0)
@@ -168,7 +162,7 @@ def operations():
     tokens = torch.arange(10).view(2, 5)
     found = {
         "tree_attention": ("attention", ops.tree_attention, (q, kv, kv + 1, lengths, mask)),
-        "compact_kv": ("compact", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
+        "compact_kv": ("verify", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
         "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
         "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
         "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
@@ -181,7 +175,7 @@ def operations():
     for rule in RULES:
         values, state = rule.inputs(inputs), rule.state(inputs)
         given = ssm.depth_index(inputs.tree.ancestors) if rule.levels else inputs.tree.ancestors
-        home = f"mmspec.ssm.ops.triton_{rule.name}"
+        home = f"mmspec.ssm.ops.triton_{HOMES.get(rule.name, rule.name)}"
         found[f"tree_{rule.name}"] = home, getattr(ssm, f"tree_{rule.name}"), (*values, state, given)
         commit = (*values[rule.committed], state, inputs.path)
         found[f"commit_{rule.name}"] = home, getattr(ssm, f"commit_{rule.name}"), commit

@@ -13,6 +13,8 @@ from transformers import (
     GPT2Config,
     InklingTextConfig,
     Llama4TextConfig,
+    MptConfig,
+    MptForCausalLM,
     OpenAIGPTConfig,
     PhiConfig,
     T5Config,
@@ -21,19 +23,21 @@ from transformers import (
 
 import mmspec
 from mmspec import TokenTree, UserError, plugins
-from mmspec.core.budget import CostTable
+from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt, output_of
 from mmspec.drafters.registry import make_drafter
+from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
+from mmspec.sampling.sampler import Sampler
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
-from tests.decoding import assert_threads_share
+from tests.decoding import SteppedEngine, assert_threads_share
 from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row_of
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
@@ -442,3 +446,28 @@ def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
         assert isinstance(model.get_output_embeddings(), PackedLinear)
     target = TransformersTarget(shared_model("gemma2") if kind == "capped" else model)
     torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_row_at_the_last_position_of_alibi_drafts_as_deep_as_the_others(order):
+    torch.manual_seed(0)
+    longest = 32
+    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)
+    model = MptForCausalLM(config).eval()
+    prompts, new = [list(range(3, 31)), [40, 41, 42]][::order], [4, 20][::order]
+    expected = [
+        model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)[0]
+        for ids, count in zip(prompts, new, strict=True)
+    ]
+    said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
+    engine = SteppedEngine(
+        plugins.target_class(config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
+    )
+    rows = [
+        row
+        for ids, count in zip(prompts, new, strict=True)
+        for row in engine.add(Prompt(torch.tensor([ids])), Sampler(), Stopper(count))
+    ]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.error for row in rows] == [None, None]
+    assert [row.history for row in rows] == [row.tolist() for row in expected]

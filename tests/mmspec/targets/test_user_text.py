@@ -8,8 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mmspec import UserError
-from mmspec.targets.processor import Processor
-from mmspec.targets.user_text import UserText
+from mmspec.targets.processor import Processor, UserText
 from tests.model_folders import tokenizer as byte_level
 
 _CHATML = (

@@ -15,7 +15,7 @@ from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.ssm.drafters.mamba import Mamba, MambaConfig, MambaNetwork
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
+from mmspec.training.objectives import LossOutput
 from mmspec.training.options import TreeOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining
 
