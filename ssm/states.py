@@ -3,8 +3,8 @@ them; commits advance them along the accepted path.
 
 A layer may have several: Inkling has four beside its attention. Those of all layers are stored as one wide convolution,
 whose channels are those of the first layer's, then the second's. Operations of a short reach that are no depthwise
-convolutions (``Convolutions.windows``) have the same states. ``units`` counts the scans of all
-layers, of which a layer mostly has one.
+convolutions (``Convolutions.windows``) have the same states. ``units`` counts the scans of all layers,
+of which a layer mostly has one.
 """
 
 from __future__ import annotations

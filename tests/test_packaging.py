@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mmspec.extras import EXTRAS
+from mmspec.errors import EXTRAS
 from mmspec.plugins.builtin import BUILTIN
 from mmspec.serving.command import serve
 

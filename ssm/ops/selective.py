@@ -1,8 +1,8 @@
 """Recurrences over a tree, level by level: the selective scan of Mamba-1, and RG-LRU.
 
 Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. Each level of the tree
-is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time;
-of RG-LRU, with one state per channel, they are the outputs.
+is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time; of RG-LRU, with
+one state per channel, they are the outputs.
 """
 
 from __future__ import annotations
