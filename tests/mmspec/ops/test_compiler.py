@@ -6,7 +6,8 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -166,13 +167,11 @@ def test_what_prevents_compiled_kernels_is_one_line(
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No kernels loaded."""
-    cpu_library.library.cache_clear()
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No kernels loaded; those of other tests stay so."""
+    monkeypatch.setattr(cpu_library, "library", cache(cpu_library.library.__wrapped__))
     monkeypatch.setenv("MMSPEC_KERNELS", "auto")
-    yield monkeypatch
-    monkeypatch.undo()
-    cpu_library.library.cache_clear()
+    return monkeypatch
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_plans_of_none_or_two_lengths_are_refused(plan: dict[str, Any]) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The trainer's clock, by which every step takes 10 seconds."""
+    """The trainer's clock, by which every step takes 10 seconds. Curves, which take long, are not drawn."""
     now, learn = [0.0], Trainer._train_step
 
     def slow(run: Trainer) -> dict[str, Any]:
@@ -263,6 +263,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Trainer, "_train_step", slow)
+    monkeypatch.setattr("mmspec.training.trainer.draw", lambda log, out: None)
     return now
 
 
