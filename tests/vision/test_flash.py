@@ -82,10 +82,10 @@ def test_all_of_flash_on_every_family(name):
     [(0, 0, 1), (0, 0, 5), (1, 0, 1), (5, 16, 1), (5, 16, 3), (5, 0, 2), (16, 16, 5)],
 )
 def test_both_ideas_apart_and_together(latents, span, slots):
-    """Two images in one run; three rows with padding of their own, some steps without a draft, trees of 4 levels."""
+    """Two images in one run; three rows with padding of their own, some steps without a draft, trees of 6 levels."""
     model = shared_model("llava")
-    network = network_for(model, latents=latents, span=span, slots=slots)
-    check(model, vision_inputs("llava", 3, images=2), Flash(network, top_k=3, depth=4), skip=(1, 3, 4), nodes=12, new=9)
+    drafter = Flash(network_for(model, latents=latents, span=span, slots=slots), top_k=3, depth=6)
+    check(model, vision_inputs("llava", 3, images=2), drafter, skip=(1, 3, 4), nodes=16, depth=6, new=9)
 
 
 @pytest.mark.parametrize(
