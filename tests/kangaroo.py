@@ -50,27 +50,3 @@ def logits(model, layers, plain, row, said):
     early = plain_pass(model, row, said).outputs[layers - 1][None]
     last = plain(inputs_embeds=early, use_cache=False).last_hidden_state
     return model.get_output_embeddings()(last)[0, row["input_ids"].shape[1] - 1 :]
-
-
-def plain_chain(model, layers, plain, row, answer, most, confidence):
-    """Accepted tokens of every step, bonus token included, drafted one by one as the authors do, until one is less
-    probable than ``confidence``.
-
-    Args:
-        answer: tokens of the target, greedy.
-        most: draft tokens per step.
-    """
-    place, emitted = 1, []
-    while place < len(answer):
-        drafts: list[int] = []
-        while len(drafts) < min(most, len(answer) - place):
-            probs = logits(model, layers, plain, row, answer[:place] + drafts)[-1].softmax(-1)
-            drafts.append(int(probs.argmax()))
-            if float(probs.max()) < confidence:
-                break
-        right = 0
-        while right < len(drafts) and drafts[right] == answer[place + right]:
-            right += 1
-        emitted.append(min(right + 1, len(answer) - place))
-        place += right + 1
-    return emitted

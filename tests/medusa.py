@@ -153,23 +153,3 @@ def check_heads(layout, tensors, model, inputs, drafter, **asked):
         return [path_gain(layout, tensors, target, state, said[-1], path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
-
-
-def plain_chain(layout, tensors, target, heads, prompt, answer):
-    """Accepted tokens of every step, bonus token included, where each head's best token is drafted.
-
-    Args:
-        prompt, answer: tokens of the target, greedy.
-    """
-    place, emitted = 1, []
-    while place < len(answer):
-        state = last_state(layout, target.model, {"input_ids": torch.tensor([prompt])}, answer[: place - 1])
-        embeds, head = target.embed(torch.tensor(answer[place - 1 :])), 0
-        while head < min(heads, len(answer) - place):  # up to the first draft that is wrong
-            drafted = logits(layout, tensors, head, state, embeds[: head + 1], target.head).argmax()
-            if int(drafted) != answer[place + head]:
-                break
-            head += 1
-        emitted.append(min(head + 1, len(answer) - place))
-        place += head + 1
-    return emitted

@@ -18,10 +18,11 @@ from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import leftovers
-from tests.decoding import SteppedEngine
+from tests.decoding import SteppedEngine, decode
 from tests.leftovers import Leftovers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs
 
 
@@ -87,4 +88,15 @@ def test_a_thread_that_is_ending_is_waited_for() -> None:
     before, end = Leftovers(), threading.Event()
     threading.Thread(target=end.wait, name="ending").start()
     threading.Timer(0.3, end.set).start()
+    assert before.found() == []
+
+
+def test_rows_of_running_requests_are_not_left() -> None:
+    before, model = Leftovers(), shared_model("llama")
+    prompt, drafter = prompt_of(text_inputs(1)), tiny_drafter("eagle", model)
+    steps = decode(TransformersTarget(model), drafter, prompt, Sampler(), Stopper(9), Budget(4))
+    next(steps), next(steps)  # after the prefill, and after a draft
+    assert drafter.rows == 1
+    assert before.found() == []
+    steps.close()
     assert before.found() == []

@@ -178,7 +178,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    ignored: ClassVar[Sequence[str]] = (CACHE_BREAKPOINT,)
     type: Literal["text"]
     text: str
 
@@ -516,7 +516,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         """Kind and text of the grammar of the output, if any."""
         if (form := self.response_format) is None:
             return None
-        return grammar_of_format(form.type, form.json_schema and form.json_schema.schema_)
+        return grammar_of_format(form.type, None if form.json_schema is None else form.json_schema.schema_)
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -42,23 +42,6 @@ _STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
 """Entries of a checkpoint."""
 
 
-class ExampleSampler(Protocol):
-    """Sample the examples of each step; resumable."""
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """Logged with each step, such as the stage of a curriculum."""
-
-    def next(self, progress: float) -> list[Any]:
-        """The next step's examples, those of all processes, given the run's progress from 0 to 1."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to continue."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state_dict()``."""
-
-
 class TrainingTask(Protocol):
     """Network, data and loss of a training run."""
 
@@ -71,7 +54,7 @@ class TrainingTask(Protocol):
         """Of the parameters to train."""
 
     @property
-    def sampler(self) -> ExampleSampler:
+    def sampler(self) -> CurriculumSampler:
         """Of the training examples."""
 
     def batch(self, examples: list[Any]) -> Any:

@@ -93,6 +93,9 @@ def test_an_answer_and_its_pieces_of_whole_characters(name):
     assert isinstance(answer, Generation)
     assert (answer.text, answer.token_ids, answer.finish_reason) == (TEXT, [*ids_of(TEXT), 2], "stop")
     assert answer.stats.num_generated_tokens == len(answer.token_ids)
+    going_on = scripted() | {"max_new_tokens": len(answer.token_ids) + 2, "ignore_eos": True}
+    longer = pipeline(DRAFTERS[name]()).generate(PROMPT, **going_on)
+    assert (longer.token_ids, longer.finish_reason) == ([*answer.token_ids, 2, 2], "length")
     pieces = list(pipeline(DRAFTERS[name]()).stream(PROMPT, **scripted()))
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == TEXT

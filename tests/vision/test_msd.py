@@ -13,7 +13,7 @@ from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from tests.tiny.models import eagle_network, text_inputs, vision_inputs
+from tests.tiny.models import eagle_network, vision_inputs
 
 # ---------------------------------------------------------------------- drafting
 
@@ -38,12 +38,6 @@ def test_visual_positions_may_have_a_projection_of_their_own():
     drafter = MSD(network_for(model, visual_states=True), top_k=3, depth=3)
     check(model, vision_inputs("llava", 2, images=2), drafter, new=6)
     assert not hasattr(network_for(model, visual_states=True, decoupled=False), "visual_fc")
-
-
-def test_norm_bias_and_text_only():
-    model = shared_model("qwen2")
-    network = network_for(model, input_norm=True, qkv_bias=True)
-    check(model, text_inputs(3), MSD(network, top_k=3, depth=3))
 
 
 def test_an_accepting_drafter_keeps_true_states():
@@ -80,25 +74,6 @@ def overfit(model, inputs):
         sum(losses).backward()
         optimiser.step()
     return network
-
-
-def test_a_narrow_head_drafts_its_tokens_only():
-    model = shared_model("llava")
-    ids = torch.tensor([5, 9, 2, 40, 41, 60])
-    drafter = MSD(network_for(model), ids, top_k=10, depth=3)
-    check(model, vision_inputs("llava", 2), drafter)
-
-
-def test_decoupling_changes_what_visual_positions_say():
-    network = network_for(shared_model("llava"))
-    fused = network_for(shared_model("llava"), decoupled=False)
-    embeds, hidden = torch.randn(2, 1, 5, 48).unbind(0)
-    visual = torch.tensor([[False, True, True, False, False]])
-    apart = network.combine(embeds, hidden, visual)
-    assert torch.equal(apart[visual], embeds[visual])
-    together = fused.combine(embeds, hidden, visual)
-    assert torch.equal(together, network.combine(embeds, hidden, None))
-    assert torch.equal(together[~visual], apart[~visual])
 
 
 def test_a_tree_is_bounded_by_the_drafters_own_limits():

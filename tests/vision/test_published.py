@@ -257,18 +257,11 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
 # ---------------------------------------------------------------------- on targets
 
 
-@pytest.mark.parametrize(("name", "config"), [("llava", LLAVA), ("qwen2_vl", QWEN), ("llava", VICUNA)])
-@pytest.mark.parametrize("prefix", ["", "msd:", "eagle:"])
-def test_published_drafters_leave_the_output_as_it_is(name, config, prefix, tmp_path):
+@pytest.mark.parametrize("config", [LLAVA, QWEN, VICUNA])
+def test_a_name_before_the_folder_decides_what_it_is(config, tmp_path):
     folder = write(tmp_path, config, kind="bin")
-    model, inputs = shared_model(name), vision_inputs(name)
-    options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
-    drafter = make_drafter(f"{prefix}{folder}")
-    decoupled = {"": config is not VICUNA, "msd:": True, "eagle:": False}[prefix]
-    assert isinstance(drafter, MSD) is decoupled
-    out = mmspec.generate(model, drafter=drafter, nodes=8, return_dict_in_generate=True, **inputs, **options)
-    assert torch.equal(out.sequences, model.generate(**inputs, **options))
-    assert out.stats[0].num_draft_tokens > 0
+    for prefix, decoupled in {"": config is not VICUNA, "msd:": True, "eagle:": False}.items():
+        assert isinstance(make_drafter(f"{prefix}{folder}"), MSD) is decoupled
 
 
 @torch.no_grad()

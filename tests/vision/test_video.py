@@ -154,7 +154,7 @@ def test_variable_frame_rate(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
-@pytest.mark.parametrize("tail", [2, 5])
+@pytest.mark.parametrize("tail", [2, 3, 5])
 def test_packet_durations_out_of_order(tmp_path: Path, suffix: str, tail: int, backend: str) -> None:
     """With B-frames, an MP4's packets last until the next one is decoded: over a pause in which another is shown."""
     if backend == "decord":
@@ -313,15 +313,6 @@ def test_raw_stream_without_times_or_duration(tmp_path: Path) -> None:
     assert [number_of(frame) for frame in video.frames] == on_screen(even(30), 3000, 6)
 
 
-def test_animated_gif_and_png(tmp_path: Path) -> None:
-    pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
-    for suffix in ("gif", "png"):
-        path = tmp_path / f"a.{suffix}"
-        pages[0].save(path, save_all=True, append_images=pages[1:], duration=100)
-        assert kind_of(path) == "video"
-        assert [number_of(frame) for frame in load_video(path, frames=4).frames] == [2, 4, 6, 8]
-
-
 @pytest.mark.parametrize("suffix", ["gif", "png", "mp4"])
 def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
@@ -339,6 +330,7 @@ def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
     else:
         pages = [Image.fromarray(paint(number)) for number in range(4)]
         pages[0].save(path, save_all=True, append_images=pages[1:], duration=[100, 100, 100, 900])
+    assert kind_of(path) == "video"
     video = load_video(path, frames=6)
     assert video.duration == pytest.approx(1.2, abs=1e-3)
     assert [number_of(frame) for frame in video.frames] == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
@@ -363,13 +355,12 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("turn", MATRICES)
-def test_display_matrix(tmp_path: Path, turn: str) -> None:
-    (a, b, c, d), transposition = MATRICES[turn]
+def test_display_matrix(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 48), options={"preset": "ultrafast", "qp": "0"})
     plain = load_video(path, frames=1).frames[0]
-    turned = load_video(set_display_matrix(path, a, b, c, d), frames=1).frames[0]
-    assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
+    for matrix, transposition in MATRICES.values():
+        turned = load_video(set_display_matrix(path, *matrix), frames=1).frames[0]
+        assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])
@@ -614,7 +605,7 @@ def test_decord_equals_pyav(tmp_path: Path, frames: int) -> None:
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
 
 
-@pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("mpg", "mpeg1video"), ("avi", "mpeg4")])
+@pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("avi", "mpeg4")])
 def test_decord_refuses_packets_without_timestamps(tmp_path: Path, suffix: str, codec: str) -> None:
     pytest.importorskip("decord", reason="an optional dependency")
     options = {"bf": "2"} if codec == "mpeg4" else {}

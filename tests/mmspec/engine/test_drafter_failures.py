@@ -10,7 +10,7 @@ import mmspec
 from mmspec import TokenTree, plugins
 from mmspec.cli import session
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Wrapper
+from mmspec.core.drafter import Guard, Wrapper
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
@@ -19,11 +19,13 @@ from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.distributed import RankError
 from mmspec.engine.stopping import Stopper
+from mmspec.ops import kernels
 from mmspec.pipeline import Generation
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor
 from tests import matrix
 from tests.decoding import SteppedEngine
+from tests.device import waiting
 from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of, said_plainly
 from tests.ranks import alone
 from tests.tiny import byte_model, byte_tokenizer, table_model
@@ -178,6 +180,21 @@ def test_trees_that_are_none_are_not_verified(what):
         assert row.token_ids == said_plainly(engine.target.table, prompt, 9)
         assert row.stats.drafter_error.startswith("Wrong: ")
         assert row.stats.drafter_error.endswith(RECEIVED.get(what, ""))
+
+
+@pytest.mark.parametrize(("static", "nodes", "read"), [(False, 2, True), (False, 1, False), (True, 2, False)])
+def test_values_of_trees_are_not_read_on_a_device(static, nodes, read, monkeypatch):
+    """With static shapes, this would be a host sync; the values of a root alone are not needed."""
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    token, tree = torch.tensor([1]), _tree([[1, 2][:nodes]], [[-1, 0][:nodes]])
+
+    class Ready(Ngram):
+        def propose(self, token, budget):
+            return tree
+
+    with waiting() as waits:
+        assert Guard(Ready()).propose(token, Budget(6, 4)) is tree
+    assert bool(waits) == read
 
 
 def test_another_root_does_not_change_the_output():

@@ -93,6 +93,34 @@ def test_a_limit_is_that_of_its_thread():
     assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("adapts", "limits", "counts", "asked"),
+    [(True, True, [2, 1, 1, 2], [1, 2]), (True, False, [2, 2, 2, 2], [1]), (False, True, [2, 2, 2, 2], [])],
+    ids=["adapts", "torch has no limits by thread", "does not adapt"],
+)
+@pytest.mark.parametrize("counted", [True, False], ids=["counted delays", "no counts"])
+def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked, monkeypatch):
+    """Without the system's counts, the time in which the worker does not compute is a delay."""
+    now, given = {"wall": 0.0, "computed": 0.0}, []
+    monkeypatch.setattr(threads, "clock", lambda: now["wall"])
+    monkeypatch.setattr(threads, "thread_time", lambda: now["computed"])
+    # One more thread in each window, which has waited as long as the worker.
+    delayed = {}
+    monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
+    monkeypatch.setattr(threads, "limit_torch", lambda count, kernels: given.append((count, kernels)) or limits)
+    chosen, found = TorchThreads(adapts), []
+    chosen.begin()
+    for wall, computed in [(0.2, 0.1), (0.2, 0.1), (1.0, 0.9), (2.0, 1.98)]:
+        chosen.start_step()
+        now["wall"] += wall
+        now["computed"] += computed
+        delayed[f"of {now['wall']}"] = round(1e9 * max(0.0, wall - computed))
+        chosen.end_step()
+        found.append(chosen.count)
+    assert found == counts
+    assert given == [(count, 2) for count in asked]
+
+
 def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     """With recorded delays: first long ones, then none."""
     delays = iter(range(0, 10**15, 10**12))
@@ -112,34 +140,6 @@ def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     pipe.engine.threads._chosen.count = 1
     assert pipe.generate("a", max_new_tokens=6).token_ids == expected
     assert pipe.engine.threads.count == 2
-
-
-@pytest.mark.parametrize(
-    ("adapts", "limits", "counts", "asked"),
-    [(True, True, [2, 1, 1, 2], [1, 2]), (True, False, [2, 2, 2, 2], [1]), (False, True, [2, 2, 2, 2], [])],
-    ids=["adapts", "torch has no limits by thread", "does not adapt"],
-)
-@pytest.mark.parametrize("counted", [True, False], ids=["counted delays", "no counts"])
-def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked, monkeypatch):
-    """Without the system's counts, the time in which the worker does not compute is a delay."""
-    now, given = {"wall": 0.0, "computed": 0.0}, []
-    monkeypatch.setattr(threads, "clock", lambda: now["wall"])
-    monkeypatch.setattr(threads, "thread_time", lambda: now["computed"])
-    # One more thread in each window, which has waited as long as the worker.
-    delayed = {}
-    monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
-    monkeypatch.setattr(threads, "limit_torch", lambda count, kernels: given.append((count, kernels)) or limits)
-    chosen, found = TorchThreads(adapts), []
-    chosen.begin()
-    for wall, computed in [(0.2, 0.1), (0.2, 0.1), (1.0, 0.9), (1.0, 1.01)]:
-        chosen.start_step()
-        now["wall"] += wall
-        now["computed"] += computed
-        delayed[f"of {now['wall']}"] = round(1e9 * max(0.0, wall - computed))
-        chosen.end_step()
-        found.append(chosen.count)
-    assert found == counts
-    assert given == [(count, 2) for count in asked]
 
 
 def test_the_user_s_later_number_holds():

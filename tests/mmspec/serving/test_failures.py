@@ -79,6 +79,8 @@ def test_it_reaches_the_client(
     message = "internal error (BrokenError): details are in the server's log"
     assert found["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
     assert response.status_code == (200 if events else 500)
+    if [*STAGES].index(stage) <= [*STAGES].index("first token"):
+        assert response.status_code == 500  # of a stream, too, before its first piece
     assert not events or events[-1] == "[DONE]"
     assert eventually(lambda: server.idle)
     again = server.post(body)

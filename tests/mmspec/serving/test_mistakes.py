@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mmspec.checks import shown
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, parse
 
@@ -122,7 +123,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
         "value_error",
         {"stop": "a" * 513},
         "stop",
-        f"stop: expected at most 16 texts of at most 512 characters, got str '{'a' * 80}...'",
+        f"stop: expected at most 16 texts of at most 512 characters, got {shown('a' * 513)}",
     ),
     (
         "unknown_field",

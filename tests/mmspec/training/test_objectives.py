@@ -336,8 +336,8 @@ def test_next_tokens(kind, loss, ids, target):
         batch.tokens[batch.visual] = 5000  # images are left out
     places = [(0, 3), (0, 4), (2, 3), *((2, at) for at in (7, 8, 9, 10))]
     chosen, losses, right, agreed = ALL if ids is None else ids, [], 0, 0
-    best = logits_of(target, network, batch, 0, 3)[chosen].argmax()
-    batch.tokens[0, 4] = torch.arange(101)[chosen][best]  # an answer's token that is what the network says
+    best = logits_of(target, network, batch, 2, 10)[chosen].argmax()
+    batch.tokens[2, 11] = torch.arange(101)[chosen][best]  # an answer's token that is what the network says
     for row, at in places:
         logits, full = logits_of(target, network, batch, row, at)[chosen], target.head(batch.hidden[row, at])
         goal = full[chosen].softmax(-1).detach()

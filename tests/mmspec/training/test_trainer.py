@@ -32,6 +32,7 @@ from mmspec.training.trainer import (
     DRAFTER,
     LOG,
     MIXED,
+    POOL,
     TEXT,
     CurriculumSampler,
     RunningMeans,
@@ -172,6 +173,8 @@ def test_a_sampler_depends_on_its_seed_and_resumes_anywhere() -> None:
     flat = [[one for batch in found for one in batch] for found in (expected, others)]
     assert [kind for kind, _ in flat[0]] != [kind for kind, _ in flat[1]]
     assert [index for kind, index in flat[0] if kind == TEXT] != [index for kind, index in flat[1] if kind == TEXT]
+    pools = (CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed) for seed in (5, 6))
+    assert len({frozenset(one.next(0.0)[0] for _ in range(POOL)) for one in pools}) == 2
     drawn = [begun.next(share / 30) for share in range(11)]
     resumed.load_state_dict(begun.state_dict())
     assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
@@ -251,7 +254,7 @@ def test_plans_of_none_or_two_lengths_are_refused(plan: dict[str, Any]) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The trainer's clock, by which every step takes 10 seconds."""
+    """The trainer's clock, by which every step takes 10 seconds. Curves, which take long, are not drawn."""
     now, learn = [0.0], Trainer._train_step
 
     def slow(run: Trainer) -> dict[str, Any]:
@@ -260,6 +263,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Trainer, "_train_step", slow)
+    monkeypatch.setattr("mmspec.training.trainer.draw", lambda log, out: None)
     return now
 
 
@@ -340,6 +344,11 @@ def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: l
             moved = 0.5 * rates[-1][1] * (signs[name] + 0.01 * before[name])
             torch.testing.assert_close(parameter.detach(), before[name] - moved, atol=1e-6, rtol=1e-4)
     assert not torch.equal(network["layer"].weight, before["layer.weight"])
+
+
+def test_rates_rise_and_fall() -> None:
+    at = [(0.0, 0), (0.0, 1), (0.3, 3), (0.4, 9), (0.7, 20), (1.0, 30)]
+    assert [lr_factor(progress, step, 4, 0.4) for progress, step in at] == pytest.approx([0.25, 0.5, 1, 1, 0.5, 0])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

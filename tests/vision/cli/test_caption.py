@@ -20,7 +20,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.vision.embedded import samples
 from tests.commandline import Run, assert_user_error, runner
-from tests.model_folders import save_llava, save_text_model
+from tests.model_folders import save_llava
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,13 @@ def test_standard_input(
 ) -> None:
     (tmp_path / "-").mkdir()  # a folder of this name is ./-
     monkeypatch.chdir(tmp_path)
-    for source in (image, video):
-        options = ("--model", model, "--max-new-tokens", "5", "--json")
-        expected = run(source, *options)
+    pipe = mmspec.load(model, drafter=None)
+    for source, kind in ((image, "image"), (video, "video")):
+        expected = pipe.generate(f"Describe the {kind}.", **{f"{kind}s": [source]}, max_new_tokens=5)
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(Path(source).read_bytes())))
-        status, out, err = run("-", *options)
+        status, out, err = run("-", "--model", model, "--max-new-tokens", "5", "--json")
         assert (status, err) == (0, "")
-        assert json.loads(out)["token_ids"] == json.loads(expected[1])["token_ids"]
+        assert json.loads(out)["token_ids"] == expected.token_ids
     for content, message in ((b"%PDF-1.7", "a PDF document; render"), (b"", "no bytes")):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(content)))
         expected_message = f"standard input: expected an image or a video, received {message}"
@@ -137,7 +137,3 @@ def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
     options = ("--model", "tiny-llava", "--max-new-tokens", "2", "--nodes", "0", "--json")
     assert run(image, *options)[2] == f"note: {limits}\n"
     assert run(str(samples() / "scene.png"), *options)[2] == ""
-
-
-def test_text_model_raises(run: Run, image: str, tmp_path: Path) -> None:
-    assert_user_error(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")
