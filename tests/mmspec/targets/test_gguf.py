@@ -126,6 +126,8 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
         mmspec.load(str(part), drafter=None)
     part.write_bytes(whole[:end])
     gguf.check_complete(part, package.GGML_QUANT_SIZES)
+    part.write_bytes(b"another format")
+    gguf.check_complete(part, package.GGML_QUANT_SIZES)
     assert not list((cache / "gguf").glob("*/*/model.safetensors"))
 
 
