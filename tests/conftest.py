@@ -16,10 +16,13 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_measurements(tmp_path_factory):
-    """Calibrations are measured and kept apart from the user's own."""
+def _own_measurements(request, tmp_path_factory):
+    """Calibrations are measured and kept apart from the user's own; kernels are compiled once for all runs."""
+    folder = tmp_path_factory.mktemp("measurements")
+    if cache := getattr(request.config, "cache", None):
+        (folder / "kernels").symlink_to(cache.mkdir("kernels"), target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        patch.setenv("MMSPEC_CACHE", str(folder))
         yield
 
 
