@@ -254,11 +254,11 @@ class Engine:
         self.threads.start_step()
         try:
             core.step()
+            self.threads.end_step()
         except Exception as error:
             core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
-        self.threads.end_step()
         self._idle_from = clock() + IDLE_DELAY_SECONDS
         for sequence in core.touched:
             if sequence.has_output:

@@ -244,15 +244,17 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone):
     assert free(pipe)
 
 
-def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
+@pytest.mark.parametrize("part", ["target.forward_tree", "threads.end_step"])
+def test_a_failed_pass_ends_its_requests_and_no_later_ones(part, monkeypatch, alone):
     pipe = pipeline(Recycle())
     stream, _ = begun(pipe)
+    owner, name = part.split(".")
 
-    def fails(tree):
+    def fails(*_):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipe.target, "forward_tree", fails)
+        patch.setattr(getattr(pipe.engine, owner), name, fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             pipe.generate(PROMPTS[0], **KEYWORDS)
     with pytest.raises(RuntimeError, match="out of memory"):
