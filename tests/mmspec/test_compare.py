@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmspec import compare as module
-from mmspec.compare import compare, first_difference, next_token_scores
+from mmspec.cli.session import _comparison_lines
+from mmspec.compare import Comparison, Difference, Speed, compare, first_difference, next_token_scores
 from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Generation, Pipeline
@@ -14,7 +15,7 @@ from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
-from tests.tiny import shared_model
+from tests.tiny import byte_model, byte_tokenizer, shared_model
 
 PROMPT = [5, 17, 40, 9]
 TOKENS = [3, 33, 61, 7, 12]
@@ -54,6 +55,21 @@ def test_margin_at_the_first_difference() -> None:
     assert found.margin == pytest.approx(float(scores[best] - scores[second]))
     swapped = first_difference(pipe, {}, {}, [*TOKENS[:2], second], [*TOKENS[:2], best])
     assert swapped.margin == pytest.approx(found.margin)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        ((5, 7), "tokens: differ first at position 2: '#' against '%', logit margin 0.5 (float32)"),
+        ((None, 7), "tokens: differ first at position 2: the end against '%', logit margin 0.5 (float32)"),
+    ],
+)
+def test_a_difference_in_words(tokens: tuple[int | None, int], line: str) -> None:
+    """Our token first, then plain decoding's."""
+    pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None)
+    speed = Speed(10.0, 1.0, 0.1)
+    *_, last = _comparison_lines(Comparison(3, speed, speed, False, Difference(2, *tokens, 0.5)), pipe)
+    assert last == line
 
 
 def test_an_answer_that_ends_early() -> None:

@@ -632,6 +632,14 @@ def test_pipelines_take_tree_processors():
 # ---------------------------------------------------------------------- histories
 
 
+def test_histories_follow_the_rows_not_their_number():
+    followed, device = Histories(), torch.device("cpu")
+    followed.follow([[1, 2, 3], [4]], device)
+    for rows in ([[5, 6, 7], [8]], [[9, 9], [1, 2, 3, 4]]):
+        found, expected = followed.follow(rows, device), Histories().follow(rows, device)
+        assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_nodes_see_their_rows_as_they_grow(batch):
     """Rows grow unevenly, one of them not at all from some step on."""

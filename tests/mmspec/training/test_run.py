@@ -36,6 +36,7 @@ from mmspec.targets.merged_layers import MergedLayer, merge_layers
 from mmspec.training import run
 from mmspec.training.data import Conversation
 from mmspec.training.features import Features
+from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
 from mmspec.training.run import DrafterTask, frequent_tokens
 from mmspec.training.small import _first_layers
@@ -547,6 +548,30 @@ def test_acceptance_counts_verify_steps_only(monkeypatch: pytest.MonkeyPatch) ->
     assert task._acceptance() == {"mean_acceptance_length": (3 + 1 + 2 + 1) / 4}
     accepted |= {"a": [], "b": []}
     assert task._acceptance() == {}
+
+
+def test_held_out_losses_are_means_over_answer_tokens() -> None:
+    """However conversations are batched, and for a metric that only one batch has."""
+    counts = {"a": 1, "b": 2, "c": 9}
+
+    def extract(batch: list[Conversation]) -> Features:
+        answer = torch.zeros(len(batch), 12, dtype=torch.bool)
+        for row, one in zip(answer, batch, strict=True):
+            row[1 : 2 + counts[one.id]] = True  # the first of an answer is not predicted
+        return Features(answer.long(), answer[..., None].float(), None, None, answer, None)  # type: ignore[arg-type]
+
+    def objective(network: object, target: object, batch: Features, *_: object) -> LossOutput:
+        count = (batch.answer.sum(1) - 1).float()
+        mean = (count * count).sum() / count.sum()  # of a token: the length of its answer
+        return LossOutput(mean, {"long": 3.0} if float(count.max()) > 2 else {})
+
+    setup = DrafterSetup(torch.nn.Linear(1, 1), objective, SevenNodes)  # type: ignore[arg-type]
+    held_out = [conversation(name) for name in counts]
+    pipe = SimpleNamespace(target=None, processor=SimpleNamespace(reads_media=False))
+    for batch in (1, 2, 3):
+        options = RunOptions(out=Path("unused"), prompts=0, batch=batch)
+        task = DrafterTask(pipe, setup, {TEXT: held_out}, held_out, extract, options)  # type: ignore[arg-type]
+        assert task.evaluate() == pytest.approx({"loss": (1 + 4 + 81) / 12, "long": 3.0})
 
 
 def test_the_most_frequent_tokens_come_first() -> None:
