@@ -74,7 +74,7 @@ SAMPLING = {
         SamplingParams(),
     ],
 }
-SCHEDULES = {"alone": (2, 3, 4), "batch": (3, 4, 5), "limit": (3,), "joining": (0, 1, 3, 4)}
+SCHEDULES = {"alone": (3, 4, 5), "batch": (3, 4, 5), "limit": (5,), "joining": (0, 1, 3, 4)}
 """Schedules and the numbers of their requests: one after another; three at once, twice; one whose drafts could pass the
 context limit; random joining, leaving and cancelling."""
 

@@ -59,6 +59,7 @@ WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "s
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_which_processors_wait(name, monkeypatch):
     as_launches(monkeypatch)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile leaves it False
     history, tree = histories_and_tree(0)
     logits, sampler = torch.randn(3, tree.nodes, VOCAB), BatchSampler()
     rows = rows_of(Sampler(PROCESSORS[name]()), history)
