@@ -6,18 +6,34 @@ nodes after the longest row, and shorter rows mask the slots in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.cache.buffers import KVBuffers, SlotBounds, StaticKVBuffers
 from mmspec.core.target import KeysValues
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
+
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache argument: from transformers 5.24 on, before, and before in models without attention."""
+
+
+def cache_argument(module: nn.Module) -> str | None:
+    """Name of the cache argument of a module's forward; None without any."""
+    parameters = signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments, by any of its names; None without any."""
+    return next((x for name in CACHE_NAMES if (x := arguments.get(name)) is not None), None)
 
 
 class TreeCache(Cache):
