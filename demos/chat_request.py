@@ -1,13 +1,13 @@
-"""A visitor's request: validation against the demo's limits, conversion to arguments of ``Pipeline.generate``."""
+"""What visitors send: requests, checked against the demo's limits, and conversations, which their pages keep."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mmspec import plugins
 from mmspec.errors import UserError
@@ -104,7 +104,7 @@ class ChatRequest:
         """
         if not 1 <= self.max_new_tokens <= MAX_NEW_TOKENS:
             raise UserError(f"max_new_tokens must lie in 1..{MAX_NEW_TOKENS}: got {self.max_new_tokens}")
-        if not math.isfinite(self.temperature) or self.temperature > 5:
+        if self.temperature > 5:
             raise UserError(f"temperature must lie in 0..5: got {self.temperature}")
         SamplingParams.rule("temperature").check("temperature", self.temperature)
         return {
@@ -137,3 +137,91 @@ class ChatRequest:
 def decoder() -> MediaDecoder:
     """The worker pool shared by all visitors."""
     return MediaDecoder(seconds=20, memory=2 << 30)
+
+
+Origin = Literal["first", "accepted", "bonus", "plain"]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        text: the text that it adds; empty until a later token completes the character.
+        origin: "first" (from the prefill), "accepted" (draft token), "bonus" (the target's token after them) or "plain"
+            (decoded without draft tokens).
+        step: the verify pass that emitted it, counted from 1; 0 is the prefill.
+    """
+
+    text: str
+    origin: Origin
+    step: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A question and its answer.
+
+    Attributes:
+        tokens: of the answer; tokens of one pass and origin are joined.
+        stopped: whether the visitor stopped it.
+    """
+
+    prompt: str
+    tokens: list[Token]
+    stopped: bool = False
+
+    @staticmethod
+    def of(prompt: str, tokens: Iterable[Token], stopped: bool) -> Turn:
+        """The turn of an answer's tokens."""
+        groups = groupby(tokens, key=lambda token: (token.origin, token.step))
+        joined = [Token("".join(token.text for token in group), *key) for key, group in groups]
+        return Turn(prompt, joined, stopped)
+
+    @property
+    def answer(self) -> str:
+        return "".join(token.text for token in self.tokens).strip()
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """State of a visitor's conversation. The page keeps it, so that it survives a restart of the server.
+
+    Attributes:
+        turns: oldest first.
+        seed: sampling seed of all turns; 0 until the first.
+        running: id of the running request; empty if none runs.
+        opened: whether the tab has been used, or has shown its opening race.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    seed: int = 0
+    running: str = ""
+    opened: bool = False
+
+    def restarted(self) -> Conversation:
+        """A new conversation beside the running request, if any."""
+        return Conversation(running=self.running, opened=True)
+
+    def with_turn(self, turn: Turn) -> Conversation:
+        return replace(self, turns=[*self.turns, turn])
+
+    @property
+    def history(self) -> list[tuple[str, str]]:
+        return [(turn.prompt, turn.answer) for turn in self.turns]
+
+
+def parse_conversation(value: Any) -> Conversation:
+    """The conversation that a page sent; an empty one if it is malformed."""
+    try:
+        turns = [_parse_turn(turn) for turn in value["turns"][-MAX_TURNS:]]
+        return Conversation(turns, int(value["seed"]), str(value["running"]), bool(value["opened"]))
+    except (KeyError, TypeError, ValueError):
+        return Conversation()
+
+
+def _parse_turn(turn: Any) -> Turn:
+    tokens = [Token(str(token["text"]), token["origin"], int(token["step"])) for token in turn["tokens"]]
+    if len(tokens) > MAX_NEW_TOKENS or not {token.origin for token in tokens} <= set(get_args(Origin)):
+        raise ValueError("malformed tokens")
+    return Turn(str(turn["prompt"]), tokens, bool(turn["stopped"]))

@@ -13,11 +13,20 @@ import click
 from click.core import ParameterSource
 
 from mmspec import plugins
-from mmspec.cli.help import Command
-from mmspec.cli.listening import API_KEY, Secret, check_api_key, listen_options, steps_shown
-from mmspec.cli.options import adapt_of, adapt_options, complete, device_options, generation_config_option
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.cli.commands import Command
+from mmspec.cli.options import (
+    API_KEY,
+    Secret,
+    adapt_of,
+    adapt_options,
+    check_api_key,
+    complete,
+    device_options,
+    generation_config_option,
+    listen_options,
+    steps_shown,
+)
+from mmspec.errors import UserError, missing
 from mmspec.serving.limits import is_loopback
 
 _log = logging.getLogger("mmspec.demo")
@@ -103,7 +112,7 @@ def demo(
         _log.info("making the page")
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     if api:
-        from mmspec.demos.api import API
+        from mmspec.demos.server import API
 
         drafter = drafters[0] if drafters else "auto"
         served = API(models[0] if models else catalog.default, drafter, None if public else host, api_key, adapt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,17 +13,18 @@ from gradio.data_classes import FileData, ImageData
 
 from mmspec import plugins
 from mmspec.demos import views
-from mmspec.demos.catalog import FEWEST, MOST, Catalog, label
+from mmspec.demos.catalog import FEWEST, MOST, Catalog, Example, label, media, photographs, texts
 from mmspec.demos.chat_request import (
     DEFAULT_PROMPTS,
     MAX_FRAMES,
     MAX_IMAGES,
     MAX_NEW_TOKENS,
     MAX_PROMPT_CHARS,
+    Conversation,
     Kind,
     Upload,
+    parse_conversation,
 )
-from mmspec.demos.samples import Example, media, photographs, texts
 from mmspec.demos.storage import original_of, preview_of
 
 
@@ -60,6 +62,18 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
 
         def postprocess(self, value: list[Upload] | None) -> FileData | None:
             return FileData(path=preview_of(value[0].path), orig_name=value[0].name) if value else None
+
+    class KeptConversation(gr.JSON):
+        """A component, not meant to be seen, whose value is a ``Conversation``."""
+
+        def get_block_name(self) -> str:
+            return "json"
+
+        def preprocess(self, payload: Any) -> Conversation:  # type: ignore[override]
+            return parse_conversation(payload)
+
+        def postprocess(self, value: Conversation | None) -> Any:  # type: ignore[override]
+            return super().postprocess(asdict(value or Conversation()))
 
 
 _ADD = (

@@ -120,7 +120,7 @@ def _text_endpoints(service: Service) -> tuple[Callable[..., Any], ...]:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> AnswerJSON:
-        """AnswerJSON a text prompt."""
+        """Answer a text prompt."""
         yield from _answers(service, locals() | {"kind": "text"})
 
     def compare(  # type: ignore[misc]

@@ -14,11 +14,10 @@ from typing import Any, get_args
 import gradio as gr
 
 from mmspec import plugins
-from mmspec.demos import endpoints, samples, views
-from mmspec.demos.catalog import FEWEST, MOST
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_PROMPT_CHARS, ChatRequest, Kind, Upload
-from mmspec.demos.controls import Controls
-from mmspec.demos.conversation import Conversation, KeptConversation, Turn
+from mmspec.demos import endpoints, views
+from mmspec.demos.catalog import FEWEST, MOST, example_of, is_sample
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_PROMPT_CHARS, ChatRequest, Conversation, Kind, Turn, Upload
+from mmspec.demos.controls import Controls, KeptConversation
 from mmspec.demos.racing import Race, recording
 from mmspec.demos.service import Service
 from mmspec.errors import UserError
@@ -156,7 +155,7 @@ class Tab:
         """Note on what an embedded model was trained on; empty for samples and other models."""
         model = self.service.with_defaults(chat).model
         limits = plugins.limits(model)
-        return "" if limits is None or samples.is_sample(chat, self.controls.examples(model)) else limits
+        return "" if limits is None or is_sample(chat, self.controls.examples(model)) else limits
 
     def _one_image(self, chat: ChatRequest) -> str:
         """Note on several images for a loaded model that was trained with one in a prompt; else empty."""
@@ -217,7 +216,7 @@ class Tab:
         complete = race.finished or (len(race.lanes) == 1 and answer.finished)
         stopped = stopped and not complete
         asked = self.service.with_defaults(chat)
-        example = samples.example_of(chat, self.controls.examples(asked.model))
+        example = example_of(chat, self.controls.examples(asked.model))
         recorded = {**recording(race.lanes, asked, example), "plays": plays and not stopped}
         html = views.result_html(earlier, chat.prompt, race, limits=limits, stopped=stopped, recorded=recorded)
         claim = views.claim_html(race) if race.finished else gr.skip()

@@ -6,38 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter as clock
-from typing import Any, Literal
+from typing import Any
 
-from mmspec.answer import Piece
 from mmspec.compare import Difference, first_difference
 from mmspec.demos.catalog import drafter_of, label
-from mmspec.demos.chat_request import ChatRequest
+from mmspec.demos.chat_request import ChatRequest, Origin, Token
 from mmspec.demos.models import LoadedModel
 from mmspec.drafters.registry import AUTO, PLAIN, registered_name
 from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
-
-Origin = Literal["first", "accepted", "bonus", "plain"]
+from mmspec.pipeline import Piece, Pipeline
 
 _DIGITS = 4  # of recorded probabilities
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer.
-
-    Attributes:
-        text: the text that it adds; empty until a later token completes the character.
-        origin: "first" (from the prefill), "accepted" (draft token), "bonus" (the target's token after them) or "plain"
-            (decoded without draft tokens).
-        step: the verify pass that emitted it, counted from 1; 0 is the prefill.
-    """
-
-    text: str
-    origin: Origin
-    step: int
 
 
 @dataclass

@@ -12,9 +12,8 @@ from typing import Any
 
 from mmspec import plugins
 from mmspec.demos.catalog import Catalog, explained, label
-from mmspec.demos.chat_request import Kind
-from mmspec.demos.conversation import Turn
-from mmspec.demos.racing import AS_FAST, RUNS, Race, StreamedAnswer, Token
+from mmspec.demos.chat_request import Kind, Token, Turn
+from mmspec.demos.racing import AS_FAST, RUNS, Race, StreamedAnswer
 from mmspec.drafters.registry import PLAIN
 from mmspec.engine.stats import Stats
 

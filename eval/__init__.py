@@ -1,8 +1,8 @@
 """Benchmarks. ``eval/NAME.py`` is a command, ``python -m mmspec.eval NAME``; the sub-packages are their libraries.
 
-- ``harness``: interleaved timing, other engines, intervals, acceptance statistics, held-out prompts, tables and results
-- ``suite``: ``mmspec eval``, with tasks, scorers and reports
-- ``decoding``: speed tables, unrolled verification, random drafts, every model class built small
+- ``harness``: interleaved timing, other engines, acceptance statistics, held-out prompts, tables and results
+- ``suite``: ``mmspec eval``, with tasks, scorers and reports, and ``mmspec tune``
+- ``decoding``: random drafts, every model class built small
 - ``kernels``: kernels and models of the GPU benchmark
 - ``scale_up``: small trained models in big shapes
 - ``adapters``: lmms-eval and lm-evaluation-harness

@@ -10,7 +10,7 @@ import click
 
 from mmspec.checks import nearest
 from mmspec.cli.app import limit_spinning
-from mmspec.extras import missing_import
+from mmspec.errors import missing_import
 
 
 class Studies(click.Group):

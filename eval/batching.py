@@ -25,8 +25,7 @@ from mmspec.core.drafter import fork
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import parse_drafters
-from mmspec.eval.harness.options import SIZES
-from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.prompts import held_out_texts, mixed_requests
 from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, drafter_methods, run_interleaved
 

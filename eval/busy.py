@@ -25,7 +25,7 @@ from mmspec.eval.harness.peers import LlamaServer
 
 _PROMPT = "Tell me about the sea."
 _LLAMA_TOKENS = 16
-_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))"  # until this process ends
+_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"  # until its parent has ended
 
 _COLUMNS: list[Column] = [
     ("decoder", "{decoder}"),
@@ -42,7 +42,7 @@ def busy_programs(count: int) -> Iterator[None]:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
-            running.append(subprocess.Popen([sys.executable, "-S", "-c", _LOOP]))
+            running.append(subprocess.Popen([sys.executable, "-S", "-c", _LOOP, str(os.getpid())]))
         yield
     finally:
         for program in running:

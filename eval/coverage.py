@@ -1,7 +1,13 @@
 """Every decoder class of the installed transformers under speculative decoding: ``python -m mmspec.eval coverage``.
 
-``mmspec.eval.decoding.coverage`` describes what is compared. Each class runs in a process of its own with a time limit.
-The log is appended to, so that a stopped sweep resumes; the table is written to ``docs/models.md``.
+A class is built small with random weights in float32 (``mmspec.eval.decoding.small_configs``) and decodes greedily a
+short prompt, a longer one and two rows with padding, with random trees that branch and are partly accepted, and with
+drafts looked up in earlier output: tokens must be those of ``generate``. Classes with images also decode a prompt with
+random images between random ids, without a tokenizer. The class's image processor, as transformers defines it, makes
+the pixel values; the number of image tokens, if it has any, follows from the model's image features.
+
+Each class runs in a process of its own with a time limit. The log is appended to, so that a stopped sweep resumes; the
+table is written to ``docs/models.md``.
 """
 
 from __future__ import annotations
@@ -9,28 +15,325 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
+from inspect import signature
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter as clock
 from typing import Any
 
 import click
+import numpy as np
 import torch
 import transformers
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    IMAGE_PROCESSOR_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import is_torchvision_available
 
+import mmspec
+from mmspec import UserError
 from mmspec.cli.options import OUT_FILE
-from mmspec.eval.decoding.coverage import NEW_TOKENS, NOT_BUILT, OUTCOMES, PUBLISHED, Model, Outcome, check, models
+from mmspec.drafters.recycle import Recycle
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.eval.decoding.small_configs import WORDS, published_config, random_model, small_config
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, print_result
 from mmspec.files import append_row, read_rows, write_text
 
+_SIDES = (64, 96)  # height and width: position axes of the visual tokens differ in length
+_ALIKE = {"glm4v_moe": "glm4v", "glm_ocr": "glm4v", "qwen3_vl_moe": "qwen3_vl"}
+"""Model types without an image processor of their own, by the type whose processor their checkpoints name."""
 ROOT = Path(__file__).resolve().parents[1]
 _DOCS = ROOT / "docs" / "models.md"
 _RESULT = ROOT / "eval" / "results" / "coverage.json"
 _LOG = ROOT / "build" / "coverage.jsonl"
+EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT = "equal", "refused", "faulty", "not by generate", "not built"
+OUTCOMES = (EQUAL, REFUSED, FAULTY, NOT_GENERATED, NOT_BUILT)
+TEXT, VISION, PUBLISHED = "causal language models", "vision-language models", "published configurations"
+NEW_TOKENS, NEW_TOKENS_LARGE = 24, 8
+_AUTO = {TEXT: AutoModelForCausalLM, VISION: AutoModelForImageTextToText}
+_PROMPTS = {"prompt": [12], "long prompt": [40], "batch": [9, 5]}
+_IMAGE_PROMPTS = {"image": [9], "batch with images": [9, 6]}
+_LARGE = 100_000_000  # parameters
+_MOST_WORK = 3 * 10**11  # parameters times tokens of the prompts
+_MOST_BYTES = 14 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """A class to build.
+
+    Attributes:
+        kind: ``TEXT``, ``VISION`` or ``PUBLISHED``.
+        name: model type, or the published configuration's file.
+    """
+
+    kind: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Model type, or the published configuration's name."""
+        return Path(self.name).stem if self.kind == PUBLISHED else self.name
+
+    def config(self) -> PreTrainedConfig:
+        return published_config(Path(self.name)) if self.kind == PUBLISHED else small_config(CONFIG_MAPPING[self.name])
+
+    def build(self) -> PreTrainedModel:
+        """A random model.
+
+        Raises:
+            ValueError: it would be too large.
+        """
+        config = self.config()
+        vision = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto = _AUTO[VISION if self.kind == VISION or (self.kind == PUBLISHED and vision) else TEXT]
+        with torch.device("meta"):
+            size = 4 * sum(weight.numel() for weight in auto.from_config(config).parameters())
+        if size > _MOST_BYTES:
+            raise ValueError(f"too large: {size / 2**30:.1f} GiB")
+        return random_model(config, auto)
+
+
+def models(configs: Path | None = None) -> list[Model]:
+    """Every decoder-only class of the installed transformers, and the published configurations in a folder."""
+    classes = []
+    for kind, mapping in ((TEXT, MODEL_FOR_CAUSAL_LM_MAPPING), (VISION, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)):
+        types = {config_class.model_type: config_class for config_class in mapping}
+        for name, config_class in sorted(types.items()):
+            repeated = kind == TEXT and config_class in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            if name in CONFIG_MAPPING and not repeated and _decodes_alone(config_class):
+                classes.append(Model(kind, name))
+    if configs is not None:
+        classes += [Model(PUBLISHED, str(file)) for file in sorted(configs.glob("*.json"))]
+    return classes
+
+
+def _decodes_alone(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether a class is a decoder by default, and not a part of an encoder-decoder."""
+    try:
+        config = config_class()
+    except Exception:  # that the default cannot be built is an outcome
+        return True
+    encoder = config_class in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", None) is False
+    return not config.is_encoder_decoder and not encoder
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a class.
+
+    Attributes:
+        outcome: one of ``OUTCOMES``; the worst of its inputs.
+        reason: one line; empty if equal.
+        model_class: name, empty if it could not be built.
+        inputs: those that ``generate`` decoded and were compared.
+        note: which inputs are missing, and why.
+    """
+
+    outcome: str
+    reason: str = ""
+    model_class: str = ""
+    inputs: tuple[str, ...] = ()
+    note: str = ""
+
+    def row(self, model: Model) -> dict[str, Any]:
+        return {"kind": model.kind, "name": model.label, **asdict(self)}
+
+
+def check(model: Model, progress: Callable[[str], None] = lambda phase: None) -> Outcome:
+    """Build a class and compare its tokens.
+
+    Args:
+        progress: called with the outcome that a time limit would mean from now on.
+    """
+    progress(NOT_BUILT)
+    try:
+        network = model.build()
+    except Exception as error:
+        return Outcome(NOT_BUILT, _one_line(error))
+    name, compared, missing = type(network).__name__, [], []
+    worst = Outcome(NOT_GENERATED, model_class=name)
+    for label, make in _inputs(network).items():
+        progress(NOT_GENERATED)
+        try:
+            inputs = make()
+            if inputs["input_ids"].numel() * network.num_parameters() > _MOST_WORK:
+                raise ValueError(f"too slow at these widths: {inputs['input_ids'].numel()} tokens")
+            reference = _generate(network, inputs)
+        except Exception as error:
+            missing.append(f"{label}: {_one_line(error)}")
+            continue
+        compared.append(label)
+        progress(FAULTY)
+        outcome, reason = _compared(network, inputs, reference)
+        if outcome != EQUAL:
+            worst = Outcome(outcome, reason if len(compared) == 1 else f"{label}: {reason}", name)
+            break
+    else:
+        worst = Outcome(EQUAL, model_class=name) if compared else Outcome(NOT_GENERATED, missing[0], name)
+    note = "; ".join(missing) if compared else ""
+    return Outcome(worst.outcome, worst.reason, name, tuple(compared), note)
+
+
+def _inputs(network: PreTrainedModel) -> dict[str, Callable[[], dict[str, Tensor]]]:
+    """Functions that make the inputs, by name."""
+    makers: dict[str, Any] = {label: partial(_text_inputs, lengths) for label, lengths in _PROMPTS.items()}
+    if type(network.config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        makers |= {label: partial(image_inputs, network, lengths) for label, lengths in _IMAGE_PROMPTS.items()}
+    return makers
+
+
+def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
+    generator, longest = torch.Generator().manual_seed(len(lengths)), max(lengths)
+    ids = torch.randint(5, WORDS, (len(lengths), longest), generator=generator)
+    padding = torch.arange(longest) < longest - torch.tensor(lengths)[:, None]
+    return {"input_ids": ids.masked_fill(padding, 0), "attention_mask": (~padding).long()}
+
+
+def _options(network: PreTrainedModel) -> dict[str, Any]:
+    special = list(range(WORDS, network.config.get_text_config().vocab_size))
+    new_tokens = NEW_TOKENS if network.num_parameters() < _LARGE else NEW_TOKENS_LARGE
+    return {"max_new_tokens": new_tokens, "do_sample": False, "suppress_tokens": special}
+
+
+def _generate(network: Any, inputs: dict[str, Any]) -> Tensor:
+    """Plain decoding by transformers, (rows, length)."""
+    tokens: Tensor = network.generate(**inputs, **_options(network))
+    return tokens
+
+
+def _compared(network: PreTrainedModel, inputs: dict[str, Any], reference: Tensor) -> tuple[str, str]:
+    """The outcome for one input, and the reason."""
+    start = inputs["input_ids"].shape[1]
+    for drafter in (Oracle(reference[:, start:].tolist(), vocab=WORDS), Recycle(top_k=4)):
+        try:
+            tokens = mmspec.generate(network, drafter=drafter, nodes=8, **inputs, **_options(network))
+        except UserError as error:
+            return REFUSED, str(error)
+        except Exception as error:
+            return FAULTY, f"{_one_line(error)} ({_place(error)})"
+        assert isinstance(tokens, Tensor)
+        if not torch.equal(tokens, reference):
+            return FAULTY, _difference(network, inputs, tokens, reference)
+    return EQUAL, ""
+
+
+def _difference(network: Any, inputs: dict[str, Any], tokens: Tensor, reference: Tensor) -> str:
+    """The first difference, and whether decoding without a cache agrees with either."""
+    width, start = min(tokens.shape[1], reference.shape[1]), inputs["input_ids"].shape[1]
+    unequal = (tokens[:, :width] != reference[:, :width]).nonzero().tolist()
+    row, column = min(unequal, key=lambda index: index[1]) if unequal else (0, width)
+    difference = f"other tokens from new token {column - start} on"
+    try:
+        plain = network.generate(**inputs, **_options(network), use_cache=False)
+    except Exception:
+        return difference
+    same = [name for name, other in (("ours", tokens), ("generate", reference)) if torch.equal(plain, other)]
+    return f"{difference} (row {row}); without a cache, generate agrees with {' and '.join(same) or 'neither'}"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def _place(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def image_inputs(network: PreTrainedModel, lengths: list[int]) -> dict[str, Tensor]:
+    """A left-padded batch of prompts with one random image each, as inputs of the model.
+
+    Args:
+        lengths: text tokens of each row.
+
+    Raises:
+        Exception: whatever the class's image processor or its vision tower raises.
+        ValueError: the image processor needs a package, or makes something else.
+    """
+    config = network.config
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    encode = getattr(network, "get_image_features", None) or getattr(network.base_model, "get_image_features", None)
+    pixels = _pixels(config, len(lengths))
+    known = signature(network.forward).parameters
+    wanted = signature(encode).parameters if encode is not None else {}
+    pixels = {name: value for name, value in pixels.items() if name in known or name in wanted}
+    if "pixel_values" not in pixels:
+        raise ValueError("its image processor makes no pixel values")
+    media = [token] if token is not None else []
+    if media and encode is not None:
+        with torch.no_grad():
+            features = encode(**{name: value for name, value in pixels.items() if name in wanted})
+        output = getattr(features, "pooler_output", None)
+        output = getattr(features, "last_hidden_state", features) if output is None else output
+        media *= _rows(output) // len(lengths)
+    if (start := getattr(config, "vision_start_token_id", None)) is not None:
+        media = [start, *media, config.vision_end_token_id]
+    return {**_prompts(lengths, media, token, known), **pixels}
+
+
+def _prompts(lengths: list[int], media: list[int], token: int | None, known: Mapping[str, Any]) -> dict[str, Tensor]:
+    generator, longest = torch.Generator().manual_seed(0), max(lengths)
+    rows, masks = [], []
+    for length in lengths:
+        words = torch.randint(5, WORDS, (length,), generator=generator).tolist()
+        rows.append([0] * (longest - length) + [*words[:2], *media, *words[2:]])
+        masks.append([int(place >= longest - length) for place in range(len(rows[-1]))])
+    ids = torch.tensor(rows)
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor(masks)}
+    kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
+    visual = (ids == token).long() if token is not None else torch.zeros_like(ids)
+    return {**inputs, **dict.fromkeys(kinds, visual)}
+
+
+def _pixels(config: Any, images: int) -> dict[str, Tensor]:
+    """What the class's image processor makes of random images of one size."""
+    like = CONFIG_MAPPING[_ALIKE[config.model_type]] if config.model_type in _ALIKE else type(config)
+    backends: Any = IMAGE_PROCESSOR_MAPPING[like]
+    if "pil" not in backends and not is_torchvision_available():
+        raise ValueError("its image processor needs torchvision")
+    make = backends.get("pil") or backends["torchvision"]
+    default, vision = make(), getattr(config, "vision_config", None)
+    side = getattr(vision, "image_size", None)
+    side = side[0] if isinstance(side, list | tuple) else side
+    options: dict[str, Any] = {}
+    for name in ("size", "crop_size", "max_image_size"):
+        if isinstance(side, int) and (size := getattr(default, name, None)):
+            options[name] = {axis: side for axis, value in dict(size).items() if value is not None}
+    for option, source in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        if isinstance(getattr(default, option, None), int) and isinstance(size := getattr(vision, source, None), int):
+            options[option] = size
+    processor = make(**options)
+    random = np.random.default_rng(0)
+    pictures = [random.integers(0, 256, (*_SIDES, 3), dtype=np.uint8) for _ in range(images)]
+    encoded = processor(images=pictures, return_tensors="pt")
+    tensors = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
+    return {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def _rows(features: Any) -> int:
+    """Number of visual tokens."""
+    if isinstance(features, Tensor):
+        return features.shape[:-1].numel()
+    if not isinstance(features, Iterable):
+        raise ValueError(f"image features of an unknown kind: {type(features).__name__}")
+    return sum(_rows(part) for part in features)
 
 
 @click.command(cls=BenchmarkCommand)
@@ -71,7 +374,7 @@ def environment() -> dict[str, Any]:
 def check_apart(model: Model, limit: float) -> Outcome:
     """``check`` in a process of its own, ended after ``limit`` seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mmspec.eval.decoding.coverage"])
+    context.set_forkserver_preload(["mmspec.eval.coverage"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_outcome, args=(model, sender), daemon=True)
     process.start()

@@ -12,10 +12,9 @@ others still run. The file is written after every row, and a later call with the
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter as clock
@@ -42,9 +41,12 @@ from mmspec.eval.kernels.gpu_parts import (
     run_parts,
     write_rows,
 )
-from mmspec.eval.scale_up.axes import SHAPES, Shape
-from mmspec.eval.scale_up.models import shape_of
+from mmspec.eval.scale_up.models import SHAPES, Shape, shape_of
 from mmspec.loading import load_target
+
+MODEL, HYBRID = "7b", "8b-hybrid"
+SOURCES = {MODEL: ("tiny-llava", "msd,flash"), HYBRID: ("tiny-hybrid", "flash,ngram")}
+"""By preset of ``mmspec.eval.scale_up``: the embedded model that is scaled up to it, and its drafters."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,8 @@ class GpuPlan:
     """What the GPU benchmark measures.
 
     Attributes:
-        model, hybrid: presets of ``mmspec.eval.scale_up``.
         batch: the batch size beside 1.
-        prefix: prefix length of passes in tokens; ``long_prefix`` at batch size 1 of ``model``, too.
+        prefix: prefix length of passes in tokens; ``long_prefix`` at batch size 1 of ``MODEL``, too.
         nodes: nodes of verify passes, root included.
         trees, chains: draft tokens per step of answers.
         vocab: vocabulary size of the kernels of sampling.
@@ -64,8 +65,6 @@ class GpuPlan:
         lengths: new tokens of short and long answers of ``generate``.
     """
 
-    model: str = "7b"
-    hybrid: str = "8b-hybrid"
     batch: int = 8
     prefix: int = 1000
     long_prefix: int = 8000
@@ -77,9 +76,6 @@ class GpuPlan:
     groups: int = 16
     calls: int = 64
     lengths: tuple[int, int] = (32, 96)
-    shapes: Mapping[str, tuple[str, str]] = field(
-        default_factory=lambda: {"7b": ("tiny-llava", "msd,flash"), "8b-hybrid": ("tiny-hybrid", "flash,ngram")}
-    )
 
 
 FULL = GpuPlan()
@@ -123,23 +119,22 @@ class GpuBenchmark:
         """The preset's shape, or the embedded model's own in a quick run."""
         if not self.quick:
             return SHAPES[preset]
-        folder = str(plugins.find("models", self.plan.shapes[preset][0])())
+        folder = str(plugins.find("models", SOURCES[preset][0])())
         return shape_of(load_target(folder, "cpu", "float32")[0].config)
 
     def parts(self) -> dict[str, tuple[float, Callable[[], Rows]]]:
         """Limit in seconds and rows of each part by name, in order."""
-        model, hybrid = self.plan.model, self.plan.hybrid
         return {
             "machine": (40, self.machine),
             "tokens": (90, self.tokens),
-            f"passes {model}": (120, partial(self.passes, model)),
-            f"answers {model}": (200, partial(self.answers, model)),
-            f"generate {model}": (200, self.generate),
-            f"batch {model}": (150, partial(self.answers, model, self.plan.batch)),
-            f"sampling {model}": (120, partial(self.answers, model, temperature=0.8, top_p=0.95)),
+            f"passes {MODEL}": (120, partial(self.passes, MODEL)),
+            f"answers {MODEL}": (200, partial(self.answers, MODEL)),
+            f"generate {MODEL}": (200, self.generate),
+            f"batch {MODEL}": (150, partial(self.answers, MODEL, self.plan.batch)),
+            f"sampling {MODEL}": (120, partial(self.answers, MODEL, temperature=0.8, top_p=0.95)),
             "kernels": (120, self.kernels),
-            f"passes {hybrid}": (120, partial(self.passes, hybrid)),
-            f"answers {hybrid}": (150, partial(self.answers, hybrid)),
+            f"passes {HYBRID}": (120, partial(self.passes, HYBRID)),
+            f"answers {HYBRID}": (150, partial(self.answers, HYBRID)),
         }
 
     def machine(self) -> Rows:
@@ -156,7 +151,7 @@ class GpuBenchmark:
             yield from row_or_error(step, self.device, model=name)
 
     def _build(self, preset: str) -> gpu_models.ScaledModel:
-        name, drafters = self.plan.shapes[preset]
+        name, drafters = SOURCES[preset]
         return gpu_models.build_scaled_model(name, self.shape(preset), drafters, self.device, self.dtype)
 
     def passes(self, preset: str) -> Rows:
@@ -165,7 +160,7 @@ class GpuBenchmark:
         yield {"weight_gb": model.weight_bytes / 1e9, "build_seconds": model.build_seconds}
         model.drafters |= gpu_models.random_drafters(model.pipe.target)
         cases = [(1, plan.prefix), (plan.batch, plan.prefix)]
-        if preset == plan.model:
+        if preset == MODEL:
             cases.append((1, plan.long_prefix))
         else:
             cases[1] = plan.batch, plan.prefix // 4  # transformers' prefill of these layers takes 4 GB per 1,000 tokens
@@ -178,7 +173,7 @@ class GpuBenchmark:
         plan, model = self.plan, self._build(preset)
         fewer = bool(batch > 1 or sampling)
         trees, chains = (plan.trees[:2], plan.chains[:1]) if fewer else (plan.trees, plan.chains)
-        requests = gpu_models.gpu_requests(preset == plan.hybrid, plan.groups * batch)
+        requests = gpu_models.gpu_requests(preset == HYBRID, plan.groups * batch)
         groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
         methods = gpu_models.answer_methods(model, trees, chains, adaptive=not fewer)
         options = {"temperature": 0.0, **sampling, "max_new_tokens": plan.new}
@@ -186,7 +181,7 @@ class GpuBenchmark:
 
     def generate(self) -> Rows:
         """transformers' ``generate`` with a dynamic, a static and a compiled cache."""
-        model = self._build(self.plan.model)
+        model = self._build(MODEL)
         for batch in (1, self.plan.batch):
             for mode in gpu_models.GENERATE_MODES:
                 step = partial(gpu_models.time_generate, model, mode, batch, self.plan.lengths, 3)
@@ -196,17 +191,17 @@ class GpuBenchmark:
         """Every kernel against its memory floor."""
         plan, timer, largest = self.plan, self.timer, self.plan.nodes[-1]
         steps: list[Callable[[], Row | Rows]] = []
-        for preset in (plan.model, plan.hybrid):
+        for preset in (MODEL, HYBRID):
             for batch, prefix in ((1, plan.prefix), (1, plan.long_prefix), (plan.batch, plan.prefix)):
                 for nodes in (1, largest):
                     steps.append(
-                        partial(gpu_kernels.attention_rows, timer, preset, self.shape(preset), batch, prefix, nodes)
+                        partial(gpu_kernels.attention_row, timer, preset, self.shape(preset), batch, prefix, nodes)
                     )
         for batch in (1, plan.batch):
             steps += [
                 partial(gpu_kernels.verification_rows, timer, batch, largest, plan.vocab),
                 partial(gpu_kernels.growth_rows, timer, batch, plan.vocab),
-                partial(gpu_kernels.compaction_row, timer, self.shape(plan.model), batch, largest),
+                partial(gpu_kernels.compaction_row, timer, self.shape(MODEL), batch, largest),
             ]
             for name in ("small",) if self.quick else ("bamba", "nemotron"):
                 steps += [partial(gpu_kernels.scan_rows, timer, name, batch, nodes) for nodes in (1, 16, largest)]
@@ -219,90 +214,46 @@ CAVEAT = "models are small trained ones in these shapes: acceptance is the small
 # ---------------------------------------------------------------------- tables
 
 
-def _plain(name: str, header: str = "") -> Column:
-    return header or name, "{" + name + "}"
-
-
-def _number(name: str, header: str = "", digits: int = 2) -> Column:
-    return header or name.removesuffix("_ms").replace("_", " "), f"{{{name}:.{digits}f}}"
-
-
-_RATE, _PER_STEP = _number("tokens_per_second", "tokens/s", 1), _number("tokens_per_step", "tokens/step")
-_MEMORY: Column = "GB", lambda row: f"{row['peak_bytes'] / 1e9:.1f}" if row.get("peak_bytes") else ""
-_ANSWERS: list[Column] = [
-    *(_plain("method"), _plain("steps"), ("per step", _PER_STEP[1])),
-    *(_number("step_ms"), _number("draft_ms"), _number("verify_ms"), _number("rest_ms"), _number("idle_ms")),
-    *(
-        _RATE,
-        ("vs plain", "{ratio_plain:.2f}x"),
-        ("equal", "{equal}/{groups}"),
-        _plain("captures", "graphs"),
-        _MEMORY,
-    ),
-]
-_COLUMNS: dict[str, list[Column]] = {
-    "machine": [
-        *map(_plain, ("device", "kernels", "python", "torch", "triton", "transformers", "commit")),
-        _number("copy_gb_per_second", "copy, GB/s", 0),
-    ],
-    "tokens": [_plain("model"), _plain("drafter"), ("equal to the CPU's", "{equal_cpu}/{answers}"), _PER_STEP],
-    "answers": _ANSWERS,
-    "batch": _ANSWERS,
-    "sampling": _ANSWERS,
-    "generate": [_plain("method"), _plain("batch"), _number("token_ms", "token"), _RATE, _MEMORY],
-    "kernels": [
-        *map(_plain, ("operation", "shape", "batch", "prefix", "nodes", "vocab")),
-        *(_number("us", "us", 1), _number("floor_us", "floor, us", 1), ("over floor", "{over_floor:.2f}x")),
-        ("error", "{error:.0e}"),
-    ],
-}
-_MILLISECONDS = ("answers", "batch", "sampling", "generate", "passes")
-
-
-def _pass_columns(rows: Sequence[Row]) -> list[Column]:
-    """Passes by number of nodes, the commit, and drafts by drafter."""
-
-    def cell(group: str, name: str) -> Column:
-        header = f"{name} node{'s' * (name != '1')}" if group == "pass_ms" else name
-        return header, lambda row: f"{row[group][name]:.2f}" if name in row[group] else ""
-
-    nodes, drafters = (list(dict.fromkeys(name for row in rows for name in row[g])) for g in ("pass_ms", "draft_ms"))
-    return [
-        *(_plain("batch"), _plain("prefix"), *(cell("pass_ms", name) for name in nodes), _number("floor_ms")),
-        ("plain of floor", "{plain_of_floor:.0%}"),
-        *(_number("commit_ms"), *(cell("draft_ms", name) for name in drafters), _MEMORY),
-    ]
-
-
 def part_table(name: str, part: Mapping[str, Any]) -> Table:
-    """The rows of a part, without columns that are empty."""
-    kind, rows = name.split()[0], [row for row in part["rows"] if "where" not in row]
-    if kind == "passes":
-        rows = [row for row in rows if "pass_ms" in row]
-    columns = _pass_columns(rows) if kind == "passes" else _COLUMNS[kind]
-    used = [column for column in columns if not isinstance(column[1], str) or any(_has(column[1], row) for row in rows)]
-    return make_table(used, rows, title=f"{name}, milliseconds" if kind in _MILLISECONDS else name)
+    """The rows of a part, a column per field; fields by nodes or by drafter have a column for each."""
+    rows = [_flat(row) for row in part["rows"] if "where" not in row]
+    fields = dict.fromkeys(field for row in rows for field in row)
+    return make_table([(field.replace("_", " "), partial(_cell, field)) for field in fields], rows, title=name)
 
 
-def _has(cell: str, row: Row) -> bool:
-    (name,) = re.findall(r"^{(\w+)", cell)
-    return row.get(name) is not None
+def _flat(row: Row) -> Row:
+    fields: Row = {}
+    for name, value in row.items():
+        fields |= {f"{name} {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return fields
 
 
-def summary(content: Mapping[str, Any], plan: GpuPlan) -> Table:
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def summary(content: Mapping[str, Any]) -> Table:
     """Tokens per second at batch size 1: plain decoding, each drafter's best chain and best tree, and ``generate``."""
     parts = content["parts"]
 
     def rows(part: str) -> list[Row]:
         return [row for row in parts.get(part, {"rows": []})["rows"] if row.get("batch") == 1 and "where" not in row]
 
-    answers, best = rows(f"answers {plan.model}"), {}
+    answers, best = rows(f"answers {MODEL}"), {}
     for row in sorted(answers, key=lambda row: row["tokens_per_second"]):
         best[tuple(row["method"].split()[:2])] = row  # drafter and shape
-    chosen = [*best.values(), *rows(f"generate {plan.model}")]
+    chosen = [*best.values(), *rows(f"generate {MODEL}")]
     chosen.sort(key=lambda row: row["tokens_per_second"])
-    columns = [_plain("method"), _RATE, _PER_STEP, _number("step_ms", "step, ms")]
-    return make_table(columns, chosen, title=f"Tokens per second, {plan.model}, batch size 1")
+    columns: list[Column] = [
+        ("method", "{method}"),
+        ("tokens/s", "{tokens_per_second:.1f}"),
+        ("tokens/step", "{tokens_per_step:.2f}"),
+        ("step, ms", "{step_ms:.2f}"),
+    ]
+    return make_table(columns, chosen, title=f"Tokens per second, {MODEL}, batch size 1")
 
 
 # ---------------------------------------------------------------------- command
@@ -358,7 +309,7 @@ def main(
         return [sys.executable, "-m", "mmspec.eval", "gpu", *options, "--only", name, "--rows"]
 
     run_parts(chosen, content, command, benchmark.deadline, save, report)
-    console.print(summary(content, plan))
+    console.print(summary(content))
     print_result(content, out)
     if failed := failures(content):
         reasons = "; ".join(f"{name} ({why})" for name, why in failed.items())

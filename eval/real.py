@@ -32,10 +32,10 @@ from mmspec.cli.options import Value
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
-from mmspec.eval.harness.measuring import interleaved
-from mmspec.eval.harness.options import SIZES, llama_server_option
-from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer
+from mmspec.eval.harness.timing import interleaved
+from mmspec.eval.suite.settings import llama_server_option
 from mmspec.loading import load_target
 from mmspec.targets import gguf
 from mmspec.targets.processor import Processor

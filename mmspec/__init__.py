@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mmspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from mmspec.answer import Generation, Piece
     from mmspec.core.tree import TokenTree
     from mmspec.core.verify import Verdict, accept_path, verify
     from mmspec.engine.stats import Stats
     from mmspec.errors import UserError
     from mmspec.hook import decode, generate
     from mmspec.loading import load
-    from mmspec.pipeline import Pipeline
+    from mmspec.pipeline import Generation, Piece, Pipeline
     from mmspec.sampling.params import SamplingParams
     from mmspec.sampling.processors import TreeProcessor
 
@@ -42,8 +41,7 @@ __all__ = [
 _HOMES = {
     "errors": ("UserError",),
     "hook": ("decode", "generate"),
-    "answer": ("Generation", "Piece"),
-    "pipeline": ("Pipeline",),
+    "pipeline": ("Generation", "Piece", "Pipeline"),
     "loading": ("load",),
     "sampling.processors": ("TreeProcessor",),
     "sampling.params": ("SamplingParams",),

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from mmspec.answer import Generation
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.engine.request import params_of
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.sampler import Matcher
 
 

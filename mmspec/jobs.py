@@ -13,8 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 
 Worker = Callable[[Any], Any]
 Factory = Callable[[dict[str, Any]], Worker]

@@ -20,10 +20,9 @@ from torch import Tensor
 from mmspec.cache.rows import row_index
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.errors import UserError
-from mmspec.ssm.convolutions import Convolutions, Key
 from mmspec.ssm.ops import conv_window
 from mmspec.ssm.recurrences import Recurrence
-from mmspec.ssm.scans import Scans
+from mmspec.ssm.states import Convolutions, Key, Scans
 
 STATES = "tree_states"
 """Keyword argument of a decoder's forward that passes a ``StateCache`` to its mixers; and attribute of a convolution's

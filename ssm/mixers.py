@@ -143,7 +143,7 @@ class RGLRU:
 def _projections(
     states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
 ) -> Any:
-    """Replace ``ZayaCCAProjection.forward``, with two convolutions and a delayed part of the values; called by position."""
+    """Replace ``ZayaCCAProjection.forward``, two convolutions and a delayed part of the values; called by position."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)

@@ -5,50 +5,83 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from mmspec.ops import kernels
 
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448}
 """Bytes of shared memory that a program may have, by capability."""
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_TYPES |= {torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"}
 
 
-def compiled(
-    kernel: Any,
-    capability: int,
-    pointers: Mapping[str, str],
-    constants: Mapping[str, Any],
-    options: Mapping[str, int],
-    aligned: Collection[str],
-) -> dict[str, Any]:
-    """One kernel for one capability.
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the arguments of a launch, by name, and options."""
 
-    Args:
-        pointers: types of arguments; those not named are int32.
-        constants: what is compiled in.
-        aligned: arguments that are multiples of 16, as a launch finds them to be.
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    def signature(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+        """Types of arguments, those that are compiled in, and those that are multiples of 16, as Triton finds them."""
+        types, constants, aligned = {}, {}, {}
+        for place, parameter in enumerate(self.kernel.params):
+            name, value = parameter.name, self.arguments[parameter.name]
+            specialised = not parameter.do_not_specialize
+            if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
+                types[name], constants[name] = "constexpr", value
+                continue
+            if isinstance(value, float):
+                types[name] = "fp32"
+                continue
+            pointer = isinstance(value, torch.Tensor)
+            types[name] = f"*{_TYPES[value.dtype]}" if pointer else "i32" if value < 2**31 else "i64"
+            specialised &= not parameter.do_not_specialize_on_alignment
+            if specialised and (value.data_ptr() if pointer else value) % 16 == 0:
+                aligned[(place,)] = [["tt.divisibility", 16]]
+        return types, constants, aligned
+
+
+def launches(operation: Callable[[], Any]) -> list[Launch]:
+    """What an operation launches where Triton is in use; nothing is computed."""
+    found: list[Launch] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | given
+        options = {name: named.pop(name) for name in given if name not in kernel.arg_names}
+        found.append(Launch(kernel, named, options))
+
+    with patch.object(JITFunction, "run", record), patch.object(kernels, "in_use", lambda device: "triton"):
+        operation()
+    return found
+
+
+def compiled(launch: Launch, capability: int) -> dict[str, Any]:
+    """A launched kernel for one capability.
 
     Returns:
         ``shared`` bytes of memory of a program; ``registers`` of a thread, and bytes of its ``stack``, to which those
         go that it lacks; sizes of ``ptx`` and ``cubin``; loads issued ``ahead`` of their use by a loop; ``narrow``, see
         ``narrow_products``.
     """
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-    several = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
-        if name not in constants and name in aligned
-    }
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=several)
-    built: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-    entry = {"kernel": kernel.__name__, "capability": capability, "shared": built.metadata.shared}
+    types, constants, aligned = launch.signature()
+    source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=aligned)
+    options = {"enable_fp_fusion": True, **launch.options}  # the default, of which Triton 3.9 warns
+    built: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    entry = {"kernel": launch.kernel.__name__, "capability": capability, "shared": built.metadata.shared}
     entry |= {kind: len(built.asm[kind]) for kind in ("ptx", "cubin")}
     entry["ahead"] = built.asm["ttgir"].count("async_copy_global_to_local")
     entry["narrow"] = narrow_products(built.asm["ttir"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmspec import progress
-from mmspec.core import guard
+from mmspec.core import drafter
 from tests.leftovers import Leftovers
 
 
@@ -16,10 +16,13 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _own_measurements(tmp_path_factory):
-    """Calibrations are measured and kept apart from the user's own."""
+def _own_measurements(request, tmp_path_factory):
+    """Calibrations are measured and kept apart from the user's own; kernels are compiled once for all runs."""
+    folder = tmp_path_factory.mktemp("measurements")
+    if cache := getattr(request.config, "cache", None):
+        (folder / "kernels").symlink_to(cache.mkdir("kernels"), target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MMSPEC_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        patch.setenv("MMSPEC_CACHE", str(folder))
         yield
 
 
@@ -44,7 +47,7 @@ def _nothing_is_left(_own_measurements):
 def _no_drafter_fails(request, monkeypatch):
     """Errors of drafters, which requests survive, fail a test that is not marked ``drafter_fails``."""
     failed = set()
-    monkeypatch.setattr(guard, "_REPORTED", failed)
+    monkeypatch.setattr(drafter, "_REPORTED", failed)
     yield
     if failed and not request.node.get_closest_marker("drafter_fails"):
         pytest.fail(f"drafters failed: {failed}", pytrace=False)

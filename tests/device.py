@@ -29,7 +29,7 @@ LAUNCHES = {
         *("top_log_probs", "next_beam", "keep_best"),
     ),
     "mmspec.cache.buffers": ("compact_kv",),
-    "mmspec.ssm.convolutions": ("commit_conv", "tree_conv"),
+    "mmspec.ssm.states": ("commit_conv", "tree_conv"),
     "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import torch
-from safetensors.torch import save_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-from tests.draft_checks import check_drafts
-from tests.eagle3 import states_read
-from tests.targets import row_of
+from tests.draft_checks import check_drafts, plain_pass
+from tests.published import write  # noqa: F401, for tests of these checkpoints
+from tests.targets import CACHE, row_of
 from tests.tiny.configs import VOCAB
 
 BLOCK, MASK, WIDTH = 5, 99, 48
@@ -58,14 +56,6 @@ def published(model, layout, **changes):
     return {**named, **own, **changes}, tensors
 
 
-def write(folder, config, tensors):
-    """A folder as it lies on the hub."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
 def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed=3, kind="vanilla", from_anchor=True):
     """A checkpoint with the heads of DSpark, as speculators and DeepSpec write them."""
     g = torch.Generator().manual_seed(seed)
@@ -104,15 +94,8 @@ def block_states(model, target, states, positions, last, causal=False):
         context_hidden_states=torch.cat(states, dim=-1)[None],
         attention_mask=mask,
         position_ids=torch.cat([positions, positions.max() + 1 + torch.arange(size)])[None],
-        past_key_values=cache,
+        **{CACHE: cache},
     ).last_hidden_state[0]
-
-
-@torch.no_grad()
-def log_probs(model, target, states, positions, last, head=None):
-    """The reference's log probabilities of each slot, (block - 1, tokens)."""
-    states = block_states(model, target, states, positions, last)[1:]
-    return (target.head if head is None else head)(states).log_softmax(-1)
 
 
 def markov_logits(tensors, states, tokens):
@@ -142,18 +125,17 @@ def path_gain(block, scores, tensors, last, path, index, first):
         index: the row of the output layer of each token.
         first: position of the first slot in the block.
     """
-    gain = 1.0
+    gain, heads = 1.0, {name: tensor for name, tensor in tensors.items() if "_head." in name}
     for slot, token in enumerate(path):
         logits, at = scores[slot], first + slot
         read, before = block[at], [*[last] * first, last, *path[:slot]]
-        if "markov_head.markov_w1.weight" in tensors:
-            embed = tensors["markov_head.markov_w1.weight"][before[-1]]
-            logits = logits + markov_logits(tensors, block[: at + 1], before)
-            if "confidence_head.proj.weight" in tensors and tensors["confidence_head.proj.weight"].shape[1] > WIDTH:
-                read = torch.cat([read, embed])
-        if "confidence_head.proj.weight" in tensors:
-            sure = tensors["confidence_head.proj.weight"][0] @ read + tensors["confidence_head.proj.bias"][0]
-            gain *= float(1 / (1 + (-sure).exp()))
+        if "markov_head.markov_w1.weight" in heads:
+            logits = logits + markov_logits(heads, block[: at + 1], before)
+        if "confidence_head.proj.weight" in heads:
+            weight = heads["confidence_head.proj.weight"][0]
+            if len(weight) > WIDTH:
+                read = torch.cat([read, heads["markov_head.markov_w1.weight"][before[-1]]])
+            gain *= float((weight @ read + heads["confidence_head.proj.bias"][0]).sigmoid())
         gain *= float(logits.softmax(0)[index[token]])
     return gain
 
@@ -166,17 +148,13 @@ def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=False, i
     """
     first = drafter.network.config.first
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
-    layers = plain.config.target_layer_ids
     last = len(model.get_decoder().layers) - 1
 
     def gains(target, b, said, paths):
-        states, axes = states_read(model, rows[b], said[:-1], sorted(set(layers)), outputs=True)
-        states = dict(zip(sorted(set(layers)), states, strict=True))
-        if last in states:  # the last output is normed
-            with torch.no_grad():
-                states[last] = model.get_decoder().norm(states[last])
-        read = [states[layer] for layer in layers]
-        block = block_states(plain, target, read, axes.amax(0), said[-1], causal)
+        seen = plain_pass(model, rows[b], said[:-1])
+        # The last layer's output is read after its norm.
+        read = [seen.last if layer == last else seen.outputs[layer] for layer in plain.config.target_layer_ids]
+        block = block_states(plain, target, read, seen.positions.amax(0), said[-1], causal)
         with torch.no_grad():
             scores = (target.head if head is None else head)(block[first:])
         index = {token: number for number, token in enumerate(range(scores.shape[1]) if ids is None else ids)}

@@ -1,20 +1,97 @@
-"""Checks of a drafter: the probabilities of its nodes, and that its trees change no token."""
+"""Checks of a drafter: the probabilities of its nodes, and that its trees change no token.
+
+References run without a cache: ``plain_pass`` the target, ``whole_pass`` a drafter's network, over a sequence at once.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget
+from mmspec.drafters.layer import Rotary, rotary_frequencies, rotary_of
+from mmspec.drafters.shape import RotaryShape
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling import defaults
 from mmspec.sampling.sampler import Sampler
 from tests.decoding import decode
 from tests.targets import prompt_of
 from tests.tiny import root_path, valid_nodes
+
+
+class Pass(NamedTuple):
+    """What a model computes of one row.
+
+    Attributes:
+        embeds: input embeddings, (length, hidden).
+        inputs, outputs: of each layer, (length, hidden) each.
+        last: normed states after the last layer, (length, hidden).
+        positions: (3, length).
+    """
+
+    embeds: torch.Tensor
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    last: torch.Tensor
+    positions: torch.Tensor
+
+
+@torch.no_grad()
+def plain_pass(model, row, said):
+    """The model over a row's prompt and what was said."""
+    row = dict(row, input_ids=torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1))
+    if "mm_token_type_ids" in row:
+        row["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
+    decoder, given, inputs, outputs, last = model.get_decoder(), {}, [], [], []
+
+    def before(module, args, kwargs):
+        inputs.append((args[0] if args else kwargs["hidden_states"])[0])
+
+    def after(module, args, out):
+        outputs.append((out[0] if isinstance(out, tuple) else out)[0])
+
+    hooks = [
+        decoder.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True),
+        decoder.register_forward_hook(lambda module, args, out: last.append(out.last_hidden_state[0])),
+    ]
+    for layer in decoder.layers:
+        hooks += [layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(after)]
+    model(**row, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    positions, embeds = given.get("position_ids"), given.get("inputs_embeds")
+    if positions is None or positions.ndim < 3:
+        positions = torch.arange(row["input_ids"].shape[1]).expand(3, 1, -1)
+    if embeds is None:
+        embeds = model.get_input_embeddings()(row["input_ids"])
+    return Pass(embeds[0], inputs, outputs, last[0], positions[-3:, 0])
+
+
+def whole_pass(network, x, positions, window=0):
+    """Outputs of a network's layers over a sequence, (length, any).
+
+    Args:
+        x: their inputs, (length, any).
+        positions: (length,), or (3, length) for rotary positions with sections.
+        window: entries that one attends to, itself included; 0 is all.
+    """
+    shape = getattr(network.config, "layer", network.config)
+    rotary, axis = Rotary(rotary_frequencies(shape.head_dim, shape.rope_theta)), None
+    if isinstance(shape, RotaryShape):
+        rotary, axis = rotary_of(shape)
+    rotary.reserve(int(positions.max()) + 1, x)
+    rotation = rotary(positions[None]) if axis is None else rotary.by_axis(positions[:, None], axis)
+    allowed = torch.ones(len(x), len(x), dtype=torch.bool).tril().triu(1 - window if window else -len(x))
+
+    def attend(q, k, v, layer=0):
+        return F.scaled_dot_product_attention(q, k, v, allowed, enable_gqa=True)
+
+    return network(x[None], rotation, attend)[0]
 
 
 class Watched(Budget):
@@ -94,26 +171,20 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
     return lengths
 
 
-def chain_of_five(drafter, model, inputs, first):
-    """Draft a chain of five levels of hidden states after a prompt of one row.
+def check_logits(model, inputs, drafter, logits, **asked):
+    """``check_drafts`` by the logits of a draft model.
 
-    Returns:
-        The drafts, and the logits of each level, (vocabulary,).
+    Args:
+        logits: called with a row's number and tokens after its prompt; (1 + tokens, vocabulary), after the prompt and
+            after each of these.
     """
-    drafter.top_k = 1
-    target = plugins.target_class(model.config)(model)
-    drafter.attach(target)
-    target.features = drafter.features
-    prompt = prompt_of(inputs)
-    output = target.prefill(prompt, 16)
-    drafter.begin(prompt, output, [[*inputs["input_ids"][0].tolist(), first]])
-    scores, seen = drafter._scores, []
 
-    def noted(state):
-        seen.append(scores(state).flatten())
-        return scores(state)
+    @torch.no_grad()
+    def gain(row, said, path):
+        scores = logits(row, said + path[:-1])[len(said) :]
+        return float(scores.log_softmax(-1)[range(len(path)), path].sum().exp())
 
-    drafter._scores = noted
-    path = drafter.propose(torch.tensor([first]), Budget(5, 5)).tokens[0, 1:].tolist()
-    assert len(path) == len(seen) == 5
-    return path, seen
+    def gains(target, row, said, paths):
+        return [gain(row, said, path) for path in paths]
+
+    return check_drafts(model, inputs, drafter, gains, **asked)

@@ -1,4 +1,4 @@
-"""The network of MSD and FLASH by hand, with random weights, and drafting as plain loops say it."""
+"""Drafting of MSD and FLASH entry by entry, with random networks that run over whole sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from mmspec.vision.drafters.msd import MSDConfig
-from tests.draft_checks import check_drafts
+from tests.draft_checks import check_drafts, plain_pass, whole_pass
 from tests.targets import prompt_of, row_of
 from tests.tiny.models import msd_network
 
@@ -20,84 +20,32 @@ def network_for(model, seed=0, **changes):
 
 def plain_layer(network, x, positions=None):
     """The network's guesses for one sequence of inputs, (length, hidden); positions are 0, 1, ... by default."""
-    return plain_output(network, x, positions)[0]
+    return _outputs(network, x, positions)[:, : network.config.hidden_size]
 
 
-def plain_output(network, x, positions=None):
-    """Guesses, and what the layer's MLP adds to, (length, hidden) each, head by head."""
-    c, state = network.config, dict(network.named_parameters())
-    norm = lambda y, w: plain_norm(y, w, c.norm_eps)  # noqa: E731
-    at = torch.arange(len(x)) if positions is None else torch.tensor(positions)
-    y = norm(x, state["input_norm.weight"]) if c.input_norm else x
-    qkv = y @ state["qkv.weight"].T + state.get("qkv.bias", 0.0)
-    parts = qkv.split([c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim], dim=-1)
-    q, k, v = (part.unflatten(-1, (-1, c.head_dim)) for part in parts)
-
-    def turn(z):
-        half = c.head_dim // 2
-        spin = at[:, None] * c.rope_theta ** (-torch.arange(half) / half)
-        turned = torch.complex(z[..., :half], z[..., half:]) * torch.polar(torch.ones_like(spin), spin)[:, None]
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    q, k = turn(q), turn(k)
-    heads = []
-    for head in range(c.heads):
-        own = head * c.kv_heads // c.heads
-        scores = q[:, head] @ k[:, own].T / math.sqrt(c.head_dim)
-        scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-        heads.append(scores.softmax(-1) @ v[:, own])
-    x = x + torch.cat(heads, dim=-1) @ state["out.weight"].T
-    gate, up = (norm(x, state["post_norm.weight"]) @ state["gate_up.weight"].T).split(c.mlp, dim=-1)
-    return x + (gate * gate.sigmoid() * up) @ state["down.weight"].T, x
-
-
-def plain_norm(x, weight, eps):
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+def _outputs(network, x, positions=None):
+    return whole_pass(network, x, torch.arange(len(x)) if positions is None else torch.tensor(positions))
 
 
 def plain_begin(network, inputs, positions=None):
     """The guess behind a sequence of inputs, and what the first slot carries, (hidden,) each."""
-    raw, middle = (part[-1] for part in plain_output(network, inputs, positions))
-    guess = plain_guess(network, raw)
-    if network.config.slots == 1:
-        return guess, None
-    w = dict(network.cell.named_parameters())
-    return guess, plain_centred(network, w["first.weight"] @ torch.cat([raw, middle]) + w["first.bias"])
+    return network.begin(_outputs(network, inputs, positions)[-1])
 
 
 def plain_cell(network, embed, carried):
     """The guess behind a token, and what is carried on, from what was carried to it."""
-    w = dict(network.cell.named_parameters())
-    read = w["into.weight"] @ torch.cat([embed, carried]) + w["into.bias"]
-    carried = plain_centred(network, carried + w["out.weight"] @ (read * read.sigmoid()))
-    if network.config.rank:
-        return None, carried
-    return plain_guess(network, w["guess.weight"] @ carried + w["guess.bias"]), carried
-
-
-def plain_guess(network, raw):
-    """A predicted state, normed if the network norms them."""
-    return plain_norm(raw, network.norm.weight, network.config.norm_eps) if network.config.norm_output else raw
+    carried = network.cell(embed, carried)
+    return None if network.config.rank else network.guess(carried), carried
 
 
 def plain_scores(network, head, state, carried):
     """Draft-vocabulary logits of a predicted state; of a carried state where the cell has an output layer."""
-    if state is not None:
-        return head(state)
-    w = dict(network.cell.named_parameters())
-    return w["head.weight"] @ (w["narrow.weight"] @ carried) + w["head.bias"]
+    return network.cell.scores(carried) if state is None else head(state)
 
 
 def plain_states(network, hidden):
     """What entries take, (length, hidden), of the target's states, see ``states_of``."""
-    last, w, eps = hidden[-1], dict(network.named_parameters()), network.config.norm_eps
-    found = [plain_norm(hidden[n], w[f"read_norms.{i}.weight"], eps) for i, n in enumerate(network.config.reads)]
-    return last + torch.cat(found, dim=-1) @ w["read.weight"].T if found else last
-
-
-def plain_centred(network, x):
-    w = network.cell.norm
-    return (x - x.mean()) / (x.var(unbiased=False) + network.config.norm_eps).sqrt() * w.weight + w.bias
+    return network.states(torch.cat([hidden[-1], *(hidden[layer] for layer in network.config.reads)], dim=-1))
 
 
 def plain_entries(network, hidden, embeds, visual):
@@ -146,20 +94,11 @@ def plain_weights(network, hidden):
 
 
 def states_of(model, row, said, read=lambda states: states[-1]):
-    """Hidden states and input embeddings of a row's prompt and what was said, by the plain model without a cache;
-    ``read`` combines those before the first and after each layer, (layers + 1, length, hidden)."""
-    extended = dict(row)
-    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
-    seen = {}
-    handle = model.get_decoder().register_forward_pre_hook(lambda _, a, kw: seen.update(kw), with_kwargs=True)
+    """Hidden states and input embeddings of a row's prompt and what was said; ``read`` combines the inputs of all
+    layers and the last states, (layers + 1, length, hidden)."""
+    seen = plain_pass(model, row, said)
     with torch.no_grad():
-        states = model(**extended, use_cache=False, output_hidden_states=True).hidden_states
-        hidden = read(torch.stack([state[0] for state in states]))
-    handle.remove()
-    embeds = seen.get("inputs_embeds")
-    return hidden, model.get_input_embeddings()(extended["input_ids"])[0] if embeds is None else embeds[0]
+        return read(torch.stack([*seen.inputs, seen.last])), seen.embeds
 
 
 @torch.no_grad()
@@ -172,9 +111,7 @@ def plain_gain(drafter, target, hidden, embeds, visual, path):
     for token in path:
         log_probs = plain_scores(network, lambda state: target.head(state)[ids], state, carried).log_softmax(-1)
         if network.config.confidence:
-            w = dict(network.confidence.named_parameters())
-            asked = state if network.config.slots == 1 else carried
-            covered = (w["weight"] @ asked + w["bias"]).sigmoid()
+            covered = network.confidence(state if network.config.slots == 1 else carried).sigmoid()
             best = log_probs.topk(min(drafter.top_k, len(ids))).values
             log_probs = log_probs - best.logsumexp(-1) + covered.log()
         gain *= float(log_probs[ids.index(token)].exp())

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as published, at small sizes, and their network as plain loops say it, without a cache."""
+"""EAGLE-3 heads as published, at small sizes, and drafting by their network without a cache."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import math
 
 import torch
-from safetensors.torch import save_file
 
-from tests.draft_checks import check_drafts
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
+from tests.draft_checks import check_drafts, plain_pass, whole_pass
+from tests.published import write
 from tests.targets import row_of
 
+write_head = write
 VOCAB, DRAFT, WIDTH, RANK = 101, 40, 48, 20
 MASKS = ("mask_token_id", "ptd_token_id", "pard_token")  # of P-EAGLE
 
-# Published fields, with sizes cut: heads of 16 features for a width of 48.
+# Published fields that the layout reads, and a few others; ``cut`` sets the sizes: heads of 16 features, a width of 48.
 _CUT = {
     "hidden_size": WIDTH,
     "intermediate_size": 40,
@@ -27,33 +29,26 @@ _CUT = {
 LLAMA3 = {  # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
     "architectures": ["LlamaForCausalLM"],
     "bos_token_id": 128000,
-    "eos_token_id": 128001,
     "hidden_act": "silu",
     "hidden_size": 4096,
-    "initializer_range": 0.02,
     "intermediate_size": 14336,
     "max_position_embeddings": 2048,
     "model_type": "llama",
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "num_hidden_layers": 1,
-    "pad_token_id": 0,
     "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
     "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
     "vocab_size": 128256,
     "draft_vocab_size": 32000,
 }
 QWEN3 = {  # AngelSlim/Qwen3-8B_eagle3
-    **{name: value for name, value in LLAMA3.items() if name not in ("pad_token_id", "transformers_version")},
+    **LLAMA3,
     "architectures": ["Eagle3LlamaForCausalLM"],
     "target_model_type": "qwen3",
     "attention_bias": False,
     "head_dim": 128,
     "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 1000000,
@@ -65,15 +60,8 @@ QWEN3_VL = {  # AngelSlim/Qwen3-VL-4B-Instruct_eagle3
     "target_model_type": "qwen3_vl",
     "hidden_size": 2560,
     "intermediate_size": 9728,
-    "max_position_embeddings": 262144,
-    "rope_scaling": {
-        "type": "default",
-        "rope_type": "default",
-        "mrope_interleaved": True,
-        "mrope_section": [24, 20, 20],
-    },
+    "rope_scaling": {"type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
     "rope_theta": 5000000,
-    "tie_word_embeddings": True,
 }
 QWEN2_5_VL = {  # of sgl-project/SpecForge
     **QWEN3,
@@ -81,12 +69,10 @@ QWEN2_5_VL = {  # of sgl-project/SpecForge
     "target_model_type": "qwen2_5_vl",
     "hidden_size": 3584,
     "intermediate_size": 18944,
-    "max_position_embeddings": 8192,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "sliding_window": 32768,
-    "use_sliding_window": False,
     "vocab_size": 152064,
 }
 GEMMA4 = {  # RedHatAI/gemma-4-31B-it-speculator.eagle3
@@ -129,7 +115,6 @@ GPT_OSS = {  # of sgl-project/SpecForge
     "head_dim": 64,
     "hidden_size": 2880,
     "intermediate_size": 17280,
-    "max_position_embeddings": 4096,
     "num_attention_heads": 64,
     "vocab_size": 201088,
 }
@@ -148,12 +133,7 @@ PEAGLE = {  # vllm-project/speculators, sgl-project/SpecForge
     "mask_token_id": 99,
     "speculators_model_type": "peagle",
 }
-PEAGLE_FLAT = {  # of vLLM
-    **LLAMA3,
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "norm_before_residual": True,
-    "ptd_token_id": 98,
-}
+PEAGLE_FLAT = {**LLAMA3, "norm_before_residual": True, "ptd_token_id": 98}  # of vLLM
 
 
 def cut(config, reads=None, **changes):
@@ -230,19 +210,8 @@ def head_tensors(config, layout="A", *, embedding=False, device="cpu", seed=0):
     return tensors
 
 
-def write_head(folder, config, tensors, kind="safetensors"):
-    """A folder as it lies on the hub."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    if kind == "bin":
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
 class PlainHead:
-    """A head by loops over its published tensors, in float32; every call computes the whole sequence.
+    """A head that computes the whole sequence at every call, in float32.
 
     Args:
         config, tensors: of the checkpoint.
@@ -250,83 +219,23 @@ class PlainHead:
     """
 
     def __init__(self, config, tensors, embed):
-        self.layer = {**config, **config.get("transformer_layer_config", {})}
-        self.config, self.t, self.embed = config, tensors, embed
-        if "embed_tokens.weight" in tensors:
-            self.embed = lambda ids: tensors["embed_tokens.weight"][ids]
-        self.ids = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
-        self.heads, self.kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
-        self.head_dim = self.layer["head_dim"]
-
-    def norm(self, x, name):
-        eps = self.layer["rms_norm_eps"]
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * self.t[f"{name}.weight"]
-
-    def fuse(self, states):
-        """A list of the target's states, (length, hidden) each, as one."""
-        if self.config.get("fc_norm"):
-            states = [self.norm(state, f"fc_norm.{i}") for i, state in enumerate(states)]
-        whole = torch.cat(states, dim=-1)
-        if self.config.get("norm_before_fc"):
-            whole = self.norm(whole, "input_norm")
-        return whole @ self.t["fc.weight"].T
-
-    def turn(self, x, positions):
-        """(length, heads, head_dim) by positions (3, length)."""
-        rope = {**(self.layer.get("rope_scaling") or {}), **(self.layer.get("rope_parameters") or {})}
-        theta = self.layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
-        half, section = self.head_dim // 2, rope.get("mrope_section")
-        angles = torch.empty(x.shape[0], half)
-        for i in range(half):
-            axis = 0
-            if section and rope.get("mrope_interleaved"):
-                axis = next((a for a in (1, 2) if i % 3 == a and i < 3 * section[a]), 0)
-            elif section:
-                axis = 0 if i < section[0] else 1 if i < section[0] + section[1] else 2
-            angles[:, i] = positions[axis] * theta ** (-i / half)
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    def attention(self, x, at, positions):
-        q, k, v = ((x @ self.t[f"{at}.self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, self.head_dim)) for n in "qkv")
-        q, k, read = self.turn(q, positions), self.turn(k, positions), []
-        for head in range(self.heads):
-            own = head * self.kv_heads // self.heads
-            scores = q[:, head] @ k[:, own].T / math.sqrt(self.head_dim)
-            for i in range(len(x)):
-                for j in range(len(x)):
-                    if j > i or i - j >= (self.layer.get("sliding_window") or len(x)):
-                        scores[i, j] = -math.inf
-            read.append(scores.softmax(-1) @ v[:, own])
-        return torch.cat(read, dim=-1) @ self.t[f"{at}.self_attn.o_proj.weight"].T
-
-    def outputs(self, tokens, states, positions):
-        """The last layer's output at every entry, (length, hidden)."""
-        x = None
-        for number in range(self.layer.get("num_hidden_layers", 1)):
-            at = "midlayer" if "midlayer.hidden_norm.weight" in self.t else f"layers.{number}"
-            if number == 0:
-                normed = self.norm(states, f"{at}.hidden_norm")
-                read = torch.cat([self.norm(self.embed(tokens), f"{at}.input_layernorm"), normed], dim=-1)
-                residual = normed if self.config.get("norm_before_residual") else states
-            else:
-                read, residual = self.norm(x, f"{at}.input_layernorm"), x
-            x = residual + self.attention(read, at, positions)
-            inner = self.norm(x, f"{at}.post_attention_layernorm")
-            gate = inner @ self.t[f"{at}.mlp.gate_proj.weight"].T
-            up = inner @ self.t[f"{at}.mlp.up_proj.weight"].T
-            x = x + (gate * gate.sigmoid() * up) @ self.t[f"{at}.mlp.down_proj.weight"].T
-        return x
+        shape, ours, draft_ids, _ = Eagle3.convert(config, tensors, "here")
+        self.network, self.t, self.shape = Eagle3Network(shape), tensors, shape
+        for name, tensor in ours.items():  # as it is, so that gradients reach the published tensors
+            module, _, leaf = name.rpartition(".")
+            owner = self.network.get_submodule(module)
+            del owner._parameters[leaf]
+            setattr(owner, leaf, tensor)
+        self.embed = self.network.embed_tokens if shape.embedding else embed
+        self.ids = torch.arange(shape.head) if draft_ids is None else draft_ids
 
     def logits(self, normed):
         """Over the draft vocabulary, (draft,), from the last entry's normed state; of EAGLE-4, of the candidates."""
         exact = torch.stack([row @ normed for row in self.t["lm_head.weight"]])
-        if "efficient_lm_head.weight" not in self.t:
-            return exact
-        low = self.t["efficient_lm_head_down_proj.weight"] @ normed
-        order = sorted(range(len(exact)), key=lambda token: -float(self.t["efficient_lm_head.weight"][token] @ low))
-        for token in order[self.config["num_candidates"] :]:
-            exact[token] = -math.inf
+        if self.shape.candidates:
+            low = self.t["efficient_lm_head_down_proj.weight"] @ normed
+            order = sorted(range(len(exact)), key=lambda token: -float(self.t["efficient_lm_head.weight"][token] @ low))
+            exact[order[self.shape.candidates :]] = -math.inf
         return exact
 
     def levels(self, tokens, states, positions, path):
@@ -338,18 +247,17 @@ class PlainHead:
             positions: (3, length).
             path: drafted tokens, ids of the target.
         """
-        fed, found = self.fuse(states), []
-        masked = "mask_hidden" in self.t
+        network, shape, found = self.network, self.shape, []
+        fed = network.project(torch.cat(states, dim=-1))
         for token in [*path, None]:
-            last = self.outputs(tokens, fed, positions)[-1]
-            normed = self.norm(last, "norm")
-            found.append(self.logits(normed))
+            x = network.combine(self.embed(tokens), fed)
+            axes = positions if "mrope_section" in shape.rope else positions.amax(0)
+            last = whole_pass(network, x, axes, shape.window)[-1]
+            found.append(self.logits(network.norm(last)))
             if token is not None:
-                feedback = normed if self.config.get("norm_output") else last
-                if masked:  # P-EAGLE feeds the same whatever was drafted
-                    parts = self.t["mask_hidden"][0].chunk(len(states), dim=-1)
-                    token = next(self.config[name] for name in MASKS if name in self.config)
-                    feedback = self.fuse(list(parts))[0]
+                feedback = network.norm(last) if shape.norm_output else last
+                if shape.parallel:  # the same whatever was drafted
+                    token, feedback = shape.mask_token_id, network.project(network.mask_hidden)[0, 0]
                 tokens, fed = torch.cat([tokens, torch.tensor([token])]), torch.cat([fed, feedback[None]])
                 positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
         return found
@@ -364,41 +272,11 @@ class PlainHead:
 
 
 def states_read(model, row, said, reads, outputs=False):
-    """Inputs (or outputs) of layers at a row's prompt and what was said, and the positions, by the plain model.
-
-    Returns:
-        A list of (length, hidden), and (3, length).
-    """
-    extended = dict(row)
-    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
-    decoder, seen, given = model.get_decoder(), {}, {}
-    layers = decoder.layers
-
-    def before(number):
-        return lambda _, args, kwargs: seen.update({number: args[0] if args else kwargs["hidden_states"]})
-
-    def after(number):
-        return lambda _, args, out: seen.update({number: out[0] if isinstance(out, tuple) else out})
-
-    hooks = [decoder.register_forward_pre_hook(lambda _, a, kw: given.update(kw), with_kwargs=True)]
-    for layer in reads:
-        if outputs:
-            hooks.append(layers[layer].register_forward_hook(after(layer)))
-        elif layer == len(layers):
-            hooks.append(layers[-1].register_forward_hook(after(layer)))
-        else:
-            hooks.append(layers[layer].register_forward_pre_hook(before(layer), with_kwargs=True))
-    with torch.no_grad():
-        model(**extended, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    length = extended["input_ids"].shape[1]
-    positions = given.get("position_ids")
-    if positions is None or positions.ndim < 3:
-        positions = torch.arange(length).expand(3, 1, length)
-    return [seen[layer][0] for layer in reads], positions[-3:, 0]
+    """Inputs (or outputs) of layers at a row's prompt and what was said, a list of (length, hidden), and the positions,
+    (3, length), by the plain model."""
+    seen = plain_pass(model, row, said)
+    found = seen.outputs if outputs else [*seen.inputs, seen.outputs[-1]]
+    return [found[layer] for layer in reads], seen.positions
 
 
 def check_head(model, inputs, drafter, config, tensors, reads, outputs=False, **asked):
@@ -408,7 +286,7 @@ def check_head(model, inputs, drafter, config, tensors, reads, outputs=False, **
 
     def gains(target, b, said, paths):
         states, positions = states_read(model, rows[b], said, reads, outputs)
-        if not (plain.layer.get("rope_scaling") or {}).get("mrope_section"):  # plain positions count tokens
+        if "mrope_section" not in plain.shape.rope:  # plain positions count tokens
             positions = torch.arange(positions.shape[1]).expand(3, -1)
         tokens = torch.cat([rows[b]["input_ids"][0], torch.tensor(said)])
         # The next drafted entry stands at the position of the last token said.

@@ -1,9 +1,17 @@
-"""Triton's interpreter, mended where it does not do what compiled kernels do."""
+"""Grids of cases for kernels, which Triton's interpreter runs on a CPU in a process of their own."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from time import perf_counter as clock
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 
 def mend_interpreter() -> None:
@@ -31,3 +39,37 @@ def mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def run_grid(checks: Mapping[str, Callable[[], None]]) -> None:
+    """Run all checks, name what fails, and end the process."""
+    failed = 0
+    mend_interpreter()
+    for name, check in checks.items():
+        began = clock()
+        try:
+            check()
+        except Exception as error:  # whatever it is, the other cases say more
+            failed += 1
+            print(f"{name}:\n{type(error).__name__}: {error}\n")
+        if os.environ.get("VERBOSE"):
+            print(f"{clock() - began:6.2f} s {name}")
+    print(f"{len(checks) - failed} passed, {failed} failed")
+    sys.exit(failed > 0)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Memory that operations allocate is NaN, or -7, until it is written."""
+
+    def fill(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*args: Any, **options: Any) -> Tensor:
+            made = allocate(*args, **options)
+            return made.fill_(torch.nan if made.is_floating_point() else -7)
+
+        return filled
+
+    with ExitStack() as patches:
+        for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+            patches.enter_context(patch.object(owner, name, fill(getattr(owner, name))))
+        yield

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import torch
-from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel
+
+from tests.draft_checks import plain_pass
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6}
 ATTENTION = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
@@ -46,37 +47,6 @@ def logits(model, layers, plain, row, said):
         layers: of the target that run.
         plain: the adapter.
     """
-    extended = dict(row, input_ids=torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1))
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
-    states = []
-    hook = model.get_decoder().layers[layers - 1].register_forward_hook(lambda _, args, out: states.append(out))
-    model(**extended, use_cache=False)
-    hook.remove()
-    early = states[0][0] if isinstance(states[0], tuple) else states[0]
+    early = plain_pass(model, row, said).outputs[layers - 1][None]
     last = plain(inputs_embeds=early, use_cache=False).last_hidden_state
     return model.get_output_embeddings()(last)[0, row["input_ids"].shape[1] - 1 :]
-
-
-def plain_chain(model, layers, plain, row, answer, most, confidence):
-    """Accepted tokens of every step, bonus token included, drafted one by one as the authors do, until one is less
-    probable than ``confidence``.
-
-    Args:
-        answer: tokens of the target, greedy.
-        most: draft tokens per step.
-    """
-    place, emitted = 1, []
-    while place < len(answer):
-        drafts: list[int] = []
-        while len(drafts) < min(most, len(answer) - place):
-            probs = logits(model, layers, plain, row, answer[:place] + drafts)[-1].softmax(-1)
-            drafts.append(int(probs.argmax()))
-            if float(probs.max()) < confidence:
-                break
-        right = 0
-        while right < len(drafts) and drafts[right] == answer[place + right]:
-            right += 1
-        emitted.append(min(right + 1, len(answer) - place))
-        place += right + 1
-    return emitted

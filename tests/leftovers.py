@@ -28,19 +28,15 @@ GRACE = 60.0
 PATCHED = ("transformers", "torch.nn", "gguf")
 """Packages whose functions are replaced during passes, conversions and training."""
 
-REPLACED = {
-    "transformers.generation.utils.GenerationMixin._extract_generation_mode_kwargs": "of mmspec.hook, when imported",
-}
-"""Functions that stay replaced."""
+REPLACED = "transformers.generation.utils.GenerationMixin._extract_generation_mode_kwargs"
+"""The function that stays replaced: ``mmspec.hook`` does so when imported."""
 
-THREADS = {
-    "AnyIO worker thread": "of FastAPI: idle ones end with their event loop",
-}
-"""Threads that may stay, by the start of their names. Idle workers of executors may, too."""
+THREADS = "AnyIO worker thread"
+"""Start of the names of threads that may stay: of FastAPI, whose idle ones end with their event loop."""
 
 PROCESSES = {
     "multiprocessing.resource_tracker": "one per process, for its whole life",
-    "mmspec.vision.decode_worker": "of a server's decoder: they end with it, or with this process",
+    "mmspec.vision.decoding": "of a server's decoder: they end with it, or with this process",
     "mmspec.sampling.trial": "of a server's trial of grammars: likewise",
     "multiprocessing.forkserver": "of multiprocessing, for the whole life of the process that uses it",
 }
@@ -106,21 +102,16 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
 
 
 def replaced_functions() -> Iterator[str]:
-    """Functions of this tree in the modules and classes of ``PATCHED``, but those of ``REPLACED``."""
-    return (f"{name} is a function of this tree" for name in _replaced() if name not in REPLACED)
-
-
-def _replaced() -> Iterator[str]:
+    """Functions of this tree in the modules of ``PATCHED`` and their classes, but ``REPLACED``."""
     for module_name, module in list(sys.modules.items()):
         if module is None or not module_name.startswith(PATCHED):
             continue
         for name, value in list(vars(module).items()):
-            if _ours(value):
-                yield f"{module_name}.{name}"
-            elif isinstance(value, type) and value.__module__ == module_name:
-                for attribute, own in list(vars(value).items()):
-                    if _ours(own):
-                        yield f"{module_name}.{name}.{attribute}"
+            owned = isinstance(value, type) and value.__module__ == module_name
+            members = [(f"{name}.{part}", one) for part, one in list(vars(value).items())] if owned else [(name, value)]
+            for path, one in members:
+                if _ours(one) and f"{module_name}.{path}" != REPLACED:
+                    yield f"{module_name}.{path} is a function of this tree"
 
 
 def _ours(value: Any) -> bool:
@@ -138,7 +129,7 @@ def threads() -> set[threading.Thread]:
         for one in threading.enumerate()
         if not one.daemon
         and one is not threading.main_thread()
-        and not one.name.startswith(tuple(THREADS))
+        and not one.name.startswith(THREADS)
         and not _idle(frames.get(one.ident or 0))
     }
 
@@ -170,24 +161,32 @@ def held_rows() -> Iterator[str]:
     from mmspec.engine.speculation import Speculation
     from mmspec.targets.transformers_target import TransformersTarget
 
-    engines = [one for one in gc.get_objects() if issubclass(type(one), Engine)]
-    parts: dict[int, Any] = {}
-    for engine in engines:
-        if any(not sequence.done for sequence in engine.core.running) or engine.core.queued:
-            continue
+    found = _instances(Engine, Speculation)
+    engines = [one for one in found if issubclass(type(one), Engine)]
+    speculations = [one for one in found if issubclass(type(one), Speculation)]
+    idle = [one for one in engines if not one.core.queued and all(sequence.done for sequence in one.core.running)]
+    for engine in idle:
         if engine.core.running or engine.core._prefilled:
             yield f"an engine has {len(engine.core.running)} sequences that have ended"
-        parts[id(engine.target)] = engine.target
-    for speculation in [one for one in gc.get_objects() if issubclass(type(one), Speculation)]:
-        parts |= {id(part): part for part in speculation._parts}
+    used: set[int] = set()
     for engine in engines:
-        for part in [engine.target, *(engine.core.key.speculation._parts if engine.core.key else ())]:
-            if engine.core.running:
-                parts.pop(id(part), None)
-    for part in parts.values():
+        if engine.core.running:
+            used |= {
+                id(part) for part in (engine.target, *(engine.core.key.speculation._parts if engine.core.key else ()))
+            }
+    parts = [*(one.target for one in idle), *(part for one in speculations for part in one._parts)]
+    for part in {id(part): part for part in parts if id(part) not in used}.values():
         rows = part.runner.rows if isinstance(part, TransformersTarget) else getattr(part, "rows", 0)
         if isinstance(part, TransformersTarget | CapturedDrafter) and rows:
             yield f"{type(part).__name__} has {rows} rows after all requests have ended"
+
+
+def _instances(*kinds: type) -> list[Any]:
+    """Instances refer to their class, or one derived from it, which is found faster than all objects."""
+    derived = list(kinds)
+    for kind in derived:
+        derived += kind.__subclasses__()
+    return [one for one in gc.get_referrers(*derived) if type(one) in derived]
 
 
 class Leftovers:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import LlamaModel
 
-from tests.draft_checks import check_drafts
+from tests import published as published_files
+from tests.draft_checks import check_drafts, plain_pass
 from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
@@ -94,12 +94,10 @@ def prefix(full=None):
 
 def write(folder, layout, config, tensors):
     """A folder as it lies on the hub."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
     if layout.startswith("vllm"):
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
-    elif layout == "tgi":
-        save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "model.safetensors")  # the target beside its heads
+        return published_files.write(folder, config, tensors)
+    published_files.write(folder, config, {"lm_head.weight": torch.zeros(2, 2)})  # the target beside its heads
+    if layout == "tgi":
         save_file(tensors, folder / "medusa_lm_head.safetensors")
     else:
         torch.save(tensors, folder / ("hydra_lm_head.pt" if layout.startswith("hydra") else "medusa_lm_head.pt"))
@@ -130,16 +128,10 @@ def logits(layout, tensors, head, state, embeds, output):
 @torch.no_grad()
 def last_state(layout, model, row, said):
     """What heads read of a prompt and what was said: the target's normed last states, after the decoder layer."""
-    states = []
-    hook = model.get_decoder().register_forward_hook(lambda _, args, out: states.append(out.last_hidden_state))
-    extended = {**row, "input_ids": torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)}
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = F.pad(row["mm_token_type_ids"], (0, len(said)))
-    model(**extended, use_cache=False)
-    hook.remove()
+    state = plain_pass(model, row, said).last
     if layout == "hydra-prefix":
-        return prefix()(inputs_embeds=states[0]).last_hidden_state[0, -1]
-    return states[0][0, -1]
+        return prefix()(inputs_embeds=state[None]).last_hidden_state[0, -1]
+    return state[-1]
 
 
 def path_gain(layout, tensors, target, state, last, path):
@@ -161,23 +153,3 @@ def check_heads(layout, tensors, model, inputs, drafter, **asked):
         return [path_gain(layout, tensors, target, state, said[-1], path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
-
-
-def plain_chain(layout, tensors, target, heads, prompt, answer):
-    """Accepted tokens of every step, bonus token included, where each head's best token is drafted.
-
-    Args:
-        prompt, answer: tokens of the target, greedy.
-    """
-    place, emitted = 1, []
-    while place < len(answer):
-        state = last_state(layout, target.model, {"input_ids": torch.tensor([prompt])}, answer[: place - 1])
-        embeds, head = target.embed(torch.tensor(answer[place - 1 :])), 0
-        while head < min(heads, len(answer) - place):  # up to the first draft that is wrong
-            drafted = logits(layout, tensors, head, state, embeds[: head + 1], target.head).argmax()
-            if int(drafted) != answer[place + head]:
-                break
-            head += 1
-        emitted.append(min(head + 1, len(answer) - place))
-        place += head + 1
-    return emitted

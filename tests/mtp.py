@@ -1,10 +1,8 @@
-"""Checkpoints of targets with native MTP layers; Qwen3.5's layer as plain loops over the tensors, without a cache, and
-transformers' own ``MtpModel``."""
+"""Checkpoints of targets with native MTP layers; drafting without a past, by these and by ``MtpModel``."""
 
 from __future__ import annotations
 
 import json
-import math
 from functools import cache
 from typing import Any
 
@@ -16,8 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from tests.draft_checks import check_drafts
-from tests.targets import row_of
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters.mtp import MTPNetwork
+from tests.draft_checks import check_drafts, plain_pass
+from tests.targets import CACHE, row_of
 from tests.tiny.configs import _shrink
 
 
@@ -66,111 +66,46 @@ def write_target(folder: Any, model: PreTrainedModel, tensors: dict[str, Tensor]
 
 
 class PlainMTP:
-    """An MTP layer by loops, in float32; every call computes the whole sequence."""
+    """An MTP layer that computes the whole sequence at every call, in float32.
 
-    def __init__(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-        self.config, self.t = model.config.get_text_config(), tensors
-        self.embed, self.head = model.get_input_embeddings(), model.get_output_embeddings()
+    Args:
+        network: with one layer.
+    """
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * (1 + self.t[f"{name}.weight"])
+    def __init__(self, model: PreTrainedModel, network: MTPNetwork) -> None:
+        self.network, self.embed, self.head = network, model.get_input_embeddings(), model.get_output_embeddings()
 
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.t[f"mtp.layers.0.{name}_proj.weight"].T
-
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """(length, head_dim) of one head by positions (3, length): the first features turn, in pairs."""
-        rope, x = self.config.rope_parameters, x.clone()
-        turned = int(self.config.head_dim * rope["partial_rotary_factor"])
-        section, half, before = rope["mrope_section"], turned // 2, x.clone()
-        for i in range(half):
-            axis = next((a for a in (1, 2) if i % 3 == a and i < 3 * section[a]), 0)
-            angle = positions[axis] * rope["rope_theta"] ** (-2 * i / turned)
-            x[:, i] = before[:, i] * angle.cos() - before[:, i + half] * angle.sin()
-            x[:, i + half] = before[:, i + half] * angle.cos() + before[:, i] * angle.sin()
-        return x
-
-    def attention(self, x: Tensor, positions: Tensor) -> Tensor:
-        heads, kv_heads, dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        k, v = (self.linear(x, f"self_attn.{n}").unflatten(-1, (-1, dim)) for n in "kv")
-        both, read = self.linear(x, "self_attn.q").unflatten(-1, (heads, 2 * dim)), []
-        for head in range(heads):
-            query, gate = both[:, head, :dim], both[:, head, dim:]
-            own = head * kv_heads // heads
-            query = self.turn(self.norm(query, "mtp.layers.0.self_attn.q_norm"), positions)
-            key = self.turn(self.norm(k[:, own], "mtp.layers.0.self_attn.k_norm"), positions)
-            scores = query @ key.T / math.sqrt(dim)
-            scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -math.inf)
-            read.append(scores.softmax(-1) @ v[:, own] / (1 + torch.exp(-gate)))
-        return self.linear(torch.cat(read, dim=-1), "self_attn.o")
-
-    def outputs(self, embeds: Tensor, states: Tensor, positions: Tensor) -> Tensor:
-        """The predicted states at every entry, (length, hidden)."""
-        normed = [self.norm(embeds, "mtp.pre_fc_norm_embedding"), self.norm(states, "mtp.pre_fc_norm_hidden")]
-        x = torch.cat(normed, dim=-1) @ self.t["mtp.fc.weight"].T
-        x = x + self.attention(self.norm(x, "mtp.layers.0.input_layernorm"), positions)
-        inner = self.norm(x, "mtp.layers.0.post_attention_layernorm")
-        gate = self.linear(inner, "mlp.gate")
-        x = x + self.linear(gate / (1 + torch.exp(-gate)) * self.linear(inner, "mlp.up"), "mlp.down")
-        return self.norm(x, "mtp.norm")
-
-    def levels(self, embeds: Tensor, states: Tensor, positions: Tensor, path: list[int]) -> list[Tensor]:
-        """Logits before each token of ``path``, and after its last, (vocab,) each.
+    @torch.no_grad()
+    def gain(self, embeds: Tensor, states: Tensor, positions: Tensor, path: list[int]) -> float:
+        """Path probability of drafted tokens.
 
         Args:
             embeds: input embeddings of the entries, (length, hidden): one ahead of their states.
             states: the target's last hidden states, (length, hidden).
             positions: (3, length).
-            path: drafted tokens.
         """
-        found = []
-        for token in [*path, None]:
-            last = self.outputs(embeds, states, positions)[-1]
-            found.append(self.head(last))
-            if token is not None:
-                embeds = torch.cat([embeds, self.embed(torch.tensor([token]))])
-                states = torch.cat([states, last[None]])
-                positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
-        return found
-
-    @torch.no_grad()
-    def gain(self, embeds: Tensor, states: Tensor, positions: Tensor, path: list[int]) -> float:
-        """Path probability of drafted tokens."""
-        levels = self.levels(embeds, states, positions, path[:-1])
-        return math.prod(float(logits.softmax(-1)[token]) for logits, token in zip(levels, path, strict=True))
+        gain = 1.0
+        for token in path:
+            places = positions[:, None] if self.network.config.model_type.startswith("qwen3_5") else positions[:1]
+            cache = TreeCache(1)
+            cache.commit_prompt(0, None, 1)
+            last = self.network(0, embeds[None], states[None], places, None, cache)[0, -1]
+            gain *= float(self.head(last).softmax(-1)[token])
+            embeds = torch.cat([embeds, self.embed(torch.tensor([token]))])
+            states = torch.cat([states, last[None]])
+            positions = torch.cat([positions, positions[:, -1:].amax(0, keepdim=True).expand(3, 1) + 1], dim=1)
+        return gain
 
 
-@torch.no_grad()
-def entries_of(model: PreTrainedModel, row: dict[str, Any], said: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings, states and positions of the entries of a row's prompt and what was said, by the plain model."""
-    extended = dict(row)
-    extended["input_ids"] = torch.cat([row["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
-    if "mm_token_type_ids" in row:
-        extended["mm_token_type_ids"] = torch.nn.functional.pad(row["mm_token_type_ids"], (0, len(said)))
-    given: dict[str, Any] = {}
-    decoder = model.get_decoder()
-    hook = decoder.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
-    norm = decoder.norm.register_forward_hook(lambda _, args, out: given.update(last=out))
-    model(**extended, use_cache=False)
-    hook.remove()
-    norm.remove()
-    length, positions = extended["input_ids"].shape[1], given.get("position_ids")
-    if positions is None or positions.ndim < 3:
-        positions = torch.arange(length).expand(3, 1, length)
-    embeds = given.get("inputs_embeds")
-    if embeds is None:
-        embeds = model.get_input_embeddings()(extended["input_ids"])
-    return embeds[0, 1:], given["last"][0, :-1], positions[-3:, 0, :-1]
-
-
-def check_mtp(model: PreTrainedModel, inputs: Any, drafter: Any, tensors: dict[str, Tensor], **asked: Any) -> Any:
-    """Decode; every tree's every node must have the probability of the plain loop, and every output token be right."""
+def check_mtp(model: PreTrainedModel, inputs: Any, drafter: Any, **asked: Any) -> Any:
+    """Decode; every tree's every node must have the probability that the layer gives it without a cache, and every
+    output token be right."""
     rows = [row_of(inputs, b) for b in range(inputs["input_ids"].shape[0])]
-    plain = PlainMTP(model, tensors)
+    plain = PlainMTP(model, drafter.network)
 
     def gains(target: Any, b: int, said: list[int], paths: list[list[int]]) -> list[float]:
-        entries = entries_of(model, rows[b], said)
-        return [plain.gain(*entries, path) for path in paths]
+        seen = plain_pass(model, rows[b], said)
+        return [plain.gain(seen.embeds[1:], seen.last[:-1], seen.positions[:, :-1], path) for path in paths]
 
     return check_drafts(model, inputs, drafter, gains, **asked)
 
@@ -270,7 +205,7 @@ def gain_of(built: Any, model: PreTrainedModel, tokens: list[int], path: list[in
             states,
             position_embeddings=rotary(embeds, position_ids=axes, **kind),
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE: cache},
             **built.create_masks_for_mtp_layer(number, embeds, cache, positions),
         )
         gain *= float(model.lm_head(states[0, -1]).softmax(-1)[token])

@@ -2,8 +2,8 @@
 
 cosmic-ray generates the mutants of each file in ``mutation.toml``, with its own operators and one that deletes
 statements. A seeded sample, one mutant per place in the source, is tried in a copy of the tree, so that the working
-tree is never changed. Results are kept as cosmic-ray sessions in ``.mutants/``: a killed run goes on, and a later run
-tries again what survived. A changed source starts a new session.
+tree is never changed. Results are kept in ``.mutants/``, a line each: a killed run goes on, and a later run tries again
+what survived. A changed source starts anew.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 import contextlib
 import difflib
 import hashlib
+import json
 import multiprocessing
 import os
 import random
@@ -21,7 +22,6 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = Path(__file__).with_suffix(".toml")
-SESSIONS = ROOT / ".mutants"
+RESULTS = ROOT / ".mutants"
 GOAL = 0.9
 LOGGED = ".mutation.log"
 
@@ -42,11 +42,14 @@ DELETED = ("expr_stmt", "atom_expr", "power", "return_stmt", "raise_stmt", "del_
 
 @dataclass(frozen=True)
 class Mutant:
-    """``job`` is its id in the session, ``line`` its place in the source, ``code`` the mutated source."""
+    """``line`` is its place in the source, ``code`` the mutated source, ``change`` what it changes."""
 
-    job: str
     line: int
     code: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.change}"
 
 
 @click.command()
@@ -77,34 +80,43 @@ def main(files: tuple[str, ...], minutes: float | None, mutants: int | None, fre
     sys.exit(not all(reached))
 
 
-def sample(file: str, code: str, items: Sequence[Any], limit: int, seed: int) -> list[Mutant]:
-    """At most ``limit`` mutants, no two of them at one place, in the order of a draw.
+def sample(file: str, code: str, limit: int, seed: int) -> list[Mutant]:
+    """At most ``limit`` mutants of a source, no two of them at one place, in the order of a draw.
+
+    A mutant that changes annotations alone, or ``strict=`` and ``frozen=``, is none: no output depends on them.
 
     Args:
         file: seeds the draw, together with ``seed``.
-        code: the source.
-        items: cosmic-ray's work items.
-
-    A mutant that changes annotations alone, or ``strict=`` and ``frozen=``, is none: no output depends on them.
     """
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    add_deletion()
-    places: dict[tuple[Any, ...], list[Any]] = {}
-    for item in items:
-        places.setdefault((item.mutations[0].start_pos, item.mutations[0].end_pos), []).append(item)
+    places = _places(code)
     rng, meaning, chosen = random.Random(f"{seed} {file}"), _meaning(code), []
     for place in rng.sample(sorted(places), len(places)):
-        order = sorted(places[place], key=lambda item: (item.mutations[0].operator_name, item.mutations[0].occurrence))
-        item = rng.choice(order)
-        mutation = item.mutations[0]
-        mutated = mutate_code(code, get_operator(mutation.operator_name)(), mutation.occurrence)
+        name, occurrence = rng.choice(sorted(places[place]))
+        mutated = mutate_code(code, get_operator(name)(), occurrence)
         if mutated is not None and _meaning(mutated) not in (meaning, None):
-            chosen.append(Mutant(item.job_id, place[0][0], mutated))
+            chosen.append(Mutant(place[0][0], mutated, change(code, mutated)))
         if len(chosen) == limit:
             break
     return chosen
+
+
+def _places(code: str) -> dict[Any, list[tuple[str, int]]]:
+    """The names of operators that change a source, with the number of the change, by its start and end."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    add_deletion()
+    tree, places = get_ast(code), {}
+    for name in operator_names():
+        if not get_operator(name).arguments():
+            operator = get_operator(name)()
+            found = (place for node in ast_nodes(tree) for place in operator.mutation_positions(node))
+            for occurrence, place in enumerate(found):
+                places.setdefault(place, []).append((name, occurrence))
+    return places
 
 
 def add_deletion() -> None:
@@ -163,56 +175,31 @@ def _meaning(code: str) -> str | None:
 
 def _tried(file: str, config: dict[str, Any], limit: int, copy: Path, end: float, fresh: bool) -> bool:
     """Try the mutants of a file, print its score and what survived; whether the score reaches the goal."""
-    from cosmic_ray.plugins import operator_names
-    from cosmic_ray.work_db import use_db
-    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
-
     code, tests = (ROOT / file).read_text(), config["files"][file]
     reasons = {one["change"]: one["reason"] for one in config.get("equivalent", ()) if one["file"] == file}
-    add_deletion()
-    content = "\n".join([code, *operator_names()])
-    session = SESSIONS / f"{file.replace('/', '.')}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.sqlite"
+    known = RESULTS / f"{file.replace('/', '.')}-{hashlib.sha256(code.encode()).hexdigest()[:12]}.jsonl"
     if fresh:
-        session.unlink(missing_ok=True)
-    with use_db(_initialised(session, file)) as db:
-        mutants = sample(file, code, db.work_items, limit, config["seed"])
-        outcomes = {job: result.test_outcome for job, result in db.results}
-        left = [
-            one
-            for one in mutants
-            if (found := outcomes.get(one.job)) is None
-            or (found == TestOutcome.SURVIVED and change(code, one.code) not in reasons)
-        ]
-        if left:
-            passed, longest = _passes(tests, copy, 3600.0)
-            if not passed:
-                said = (copy / LOGGED).read_text()[-2000:]
-                raise click.ClickException(f"the tests of {file} must pass before it is mutated: {tests}\n{said}")
-        for one in left:
-            if time.monotonic() > end:
-                break
-            (copy / file).write_text(one.code)
-            survived, _ = _passes(tests, copy, 60 + 5 * longest)
-            (copy / file).write_text(code)
-            outcome = TestOutcome.SURVIVED if survived else TestOutcome.KILLED
-            db.set_result(one.job, WorkResult(WorkerOutcome.NORMAL, test_outcome=outcome, diff=change(code, one.code)))
-            outcomes[one.job] = outcome
-    return _report(file, code, mutants, {one.job: outcomes.get(one.job) for one in mutants}, reasons)
-
-
-def _initialised(session: Path, file: str) -> Path:
-    """A session that holds every mutant of a file; made whole or not at all."""
-    from cosmic_ray.commands import init
-    from cosmic_ray.work_db import use_db
-
-    if not session.exists():
-        session.parent.mkdir(exist_ok=True)
-        part = session.with_suffix(".part")
-        part.unlink(missing_ok=True)
-        with use_db(part) as db:
-            init([Path(file)], db, {})
-        os.replace(part, session)
-    return session
+        known.unlink(missing_ok=True)
+    known.parent.mkdir(exist_ok=True)
+    outcomes = dict(json.loads(line) for line in known.read_text().splitlines()) if known.exists() else {}
+    mutants = sample(file, code, limit, config["seed"])
+    caught = {one: outcomes.get(str(one)) for one in mutants}
+    left = [one for one in mutants if caught[one] is None or not (caught[one] or one.change in reasons)]
+    if left:
+        passed, longest = _passes(tests, copy, 3600.0)
+        if not passed:
+            said = (copy / LOGGED).read_text()[-2000:]
+            raise click.ClickException(f"the tests of {file} must pass before it is mutated: {tests}\n{said}")
+    for one in left:
+        if time.monotonic() > end:
+            break
+        (copy / file).write_text(one.code)
+        survived, _ = _passes(tests, copy, 60 + 5 * longest)
+        (copy / file).write_text(code)
+        caught[one] = not survived
+        with known.open("a") as log:
+            log.write(json.dumps([str(one), caught[one]]) + "\n")
+    return _report(file, caught, reasons)
 
 
 def _passes(tests: Sequence[str], copy: Path, limit: float) -> tuple[bool, float]:
@@ -252,20 +239,17 @@ def _test(tests: Sequence[str], copy: Path) -> None:
         os._exit(code)
 
 
-def _report(
-    file: str, code: str, mutants: Sequence[Mutant], outcomes: Mapping[str, str | None], reasons: Mapping[str, str]
-) -> bool:
+def _report(file: str, caught: Mapping[Mutant, bool | None], reasons: Mapping[str, str]) -> bool:
     """Print the score of a file and its survivors; whether the score reaches the goal and every mutant was tried."""
-    count = Counter(outcomes[one.job] or "not tried" for one in mutants)
-    survivors = [one for one in mutants if outcomes[one.job] == "survived"]
-    equivalent = sum(change(code, one.code) in reasons for one in survivors)
-    tried = count["killed"] + count["survived"] - equivalent
-    score = count["killed"] / max(tried, 1)
-    left = f", {count['not tried']} not tried" if count["not tried"] else ""
-    click.echo(f"{file}: {score:.0%}, {count['killed']} of {tried} caught, {equivalent} equivalent{left}")
-    for one in sorted(survivors, key=lambda one: one.line):
-        text = change(code, one.code)
-        click.echo(f"  line {one.line}: {text}" + (f"  (equivalent: {reasons[text]})" if text in reasons else ""))
+    killed, left = (sum(one is outcome for one in caught.values()) for outcome in (True, None))
+    survivors = sorted((one for one, outcome in caught.items() if outcome is False), key=lambda one: one.line)
+    equivalent = sum(one.change in reasons for one in survivors)
+    tried = len(caught) - left - equivalent
+    score, rest = killed / max(tried, 1), f", {left} not tried" if left else ""
+    click.echo(f"{file}: {score:.0%}, {killed} of {tried} caught, {equivalent} equivalent{rest}")
+    for one in survivors:
+        why = f"  (equivalent: {reasons[one.change]})" if one.change in reasons else ""
+        click.echo(f"  {one}{why}")
     return score >= GOAL and not left
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,3 +120,13 @@ def texts(response: httpx.Response) -> list[str]:
             found[choice["index"]] = found.get(choice["index"], "") + text
     assert sorted(found) == list(range(len(found)))
     return [found[index] for index in range(len(found))]
+
+
+def open_stream(server: Served, body: dict[str, Any]) -> socket.socket:
+    """A raw connection whose request has been sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection

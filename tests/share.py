@@ -1,9 +1,9 @@
-"""A pytest plugin that runs a share of the selected tests: ``python -m pytest -p tests.share``, or ``make share``.
+"""A pytest plugin that runs a share of the selected tests: ``make share``.
 
-Test modules that commits of the last day concern run first, the others in an order that every commit draws anew. No
-test starts later than ``UNTIL`` seconds after ``SHARE_BEGAN``, a variable of the environment in seconds since 1970 (by
-default now), but ``LEAST`` seconds are left to the tests wherever that is later. The number of tests left out is
-printed at the end.
+Test modules that commits of the last day concern run first, the others in an order that every commit draws anew;
+xdist gives each worker the next module of this order, whole. No test starts later than ``UNTIL`` seconds after
+``SHARE_BEGAN``, a variable of the environment in seconds since 1970 (by default now), but ``LEAST`` seconds are left to
+the tests wherever that is later. The number of tests left out is printed at the end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from tests.imports import imported
 
 UNTIL, LEAST = 21 * 60, 5 * 60
 DAY = 24 * 60 * 60
-PACKAGES = ("vision", "ssm", "eval", "demos")
-"""Folders whose modules are imported as sub-packages of mmspec."""
-
 LEFT_OUT = "no time is left for it"
 
 
@@ -55,11 +50,6 @@ class Share:
         items.sort(key=lambda item: modules.index(_module(item.nodeid)))
         self._deadline = max(self._deadline, self.clock() + LEAST)
 
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> LoadFileScheduling:
-        """Each worker gets the next module in this order, whole."""
-        config.option.loadscopereorder = False
-        return LoadFileScheduling(config, log)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         if self.clock() >= self._deadline:
@@ -81,9 +71,9 @@ class Share:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.write_line(f"share: {self.ran} tests ran, {self.left_out.total()} were left out")
-        modules = (f"{Path(name).with_suffix('')}={count}" for name, count in self.left_out.most_common() if count)
-        for line in textwrap.wrap(" ".join(modules), 118, break_long_words=False, break_on_hyphens=False):
-            terminalreporter.write_line(f"  {line}")
+        for name, count in self.left_out.most_common():
+            if count:
+                terminalreporter.write_line(f"  {count} of {name}")
 
 
 def recent(root: Path) -> tuple[str, set[str]]:
@@ -97,33 +87,18 @@ def recent(root: Path) -> tuple[str, set[str]]:
 
 
 def order(modules: Iterable[str], root: Path, commit: str, changed: set[str]) -> list[str]:
-    """Paths of test modules: those that have changed or whose source has, those that use what has, and the others."""
+    """Paths of test modules: first those that have changed, or that test or import what has; the others as drawn."""
     drawn = sorted(modules)
     random.Random(commit).shuffle(drawn)
-    code = {Path(name) for name in changed if name.endswith(".py")}
-    mirrors = {str(Path("tests", path.parent, f"test_{path.name}")) for path in code}
-    names = {_name(path) for path in code}
-    folders = {_tests_of(Path(name), root) for name in changed if not name.endswith(".py")}
+    stems = {Path(name).stem for name in changed if name.endswith(".py")}
 
-    def rank(module: str) -> int:
-        if module in changed or module in mirrors:
-            return 0
-        uses = {part for name in imported((root / module).read_text()) for part in (name, name.rpartition(".")[0])}
-        return 1 if uses & names or str(Path(module).parent) in folders else 2
+    def is_concerned(module: str) -> bool:
+        names = {Path(module).stem.removeprefix("test_"), Path(module).stem}
+        for name in imported((root / module).read_text()):
+            names |= set(name.split(".")[-2:])
+        return bool(names & stems)
 
-    return sorted(drawn, key=rank)
-
-
-def _name(path: Path) -> str:
-    """By which a file of the repository is imported."""
-    parts = path.with_suffix("").parts
-    return ".".join(["mmspec"] * (parts[0] in PACKAGES) + [part for part in parts if part != "__init__"])
-
-
-def _tests_of(path: Path, root: Path) -> str:
-    """The folder of test modules that mirrors a file's folder, or the nearest one above it."""
-    mirror = Path("tests", str(path.parent).removeprefix("tests/"))
-    return next(str(folder) for folder in (mirror, *mirror.parents) if (root / folder).is_dir())
+    return sorted(drawn, key=lambda module: (module not in changed, not is_concerned(module)))
 
 
 def _is_left_out(report: pytest.TestReport) -> bool:

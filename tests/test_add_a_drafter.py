@@ -21,14 +21,12 @@ PAGE = Path(__file__).parent.parent / "docs/add-a-drafter.md"
 
 @pytest.fixture(scope="module")
 def bigram():
-    code = PAGE.read_text().split("```python\n")[1]
     names = {}
-    exec(code.partition("```")[0], names)
+    exec(PAGE.read_text().split("```python\n")[1].partition("```")[0], names)
     return names["Bigram"]
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "bamba"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("name", "batch"), [("llama", 1), ("llava", 3), ("bamba", 3)])
 def test_its_output_equals_generate(name, batch, bigram):
     model = shared_model(name)
     inputs = vision_inputs(name, batch, 1, 0) if name == "llava" else text_inputs(batch, 9, 0)
@@ -49,14 +47,6 @@ def test_it_drafts_what_followed_the_last_token(bigram):
     tree = drafter.propose(torch.tensor([5]), Budget(nodes=3, depth=1))
     assert tree.tokens.tolist() == [[5, 6, 7]]
     assert tree.path_probs == [[pytest.approx(2 / 4), pytest.approx(1 / 4)]]
-
-
-@pytest.mark.parametrize("path", ["mmspec", "tests", "eval", "ssm", "vision", "demos"])
-def test_files_that_it_names_exist(path):
-    words = PAGE.read_text().replace("`", " ").replace("(", " ").replace(")", " ").replace(",", " ").split()
-    named = {word.rstrip(".:;") for word in words if word.startswith(f"{path}/")}
-    made = {"mmspec/drafters/bigram.py"}
-    assert [name for name in sorted(named - made) if not (PAGE.parent.parent / name).exists()] == []
 
 
 def test_a_class_may_be_registered_without_a_declaration(bigram, monkeypatch):

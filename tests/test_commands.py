@@ -15,8 +15,9 @@ from click.testing import CliRunner
 
 from mmspec import plugins
 from mmspec.cli import main
+from mmspec.cli.commands import train
 from mmspec.cli.options import Output
-from mmspec.cli.train import train
+from tests.commandline import assert_user_error, runner
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mmspec", "vision", "ssm", "eval", "demos")
@@ -28,35 +29,11 @@ COMMANDS = {
 }
 MEASURING = sorted(path.stem for path in (ROOT / "eval").glob("*.py") if '"--model"' in path.read_text())
 POSITIONAL = {("datastore", "build"): [__file__], ("caption",): ["FOLDER"], ("generate",): ["TEXT"]}
-OUTPUTS, INPUTS = (
-    [
-        pytest.param(names, option, id=f"{' '.join(names)} {option.opts[0]}")
-        for names, command in COMMANDS.items()
-        for option in command.params
-        if isinstance(option, click.Option)
-        and isinstance(option.type, click.Path)
-        and isinstance(option.type, Output) == outputs
-    ]
-    for outputs in (True, False)
-)
-
-
-def mistake(names: tuple[str, ...], args: list[str], capfd: pytest.CaptureFixture[str]) -> str:
-    """The one line of a command that ends with status 2."""
-    capfd.readouterr()
-    assert main([*names, *args, *POSITIONAL.get(names, [])]) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
-
-
-MODELS = [
-    pytest.param(names, option, id=" ".join(names))
+PATHS = [
+    pytest.param(names, option, id=f"{' '.join(names)} {option.opts[0]}")
     for names, command in COMMANDS.items()
     for option in command.params
-    if "--model" in option.opts and not option.required
+    if isinstance(option, click.Option) and isinstance(option.type, click.Path)
 ]
 
 
@@ -74,9 +51,12 @@ def test_help_has_groups_and_two_examples(
     for option in command.params:
         if isinstance(option, click.Option):
             assert len(re.findall(rf"^  (?:-.*, )?{option.opts[0]}(?![\w-])", options, re.MULTILINE)) == 1, option.opts
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "made").mkdir()
-    (tmp_path / "run" / "drafter").mkdir(parents=True)
+        if option.name == "model" and isinstance(option, click.Option) and not option.required:
+            default = plugins.default_model()
+            assert option.multiple or option.get_default(click.Context(command)) == default
+            assert "".join(plugins.DEFAULT_MODEL.split()) in "".join(text.split())  # lines break at hyphens, too
+    for folder in ("photos", "made", "run/drafter"):
+        (tmp_path / folder).mkdir(parents=True)
     for name in ("photo.jpg", "prompts.txt", "notes.txt", "data.json", "data.jsonl", "made/data.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -88,45 +68,26 @@ def test_help_has_groups_and_two_examples(
         command.make_context(names[-1], words[len(names) :])
 
 
-@pytest.mark.parametrize(("names", "option"), MODELS)
-def test_all_commands_have_one_default_model(
-    names: tuple[str, ...], option: click.Option, capfd: pytest.CaptureFixture[str]
-) -> None:
-    if not option.multiple:
-        context = click.Context(COMMANDS[names])
-        assert option.get_default(context) == plugins.default_model()
-    assert main([*names, "--help"]) == 0
-    shown = "".join(capfd.readouterr().out.split())  # lines break at hyphens, too
-    assert "".join(plugins.DEFAULT_MODEL.split()) in shown
-
-
-def test_commands_that_need_a_model_are_those_whose_result_is_for_one_model() -> None:
-    required = {
-        " ".join(names)
-        for names, command in COMMANDS.items()
-        for option in command.params
-        if "--model" in option.opts and option.required
-    }
+def test_commands_take_their_model_as_model() -> None:
+    """It is required where the result is for one model."""
+    options = {" ".join(names): {one.opts[0]: one for one in command.params} for names, command in COMMANDS.items()}
+    assert {name for name, found in options.items() if "--model" not in found} == {"info"}
+    required = {name for name, found in options.items() if "--model" in found and found["--model"].required}
     assert required == {"export", "datastore build"}
-    assert {"caption", "generate", "serve", "demo", "eval", "tune", "calibrate"} <= {one.id for one in MODELS}
-
-
-@pytest.mark.parametrize("group", [[], ["train"]])
-def test_every_command_has_a_line_of_help(group: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*group, "--help"]) == 0
-    listed = capfd.readouterr().out.partition("--help")[2]
-    for name in plugins.names("train" if group else "commands"):
-        line = next(line for line in listed.splitlines() if line.split()[:1] == [name])
-        assert len(line.split()) > 2
-        assert "From " not in line
 
 
 def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
-    assert titles == ["Options", "Decode", "Serve", "Train", "Evaluate", "Inspect"]
-    assert lines[lines.index("Serve:") + 1].split()[0] == "serve"
+    for group, names in (([], plugins.names("commands")), (["train"], plugins.names("train"))):
+        assert main([*group, "--help"]) == 0
+        lines = capfd.readouterr().out.partition("--help")[2].splitlines()
+        for name in names:
+            line = next(line for line in lines if line.split()[:1] == [name])
+            assert len(line.split()) > 2
+            assert "From " not in line
+        if not group:
+            titles = [line.removesuffix(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+            assert titles == ["Decode", "Serve", "Train", "Evaluate", "Inspect"]
+            assert lines[lines.index("Serve:") + 1].split()[0] == "serve"
 
 
 @pytest.mark.parametrize(
@@ -160,12 +121,6 @@ def test_a_misspelt_command_or_option(typed: list[str], capfd: pytest.CaptureFix
     assert "did you mean " in capfd.readouterr().err.lower()
 
 
-def test_every_command_that_loads_a_model_takes_it_as_model() -> None:
-    named = {names for names, command in COMMANDS.items() for one in command.params if "--model" in one.opts}
-    trained = {("train", name) for name in ("tiny-llava", "smol-llava", "tiny-hybrid")}
-    assert named == set(COMMANDS) - {("info",)} - trained  # of which it is the argument
-
-
 def test_paths_are_checked_when_options_are_parsed() -> None:
     """A path is an input that must exist, or an ``Output``."""
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
@@ -174,35 +129,23 @@ def test_paths_are_checked_when_options_are_parsed() -> None:
                 assert "exists" in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
 
-@pytest.mark.parametrize(("names", "option"), OUTPUTS)
-def test_an_output_that_cannot_be_written(
+@pytest.mark.parametrize(("names", "option"), PATHS)
+def test_a_path_that_is_not_there_or_cannot_be_written(
     names: tuple[str, ...], option: click.Option, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    wrong = tmp_path if option.type.dir_okay is False else tmp_path / "file"  # type: ignore[attr-defined]
-    for path in (
-        "/proc",
-        "/proc/none/out",
-        "/dev/null",
-        str(tmp_path / "file" / "out"),
-        str(tmp_path / ("x" * 300)),
-        str(wrong),
-    ):
-        error = mistake(names, [option.opts[0], path], capfd)
-        assert option.opts[0] in error
-        assert path in error
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(("names", "option"), INPUTS)
-def test_an_input_that_is_not_there(
-    names: tuple[str, ...], option: click.Option, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    has_out = any("--out" in one.opts for one in COMMANDS[names].params)
-    error = mistake(names, [option.opts[0], "nowhere", *(["--out", str(tmp_path / "out")] if has_out else [])], capfd)
-    assert option.opts[0] in error
-    assert "'nowhere' does not exist" in error
-    assert list(tmp_path.iterdir()) == []
+    run = runner(capfd, *names)
+    flag, positional = option.opts[0], POSITIONAL.get(names, [])
+    if not isinstance(option.type, Output):
+        out = ["--out", str(tmp_path / "out")] if any("--out" in one.opts for one in COMMANDS[names].params) else []
+        assert_user_error(run(flag, "nowhere", *out, *positional), flag, "'nowhere' does not exist")
+        assert list(tmp_path.iterdir()) == []
+        return
+    file = tmp_path / "file"
+    file.touch()
+    wrong = tmp_path if option.type.dir_okay is False else file
+    for path in ("/proc", "/proc/none/out", "/dev/null", str(file / "out"), str(tmp_path / ("x" * 300)), str(wrong)):
+        assert_user_error(run(flag, path, *positional), flag, path)
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("name", MEASURING)

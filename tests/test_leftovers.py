@@ -18,10 +18,11 @@ from mmspec.engine.stopping import Stopper
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests import leftovers
-from tests.decoding import SteppedEngine
+from tests.decoding import SteppedEngine, decode
 from tests.leftovers import Leftovers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
+from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs
 
 
@@ -47,27 +48,20 @@ def rows(patch: pytest.MonkeyPatch) -> Callable:
     return lambda: TransformersTarget.select(engine.target, [])
 
 
-def setting(change: Callable, value: object, before: object) -> Callable[[pytest.MonkeyPatch], Callable]:
-    return lambda patch: (change(value), lambda: change(before))[1]
+def dtype(patch: pytest.MonkeyPatch) -> Callable:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
 
 
 def patched(kind: str, *arguments: object) -> Callable[[pytest.MonkeyPatch], Callable]:
     return lambda patch: (getattr(patch, kind)(*arguments), patch.undo)[1]
 
 
+ATTENTION = modeling_llama.LlamaAttention
 KINDS = {
-    "stack size of threads: was 0, is 1048576": setting(threading.stack_size, 1 << 20, 0),
-    "default dtype: was torch.float32, is torch.float64": setting(
-        torch.set_default_dtype, torch.float64, torch.float32
-    ),
-    "gradients: was True, is False": setting(torch.set_grad_enabled, False, True),
+    "default dtype: was torch.float32, is torch.float64": dtype,
     "attention functions: left was None": patched("setitem", AttentionInterface._global_mapping, "left", print),
-    "modeling_llama.rotate_half is a function of this tree": patched(
-        "setattr", modeling_llama, "rotate_half", lambda x: x
-    ),
-    "LlamaAttention.forward is a function of this tree": patched(
-        "setattr", modeling_llama.LlamaAttention, "forward", lambda x: x
-    ),
+    "LlamaAttention.forward is a function of this tree": patched("setattr", ATTENTION, "forward", lambda x: x),
     "environment: MMSPEC_LEFT was None, is '1'": patched("setenv", "MMSPEC_LEFT", "1"),
     "working directory: was ": patched("chdir", os.sep),
     "the thread left runs": thread,
@@ -81,7 +75,6 @@ def test_what_is_left_is_named(message: str, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.MonkeyPatch.context() as brief:
         brief.setattr(leftovers, "GRACE", 0.2)
         before = Leftovers()
-        assert before.found() == []
         undo = KINDS[message](monkeypatch)
         try:
             (found,) = before.found()
@@ -95,4 +88,15 @@ def test_a_thread_that_is_ending_is_waited_for() -> None:
     before, end = Leftovers(), threading.Event()
     threading.Thread(target=end.wait, name="ending").start()
     threading.Timer(0.3, end.set).start()
+    assert before.found() == []
+
+
+def test_rows_of_running_requests_are_not_left() -> None:
+    before, model = Leftovers(), shared_model("llama")
+    prompt, drafter = prompt_of(text_inputs(1)), tiny_drafter("eagle", model)
+    steps = decode(TransformersTarget(model), drafter, prompt, Sampler(), Stopper(9), Budget(4))
+    next(steps), next(steps)  # after the prefill, and after a draft
+    assert drafter.rows == 1
+    assert before.found() == []
+    steps.close()
     assert before.found() == []

@@ -1,4 +1,4 @@
-"""The mutation run: its list names what is there; its sample is seeded; it changes nothing and goes on."""
+"""The mutation run: its list names what is there, its sample is seeded, and it scores without changing the tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,20 @@ from tests.mutation import CONFIG, ROOT, add_deletion, change, sample
 CODE = """\
 def larger(a: int, b: int | None = 3) -> int | None:
     return a if a > 2 * b else b + 0
+"""
+STATEMENTS = """\
+class Thing:
+    size: int = 4
+
+    def add(self, a: int) -> None:
+        \"\"\"Adds.\"\"\"
+        count: int
+        assert a
+        for b in range(a):
+            self.size += b; print(b)
+            continue
+        self.all.append(a)
+        return None
 """
 
 
@@ -31,60 +44,23 @@ def test_what_is_listed_is_there() -> None:
         assert before in " ".join(map(str.strip, (ROOT / one["file"]).read_text().splitlines()))
 
 
-def test_a_sample_is_seeded_with_one_mutant_per_place(tmp_path: Path) -> None:
-    pytest.importorskip("cosmic_ray")
-    from cosmic_ray.commands import init
-    from cosmic_ray.work_db import use_db
-
-    code = CODE + "\n\ndef pairs(a: list, b: list) -> zip:\n    return zip(a, b, strict=True)\n"
-    (tmp_path / "code.py").write_text(code)
-    with use_db(tmp_path / "session.sqlite") as db:
-        init([tmp_path / "code.py"], db, {})
-        items = list(db.work_items)
-    drawn = sample("code.py", code, items, 99, 0)
-    assert [one.code for one in sample("code.py", code, items[::-1], 99, 0)] == [one.code for one in drawn]
-    assert [one.code for one in sample("code.py", code, items, 2, 0)] == [one.code for one in drawn[:2]]
-    assert len({tuple(one.code for one in sample("code.py", code, items, 99, seed)) for seed in range(4)}) == 4
-    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0. Annotations and strict are none.
-    assert 5 <= len(drawn) <= 8
-    assert all("int | None" in one.code and "strict=True" in one.code for one in drawn)
-    for one in drawn:
-        compile(one.code, "code.py", "exec")
-
-
-STATEMENTS = """\
-import math
-LIMIT: int = 3
-
-class Thing:
-    size: int = 4
-
-    def add(self, a: int) -> None:
-        \"\"\"Adds.\"\"\"
-        count: int
-        assert a
-        if a:
-            raise ValueError
-        for b in range(a):
-            self.size += b; print(b)
-            continue
-        self.all.append(a)
-        return None
-"""
-
-
-def test_statements_of_functions_are_deleted() -> None:
+def test_a_sample_is_seeded_and_deletes_statements() -> None:
     pytest.importorskip("cosmic_ray")
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
+    code = CODE + "\n\ndef pairs(a: list, b: list) -> zip:\n    return zip(a, b, strict=True)\n"
+    drawn = sample("code.py", code, 99, 0)
+    assert sample("code.py", code, 2, 0) == drawn[:2] != sample("code.py", code, 2, 1)
+    # Places: 3, the comparison and the conditional, 2, the product, the sum, 0, two statements; annotations are none.
+    assert 7 <= len(drawn) <= 10
+    assert all("int | None" in one.code for one in drawn)
+    assert {one.change for one in drawn if "zip" in one.change} == {"return zip(a, b, strict=True) -> pass"}
     add_deletion()
     operator, found = get_operator("mmspec/Deletion")(), []
-    while (code := mutate_code(STATEMENTS, operator, len(found))) is not None:
-        compile(code, "code.py", "exec")
-        found.append(change(STATEMENTS, code))
+    while (mutated := mutate_code(STATEMENTS, operator, len(found))) is not None:
+        found.append(change(STATEMENTS, mutated))
     assert found == [
-        "raise ValueError -> pass",
         "self.size += b; print(b) -> pass; print(b)",
         "continue -> pass",
         "self.all.append(a) -> pass",
@@ -92,43 +68,28 @@ def test_statements_of_functions_are_deleted() -> None:
     ]
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the command on a tree of one file, whose folder is elsewhere than its package."""
+@pytest.mark.slow
+def test_a_run_scores_goes_on_and_changes_nothing(tmp_path: Path) -> None:
+    """On a tree of one file, whose folder is elsewhere than its package."""
     pytest.importorskip("cosmic_ray")
-    (tmp_path / "tests").mkdir()
+    for folder in ("tests", "mmspec", "part"):
+        (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "tests" / "mutation.py", tmp_path / "tests")
-    (tmp_path / "mmspec").mkdir()
     (tmp_path / "mmspec" / "__init__.py").touch()
-    (tmp_path / "part").mkdir()
     (tmp_path / "mmspec" / "part").symlink_to("../part")
     (tmp_path / "part" / "thing.py").write_text(CODE)
     (tmp_path / "tests" / "mutation.toml").write_text(
         'mutants = 99\nseed = 0\n[files]\n"part/thing.py" = ["tests/test_thing.py"]\n'
     )
-
-    def run(test: str, *options: str) -> subprocess.CompletedProcess:
-        (tmp_path / "tests" / "test_thing.py").write_text(
-            f"from mmspec.part.thing import larger\n\n\ndef test():\n    {test}"
-        )
+    for test, options, status, said in (
+        ("assert larger(1) == 4", (), 1, "must pass before it is mutated"),
+        ("larger(1)", ("--minutes", "0.0001"), 1, "not tried"),
+        ("assert larger(1) == 3", (), 1, "line 2: "),
+        ("assert [larger(*p) for p in ((6,), (7,), (1,), (3, 1), (2, 1))] == [3, 7, 3, 3, 1]", (), 0, ": 100%"),
+    ):
+        source = f"from mmspec.part.thing import larger\n\n\ndef test():\n    {test}"
+        (tmp_path / "tests" / "test_thing.py").write_text(source)
         command = [sys.executable, "tests/mutation.py", *options]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_run_scores_goes_on_and_changes_nothing(tree: Callable, tmp_path: Path) -> None:
-    broken = tree("assert larger(1) == 4")
-    assert (broken.returncode, "must pass before it is mutated" in broken.stderr) == (1, True)
-    begun = tree("larger(1)", "--minutes", "0.0001")
-    assert begun.returncode == 1
-    assert "not tried" in begun.stdout
-    weak = tree("assert larger(1) == 3")
-    assert weak.returncode == 1
-    assert "not tried" not in weak.stdout
-    assert "line 2: " in weak.stdout
-    strong = tree("assert [larger(*p) for p in ((6,), (7,), (1,), (3, 1), (2, 1))] == [3, 7, 3, 3, 1]")
-    assert strong.returncode == 0, strong.stdout
-    assert strong.stdout.startswith("part/thing.py: 100%")
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, said in done.stdout + done.stderr) == (status, True), test
     assert (tmp_path / "part" / "thing.py").read_text() == CODE

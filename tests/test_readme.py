@@ -1,9 +1,8 @@
-"""The README, the table of drafters and that of extras agree with the package."""
+"""The README and the table of drafters agree with the package."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,9 @@ import mmspec
 from mmspec.drafters.registry import PLAIN, drafter_specs
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import WORDS, random_model, small_config
-from mmspec.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
-FOR_DEVELOPERS = {"browser", "dev", "docs", "test"}
-
-
-def test_extras_are_those_of_the_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (listed,) = re.findall(r"\(extras: ([^)]+)\)", (ROOT / "README.md").read_text())
-    assert set(re.findall(r"`([\w-]+)`", listed)) == set(project["optional-dependencies"]) - FOR_DEVELOPERS
-
-
-def test_modules_of_extras_are_those_that_they_install() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = {
-        extra: {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in extras[extra]}
-        for extra in extras.keys() - FOR_DEVELOPERS
-    }
-    installed["serve"] |= {"pydantic", "starlette"}  # with fastapi
-    assert EXTRAS.keys() == installed.keys()
-    for extra, modules in EXTRAS.items():
-        elsewhere = {module for other in EXTRAS.keys() - {extra} for module in EXTRAS[other]}
-        assert set(modules) == installed[extra] - elsewhere
-
-
-def test_drafters_are_those_of_the_registry() -> None:
-    page = (ROOT / "docs/drafters.md").read_text()
-    table = page[page.index("| drafter | draft tokens come from |") :].split("\n\n")[0]
-    listed = re.findall(r"^\| `([\w-]+)(?::(\w+))?`", table, re.MULTILINE)
-    assert sorted(listed) == sorted([*((spec.name, spec.argument) for spec in drafter_specs()), (PLAIN, "")])
-
-
+README = (ROOT / "README.md").read_text()
 HYBRIDS = {
     "Qwen3.5": "qwen3_5_text",
     "Qwen3-Next": "qwen3_next",
@@ -58,14 +28,18 @@ HYBRIDS = {
 }
 
 
-def test_hybrids_are_those_whose_decoding_is_compared() -> None:
-    (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", (ROOT / "README.md").read_text())
-    assert set(re.split(r",\s+", listed)) == set(HYBRIDS)
+def test_drafters_are_those_of_the_registry() -> None:
+    page = (ROOT / "docs/drafters.md").read_text()
+    table = page[page.index("| drafter | draft tokens come from |") :].split("\n\n")[0]
+    listed = re.findall(r"^\| `([\w-]+)(?::(\w+))?`", table, re.MULTILINE)
+    assert sorted(listed) == sorted([*((spec.name, spec.argument) for spec in drafter_specs()), (PLAIN, "")])
 
 
-@pytest.mark.parametrize("name", HYBRIDS.values())
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrids_that_transformers_refuses_to_assist_are_decoded(name: str) -> None:
-    model: Any = random_model(small_config(CONFIG_MAPPING[name]), AutoModelForCausalLM)
+    (listed,) = re.findall(r"recurrent layers \(([^)]+)\)", README)
+    assert set(re.split(r",\s+", listed)) == set(HYBRIDS)
+    model: Any = random_model(small_config(CONFIG_MAPPING[HYBRIDS[name]]), AutoModelForCausalLM)
     ids = torch.arange(5, 17)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

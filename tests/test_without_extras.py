@@ -1,62 +1,80 @@
-"""A checkout on Python's path where neither mmspec nor an optional package is installed."""
+"""A checkout on Python's path where neither mmspec nor an optional package is installed.
+
+This module, run as a program with the environment of such a process, prints what it can do.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import without_extras
+from mmspec.errors import EXTRAS, install
+from mmspec.plugins.builtin import BUILTIN
 from tests.process import run as in_new_process
 
 ROOT = Path(__file__).parent.parent
+OPTIONAL = {"av", "gradio_client", "jsonschema", "openai", *(name for names in EXTRAS.values() for name in names)}
+OPTIONAL -= {"httpcore"}  # huggingface_hub needs it, too
+CLIP = ROOT / "mmspec/vision/embedded/samples/clip.mp4"
+TRAINED = sorted(BUILTIN["train"].keys() - {"recycle", "make-data"})
+STARTUP = """
+import sys
+from importlib.metadata import MetadataPathFinder
+
+hidden = {hidden}
+sys.modules.update(dict.fromkeys(hidden))
+find = MetadataPathFinder.find_distributions
+
+
+def is_found(distribution):
+    return distribution.metadata["Name"].lower().replace("-", "_") not in (*hidden, "mmspec")
+
+
+MetadataPathFinder.find_distributions = lambda *args, **options: filter(is_found, find(*args, **options))
+"""
 
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return without_extras.variables(tmp_path_factory.mktemp("startup"))
+    """The environment of such processes and their children: Python runs a ``sitecustomize.py`` when it starts."""
+    folder = tmp_path_factory.mktemp("startup")
+    (folder / "sitecustomize.py").write_text(STARTUP.format(hidden=sorted(OPTIONAL)))
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
 
 
-@pytest.fixture(scope="module")
-def found(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    printed = in_new_process("tests.without_extras", str(tmp_path_factory.mktemp("home")), **variables)
-    return json.loads(printed.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-def test_what_needs_a_package_says_so_in_one_line(found: dict[str, Any]) -> None:
-    clip = ROOT / "mmspec/vision/embedded/samples/clip.mp4"
+def test_what_works_and_what_says_in_one_line_that_it_needs_a_package(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    printed = in_new_process("tests.test_without_extras", str(tmp_path), **variables)
+    found = json.loads(printed.splitlines()[-1])
     assert found["refusals"] == {
-        command: [2, f"error: {purpose} needs the package {package}, which is not installed: run {install}\n"]
-        for command, purpose, package, extra in (
-            *((f"train {name}", "this command", "accelerate", "train") for name in without_extras.TRAINED),
-            ("demo", "the demo", "gradio", "demo"),
-            ("serve", "this command", "uvicorn", "serve"),
-            ("generate --regex", "structured output", "llguidance", "structured"),
-            ("caption FILE", f"{clip}: reading a video", "av", None),
-            ("caption FILE --video-backend decord", f"{clip}: reading a video", "av", None),
-            ("caption FOLDER --video-backend decord", "this command", "av", None),
-            ("caption FOLDER --engine ray", "engine ray", "ray", "ray"),
+        command: [2, f"error: {purpose} needs the package {package}, which is not installed: run {how}\n"]
+        for command, purpose, package, how in (
+            *((f"train {name}", "this command", "accelerate", install("train")) for name in TRAINED),
+            ("demo", "the demo", "gradio", install("demo")),
+            ("serve", "this command", "uvicorn", install("serve")),
+            ("generate a --regex b", "structured output", "llguidance", install("structured")),
+            (f"caption {CLIP}", f"{CLIP}: reading a video", "av", "pip install av"),
+            (f"caption {CLIP} --video-backend decord", f"{CLIP}: reading a video", "av", "pip install av"),
+            (f"caption {CLIP.parent} --video-backend decord", "this command", "av", "pip install av"),
+            (f"caption {CLIP.parent} --engine ray", "engine ray", "ray", install("ray")),
         )
-        for install in [
-            f"pip install -e '.[{extra}]' in the source folder of mmspec" if extra else f"pip install {package}"
-        ]
     }
-
-
-def test_plug_ins_and_studies_are_imported_and_commands_have_help(found: dict[str, Any]) -> None:
     assert found["failures"] == []
-
-
-def test_media_in_memory_are_described(found: dict[str, Any]) -> None:
     image, video = found["captions"]
     assert image != video
-    assert [image, video] == without_extras.captions()
+    assert [image, video] == captions()
 
 
 def run_pytest(variables: dict[str, str], *options: str) -> list[str]:
@@ -68,14 +86,75 @@ def run_pytest(variables: dict[str, str], *options: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_tests_are_collected(variables: dict[str, str]) -> None:
+def test_tests_are_collected_and_those_for_a_gpu_are_skipped_without_one(variables: dict[str, str]) -> None:
     """Modules that need a package are skipped; of those with tests for a GPU, none is."""
     modules = {line.partition("::")[0] for line in run_pytest(variables, "--collect-only") if "::" in line}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.gpu\n" in path.read_text()}
     assert modules == {str(path.relative_to(ROOT)) for path in marked} != set()
-
-
-def test_tests_for_a_gpu_are_skipped_without_one(variables: dict[str, str]) -> None:
     options = ("-v", "-k", "compact", "tests/mmspec/ops/test_ops_triton.py")
     *_, last = run_pytest(variables | {"CUDA_VISIBLE_DEVICES": ""}, *options)
     assert re.search(r" \d+ skipped, \d+ deselected in ", last), last
+
+
+# ---------------------------------------------------------------------- in such a process
+
+
+def say(*args: str) -> tuple[int, str]:
+    """Status and standard error of a command."""
+    from mmspec.cli import main
+
+    with redirect_stderr(io.StringIO()) as told, redirect_stdout(io.StringIO()):
+        status = main(args)
+    return status, told.getvalue()
+
+
+def refusals(folder: Path) -> dict[str, tuple[int, str]]:
+    """What commands say that need a package."""
+    data, out = folder / "data.json", ("--out", str(folder / "out"))
+    data.write_text("[]")
+    said = {f"train {name}": say("train", name, "--data", str(data), *out) for name in TRAINED}
+    for command in (
+        "demo",
+        "serve",
+        "generate a --regex b",
+        f"caption {CLIP}",
+        f"caption {CLIP} --video-backend decord",
+    ):
+        said[command] = say(*command.split(), *(("--port", "0") if command == "serve" else ()))
+    for option in ("--video-backend decord", "--engine ray"):
+        said[f"caption {CLIP.parent} {option}"] = say("caption", str(CLIP.parent), *out, *option.split())
+    return said
+
+
+def failures() -> Iterator[str]:
+    """Built-in plug-ins and studies that cannot be imported, and commands without help."""
+    from mmspec import plugins
+
+    for group, names in BUILTIN.items():
+        yield from _failing(f"{group} {{}}", names, lambda name, group=group: plugins.find(group, name))
+    for parent, group in (((), "commands"), (("train",), "train")):
+        yield from (f"{name} --help" for name in BUILTIN[group] if say(*parent, name, "--help") != (0, ""))
+    studies = [path.stem for path in (ROOT / "eval").glob("*.py") if not path.stem.startswith("_")]
+    yield from _failing("eval {}", studies, lambda name: import_module(f"mmspec.eval.{name}").main)
+
+
+def _failing(label: str, names: Any, use: Callable[[str], Any]) -> Iterator[str]:
+    for name in names:
+        try:
+            use(name)
+        except Exception as error:
+            yield f"{label.format(name)}: {error!r}"
+
+
+def captions() -> list[str]:
+    """What tiny-llava, with its default drafter, says of an image and a video that are arrays."""
+    import mmspec
+    from mmspec.eval.harness.prompts import held_out_requests
+
+    pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
+    return [answer.text for answer in pipe.generate_batch(held_out_requests(1, 1), max_new_tokens=24)]
+
+
+if __name__ == "__main__":
+    home = Path(sys.argv[1])
+    print(json.dumps({"refusals": refusals(home), "failures": [*failures()], "captions": captions()}))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from PIL import Image
 
 from mmspec.errors import UserError
+from mmspec.vision.images import load_image
 from mmspec.vision.media import printable
-from mmspec.vision.video import Video
+from mmspec.vision.video import Video, kind_of, load_video
 from mmspec.workers import Cause, Read, Stop, WorkerError, Workers
 
 
@@ -39,7 +41,7 @@ class MediaDecoder:
     def __init__(self, *, workers: int = 2, seconds: float = 60.0, memory: int = 4 << 30) -> None:
         self.seconds = seconds
         self.memory = memory
-        self._workers = Workers("mmspec.vision.decode_worker", workers=workers, memory=memory)
+        self._workers = Workers("mmspec.vision.decoding", workers=workers, memory=memory)
         self.close = self._workers.close
 
     def load(
@@ -99,3 +101,27 @@ def _size(source: str | os.PathLike[str] | bytes) -> int:
         return os.stat(source).st_size
     except (OSError, ValueError):
         return 0
+
+
+def handle(request: dict[str, Any], body: bytes) -> tuple[dict[str, Any], Iterator[bytes]]:
+    """Decode a request's media to RGB bytes, in a worker process: a file by its ``path``, or its content.
+
+    Returns:
+        The reply with the ``sizes`` of images, and their bytes.
+    """
+    reply, images = _decode(request, request.get("path", body))
+    sizes = {"sizes": [image.size for image in images]}
+    return reply | sizes, (image.tobytes() for image in images)
+
+
+def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any], list[Image.Image]]:
+    name = request["name"]
+    os.chdir(request["cwd"])
+    kind = request["kind"] or kind_of(source, name=name)
+    if kind == "image":
+        return {}, [load_image(source, name=name)]
+    video = load_video(source, name=name, **request["video"])
+    images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
+    order = list(images)
+    reply = {"times": video.times, "duration": video.duration, "name": video.name, "fps": video.fps}
+    return {"video": reply, "frames": [order.index(id(frame)) for frame in video.frames]}, list(images.values())

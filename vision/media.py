@@ -138,9 +138,7 @@ def printable(name: object) -> str:
 
 
 def describe(head: bytes) -> str:
-    """Identify a format by a file's first bytes; returns it with an article: "a PNG image", "text", "an empty file"."""
-    if not head:
-        return "an empty file"
+    """Identify a format by a file's first bytes; returns it with an article: "a PNG image", "text"."""
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12], "a RIFF file")
     if head[:4] == b"FORM" and head[8:11] == b"AIF":

@@ -21,8 +21,7 @@ from typing import Literal, get_args
 from PIL import Image
 
 from mmspec.checks import number, optional, whole
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.vision.images import image_format
 from mmspec.vision.media import MediaSource, resolve
 
@@ -125,7 +124,7 @@ def kind_of(source: object, *, name: str | None = None) -> Literal["image", "vid
     if kind is None:
         raise media.refusal("an image or a video")
     if kind == "video" and _has_pyav():
-        from mmspec.vision.video_container import open_video
+        from mmspec.vision.video_pyav import open_video
 
         with ExitStack() as stack:
             open_video(media, stack, expected="an image or a video")

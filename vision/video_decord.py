@@ -14,11 +14,9 @@ from types import ModuleType
 import numpy as np
 from PIL import Image
 
-from mmspec.errors import UserError, first_line
-from mmspec.extras import missing
+from mmspec.errors import UserError, first_line, missing
 from mmspec.vision.media import MediaSource
-from mmspec.vision.video_container import average_rate, display_size, open_video
-from mmspec.vision.video_pyav import ChooseTimes, TimedFrames
+from mmspec.vision.video_pyav import ChooseTimes, TimedFrames, average_rate, display_size, open_video
 
 _NO_TIMESTAMP = 2**62  # ticks; FFmpeg marks a packet without a timestamp by -2**63
 

@@ -1,1 +1,1 @@
-"""Libraries of the decoding studies: speed tables, step cost, trees against chains, coverage of model classes."""
+"""Random drafts, and models of every class built small: for the sweep over all classes and for tests."""

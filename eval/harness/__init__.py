@@ -1,1 +1,1 @@
-"""Shared by all benchmarks: interleaved timing, bootstrap intervals, acceptance counts, held-out prompts, output."""
+"""Shared by all benchmarks: interleaved timing, acceptance statistics, held-out prompts, other engines, output."""

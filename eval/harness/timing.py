@@ -1,16 +1,19 @@
-"""Interleaved timing of decoding methods on the same prompts.
+"""Interleaved timing of decoding methods on the same prompts, and of plain calls; peak memory.
 
 All speed figures are measured here: every round runs all methods in one process, in rotating order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter as clock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,11 +22,11 @@ from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.stats import Stats
 from mmspec.eval.harness.drafters import ProfiledDrafter, tree_sizes
-from mmspec.eval.harness.measuring import peak_memory, reset_peak_memory, rotated
 from mmspec.eval.harness.peers import Peer
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
 
+T = TypeVar("T")
 TRANSFORMERS, PLAIN = "transformers generate", "mmspec, no drafter"
 
 PHASES = ("prefill", "draft", "verify", "commit")
@@ -53,7 +56,7 @@ class TimedBatch:
         stats: of each row. For transformers they hold acceptance lengths only. None for its batches and other engines.
         seconds: ``total``; ``decoding`` (after the first token); ``PHASES`` where known; ``tree`` and ``pass``, the
             mean times to draft one tree and to verify it.
-        memory: peak memory in bytes, see ``mmspec.eval.harness.measuring``; None for other engines.
+        memory: peak memory in bytes, see ``mmspec.eval.harness.timing``; None for other engines.
     """
 
     answers: list[list[int]]
@@ -220,18 +223,22 @@ def _decode(
     total = clock() - start
     if learn:
         method.budget = own.budget
-    # Rows of a batch share their steps: the row with most steps has the times of all.
-    longest = max((result.stats for result in results), key=lambda stats: stats.num_spec_steps)
-    wall = max(result.stats.wall_seconds for result in results)
+    longest, decoding = shared_times([result.stats for result in results])
     seconds = {
         "total": total,
-        "decoding": wall - longest.time_to_first_token,
+        "decoding": decoding,
         **{phase: getattr(longest, f"{phase}_seconds") for phase in PHASES},
         "tree": 0.0 if profiled is None else profiled.seconds / max(profiled.proposals, 1),
         "pass": longest.verify_seconds / max(longest.num_spec_steps, 1),
     }
     answers = [result.token_ids for result in results]
     return TimedBatch(answers, [result.stats for result in results], seconds, peak_memory(target.device))
+
+
+def shared_times(rows: Sequence[Stats]) -> tuple[Stats, float]:
+    """The row of a batch with most steps, which has the times of all, and the seconds after the first tokens."""
+    longest = max(rows, key=lambda stats: stats.num_spec_steps)
+    return longest, max(stats.wall_seconds for stats in rows) - longest.time_to_first_token
 
 
 def _generate(
@@ -286,3 +293,59 @@ class _TimingStreamer:
 
     def end(self) -> None:
         """Part of the streamer interface."""
+
+
+def interleaved(calls: Mapping[T, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[T, list[float]]:
+    """What each call returned in every round, interleaved.
+
+    Args:
+        calls: return their seconds.
+        warm_up: additional first rounds that are not measured.
+    """
+    seconds: dict[T, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + warm_up):
+        for name, call in rotated(list(calls.items()), turn):
+            spent = call()
+            if turn >= warm_up:
+                seconds[name].append(spent)
+    return seconds
+
+
+def rotated(items: Sequence[T], turn: int) -> list[T]:
+    """The items from another one on in each turn, so that none always runs after the same one."""
+    shift = turn % max(len(items), 1)
+    return [*items[shift:], *items[:shift]]
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak; on a CPU this needs Linux and write access to /proc."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        reset_peak_memory_of("self")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Peak memory in bytes since ``reset_peak_memory``; None on a CPU without Linux's /proc.
+
+    On a GPU it counts torch's allocations; on a CPU the resident set of the process, weights and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_memory_of("self")
+
+
+def reset_peak_memory_of(process: int | str) -> None:
+    """Start a new peak of a process's resident set, by its id; Linux only."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/clear_refs").write_text("5")
+
+
+def peak_memory_of(process: int | str) -> int | None:
+    """Peak resident set of a process in bytes; None without Linux's /proc."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    except OSError:
+        return None
+    return 1024 * int(match.group(1)) if match else None

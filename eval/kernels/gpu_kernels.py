@@ -11,7 +11,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from time import perf_counter as clock
 from typing import Any
@@ -19,11 +18,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
-from mmspec.eval.scale_up.axes import Shape
+from mmspec.eval.scale_up.models import Shape
 from mmspec.ssm import ops as mamba_ops
 
 MAMBA_SHAPES = {
@@ -184,39 +182,20 @@ def difference(output: Tensor, reference: Tensor, choices: bool) -> float:
     return float((output.float() - exact).norm() / exact.norm())
 
 
-def attention_rows(
-    timer: KernelTimer, name: str, shape: Shape, batch: int, prefix: int, nodes: int
-) -> Iterator[dict[str, Any]]:
-    """Tree attention of one layer, and two alternatives on the same inputs: attention by a mask as transformers does
-    it, with keys and values repeated for grouped queries; and fused attention of all nodes to all slots, which is the
-    lower bound."""
-    slots, group = prefix + nodes, shape.heads // shape.kv_heads
+def attention_row(timer: KernelTimer, name: str, shape: Shape, batch: int, prefix: int, nodes: int) -> dict[str, Any]:
+    """Tree attention of one layer."""
+    slots = prefix + nodes
     mask = binary_tree(batch, nodes, timer.device).ancestors.contiguous()
-    full = torch.cat([mask.new_ones(batch, nodes, prefix), mask], dim=2)[:, None]
     lengths = torch.full((batch,), prefix, device=timer.device)
 
-    def drawn(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def attention(inputs: Inputs) -> Callable[[], Tensor]:
         query = inputs.randn(batch, shape.heads, nodes, shape.head_dim)
         key, value = inputs.randn(2, batch, shape.kv_heads, slots, shape.head_dim)
-        return query, key, value
-
-    def tree(inputs: Inputs) -> Callable[[], Tensor]:
-        query, key, value = drawn(inputs)
         return lambda: ops.tree_attention(query, key, value, lengths, mask, start=lengths[:1])
-
-    def masked(inputs: Inputs) -> Callable[[], Tensor]:
-        query, key, value = drawn(inputs)
-        repeat = partial(torch.Tensor.repeat_interleave, repeats=group, dim=1)
-        return lambda: F.scaled_dot_product_attention(query, repeat(key), repeat(value), full).transpose(1, 2)
-
-    def unmasked(inputs: Inputs) -> Callable[[], Tensor]:
-        query, key, value = drawn(inputs)
-        return lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=group > 1).transpose(1, 2)
 
     num_bytes = timer.dtype.itemsize * batch * shape.head_dim * 2 * (shape.kv_heads * slots + shape.heads * nodes)
     facts: dict[str, Any] = {"shape": name, "batch": batch, "prefix": prefix, "nodes": nodes}
-    for operation, make in (("tree attention", tree), ("masked attention", masked), ("unmasked attention", unmasked)):
-        yield timer.row(make, num_bytes, memory=1.0 + (make is masked) * group, operation=operation, **facts)
+    return timer.row(attention, num_bytes, operation="tree attention", **facts)
 
 
 def verification_rows(timer: KernelTimer, batch: int, nodes: int, vocab: int) -> Iterator[dict[str, Any]]:

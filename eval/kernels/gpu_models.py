@@ -26,11 +26,11 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.measuring import peak_memory, reset_peak_memory, rotated
 from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.timing import Method, peak_memory, reset_peak_memory, rotated, shared_times
 from mmspec.eval.kernels.gpu_kernels import binary_tree, device_seconds
-from mmspec.eval.scale_up.axes import Shape, Weights
 from mmspec.eval.scale_up.drafters import scaled_pipeline
+from mmspec.eval.scale_up.models import Shape, Weights
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.targets.transformers_target import TransformersTarget
@@ -187,33 +187,17 @@ def gpu_requests(hybrid: bool, count: int) -> list[dict[str, Any]]:
     return held_out_texts(count) if hybrid else held_out_requests(0, count, frames=FRAMES)
 
 
-@dataclass(frozen=True)
-class AnswerMethod:
-    """A way to decode answers.
-
-    Attributes:
-        drafter: None decodes plainly.
-        nodes: draft tokens per step; None adapts their number.
-    """
-
-    name: str
-    drafter: Drafter | None = None
-    nodes: int | None = 0
-
-
-def answer_methods(
-    model: ScaledModel, trees: Sequence[int], chains: Sequence[int], adaptive: bool
-) -> list[AnswerMethod]:
+def answer_methods(model: ScaledModel, trees: Sequence[int], chains: Sequence[int], adaptive: bool) -> list[Method]:
     """Plain decoding, and every drafter with trees and chains of several sizes."""
-    methods, target = [AnswerMethod("plain")], model.pipe.target
+    methods, target = [Method("plain")], model.pipe.target
     for name, drafter in model.drafters.items():
         own = fork(drafter, target)
-        methods += [AnswerMethod(f"{name} tree {size}", own, size) for size in trees]
-        methods += [AnswerMethod(f"{name} adaptive", own, None)] if adaptive else []
+        methods += [Method(f"{name} tree {size}", own, size) for size in trees]
+        methods += [Method(f"{name} adaptive", own, None)] if adaptive else []
         for size in chains:
             chain = fork(drafter, target)
             chain.draft_chains(size)
-            methods.append(AnswerMethod(f"{name} chain {size}", chain, size))
+            methods.append(Method(f"{name} chain {size}", chain, size))
     return methods
 
 
@@ -242,7 +226,7 @@ class _Answered:
 
 def time_answers(
     model: ScaledModel,
-    methods: Sequence[AnswerMethod],
+    methods: Sequence[Method],
     groups: Sequence[Sequence[Mapping[str, Any]]],
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
@@ -265,10 +249,9 @@ def time_answers(
     answered: dict[str, list[_Answered]] = {method.name: [] for method in methods}
     captured, peaks = dict.fromkeys(pipes, 0), dict.fromkeys(pipes, 0)
 
-    def answer(method: AnswerMethod, group: Sequence[Mapping[str, Any]], **changes: Any) -> _Answered:
+    def answer(method: Method, group: Sequence[Mapping[str, Any]], **changes: Any) -> _Answered:
         results = pipes[method.name].generate_batch(group, **{"nodes": method.nodes, "seed": 1, **options, **changes})
-        longest = max((result.stats for result in results), key=lambda stats: stats.num_spec_steps)
-        seconds = max(result.stats.wall_seconds for result in results) - longest.time_to_first_token
+        longest, seconds = shared_times([result.stats for result in results])
         return _Answered([result.token_ids for result in results], seconds, longest)
 
     for method in methods:

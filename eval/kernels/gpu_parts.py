@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter as clock
@@ -214,6 +214,6 @@ def run_parts(
         report(name)
 
 
-def failures(content: Mapping[str, Any], names: Collection[str] = ()) -> dict[str, str]:
+def failures(content: Mapping[str, Any]) -> dict[str, str]:
     """Why parts failed, by name."""
     return {name: part["error"] for name, part in content["parts"].items() if "error" in part}

@@ -1,4 +1,4 @@
-"""Scaled-up drafters, which draft the same trees, and pipelines with them. See ``mmspec.eval.scale_up.axes``."""
+"""Scaled-up drafters, which draft the same trees, and pipelines with them. See ``mmspec.eval.scale_up.models``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ import mmspec
 from mmspec.core.drafter import Drafter
 from mmspec.errors import UserError
 from mmspec.eval.harness.drafters import parse_drafters
-from mmspec.eval.scale_up.axes import Axis, Shape, Weights, concat_axes, grow_axis, grow_heads, make_axis
-from mmspec.eval.scale_up.models import layer_in, scale_up, shape_of
+from mmspec.eval.scale_up.models import (
+    Axis,
+    Shape,
+    Weights,
+    concat_axes,
+    grow_axis,
+    grow_heads,
+    layer_in,
+    make_axis,
+    scale_up,
+    shape_of,
+)
 from mmspec.pipeline import Pipeline
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 

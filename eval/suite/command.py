@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FOLDER, OUT_FOLDER, derived, model_options
 from mmspec.errors import UserError
-from mmspec.eval.harness.options import llama_server_option
-from mmspec.eval.suite.settings import SuiteSettings
+from mmspec.eval.suite.settings import SuiteSettings, llama_server_option
 from mmspec.files import alone
 from mmspec.jobs import ENGINES
 

@@ -21,8 +21,8 @@ from mmspec.errors import first_line
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
+from mmspec.eval.suite.data import Sample
 from mmspec.eval.suite.methods import BASELINE, LLAMA, OPENVINO, PLAIN, parse_methods
-from mmspec.eval.suite.sample import Sample
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.pipeline import Pipeline

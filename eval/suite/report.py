@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mmspec.extras import install
+from mmspec.errors import install
 from mmspec.files import write_text
 
 Figures = dict[str, Any]

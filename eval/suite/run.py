@@ -2,14 +2,20 @@
 
 A run's folder has its settings and a record per batch of conversations. ``settings.json`` is written before anything is
 measured; ``records.jsonl`` gets a line per job. A stopped run resumes after its last complete line.
+
+``answers/`` is in Spec-Bench's format, for its ``evaluation/speed.py`` and ``equal.py`` (arXiv 2401.07851): a file per
+method, temperature and batch size, a line per conversation. Tokens are counted as generated; the time of a batch is
+divided evenly among its rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +25,6 @@ from mmspec.errors import UserError
 from mmspec.eval.suite.evaluator import Evaluator
 from mmspec.eval.suite.report import write_report
 from mmspec.eval.suite.settings import SuiteSettings
-from mmspec.eval.suite.spec_bench import write_answers
 from mmspec.eval.suite.summary import summarise
 from mmspec.eval.suite.tasks import TASKS
 from mmspec.files import append_row, check_settings, read_json, read_rows, write_text
@@ -128,3 +133,48 @@ def run_suite(settings: SuiteSettings, out: Path, engine: str = "local", workers
     write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     write_report(summary, out)
     return summary
+
+
+def answer_file_name(about: dict[str, Any], method: str, temperature: float, batch: int) -> str:
+    """The file name in Spec-Bench's scheme: model, method, dtype, temperature."""
+    model = Path(about["model"]).name
+    words = f"{model}-{method}-{about['dtype']}-temp-{temperature}" + (f"-batch-{batch}" if batch > 1 else "")
+    return re.sub(r"[^\w.@+-]+", "_", words) + ".jsonl"
+
+
+def answer_lines(record: dict[str, Any], method: str) -> list[dict[str, Any]]:
+    """One method's answers to a batch of conversations, a JSON object per conversation."""
+    model_id = f"{Path(record['about']['model']).name}-{method}"
+    lines = []
+    for row, (sample, category) in enumerate(zip(record["ids"], record["categories"], strict=True)):
+        choice: dict[str, Any] = {"index": 0, "turns": [], "decoding_steps": [], "new_tokens": [], "wall_time": []}
+        accepted: list[int] = []
+        for turn in record["turns"]:
+            if row not in turn["rows"]:
+                continue
+            result, index = turn["methods"][method], turn["rows"].index(row)
+            tokens = len(result["answers"][index])
+            # The prefill gives the first token; without statistics, assume one pass for each further token.
+            steps = result["stats"][index]["accept_lengths"] if result["stats"] else [1] * (tokens - 1)
+            choice["turns"].append(result["texts"][index])
+            choice["decoding_steps"].append(len(steps))
+            choice["new_tokens"].append(tokens)
+            choice["wall_time"].append(median(seconds["total"] for seconds in result["seconds"]) / len(turn["rows"]))
+            accepted += steps
+        choice["accept_lengths"] = accepted
+        question_id = int(sample) if sample.isdecimal() else sample
+        head = {"question_id": question_id, "category": category or record["task"], "model_id": model_id}
+        lines.append({**head, "choices": [choice], "tstamp": record["tstamp"]})
+    return lines
+
+
+def write_answers(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write all answer files of a run; returns their paths."""
+    files: dict[str, list[str]] = {}
+    for record in records:
+        for method in record["turns"][0]["methods"]:
+            name = answer_file_name(record["about"], method, record["temperature"], record["batch"])
+            files.setdefault(name, []).extend(json.dumps(line) for line in answer_lines(record, method))
+    for name, lines in files.items():
+        write_text(folder / name, "".join(f"{line}\n" for line in lines))
+    return [folder / name for name in files]

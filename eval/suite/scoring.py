@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from mmspec.eval.suite.sample import Answered
-from mmspec.extras import missing
+from mmspec.errors import missing
+from mmspec.eval.suite.data import Answered
 
 _NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _ARTICLES = {"a", "an", "the"}

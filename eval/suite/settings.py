@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from mmspec.checks import TEXT, Checked, inherited, listed, option, required, settable, several, whole
 from mmspec.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from mmspec.eval.suite.sample import Sample
+    from mmspec.eval.suite.data import Sample
+
+llama_server_option = click.option(
+    "--llama-server",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="The program llama-server of llama.cpp, built for this machine.",
+)
 
 
 @dataclass(frozen=True)

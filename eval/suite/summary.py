@@ -8,11 +8,10 @@ from typing import Any
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference
-from mmspec.eval.harness.intervals import median_interval
+from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, median_interval
 from mmspec.eval.harness.timing import PHASES
+from mmspec.eval.suite.data import Sample, Scorer
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
-from mmspec.eval.suite.sample import Sample, Scorer
 
 Record = dict[str, Any]
 ALL = "all"

@@ -1,25 +1,357 @@
-"""Adaptation of a pipeline's drafters, in the idle time of its engine. The table of Token Recycling learns while it
-drafts, and is only kept on disk."""
+"""Drafters of a pipeline learn while its engine is idle: a copy of the weights is trained, and replaces them later.
+
+It learns from the target's hidden states of sequences, which are recorded as they are decoded. The table of Token
+Recycling learns while it drafts, and is only kept on disk.
+"""
 
 from __future__ import annotations
 
+import copy
+import random
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, variance
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from mmspec import plugins
-from mmspec.adaptation.heads import HeadAdaptation, Store
 from mmspec.adaptation.options import AdaptOptions
-from mmspec.core.drafter import Drafter
-from mmspec.core.target import Target
+from mmspec.core.drafter import Drafter, Wrapper
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
+from mmspec.drafters.hidden_state import take
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_spec, registered_name
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.drafters.union import Union
 from mmspec.errors import UserError
+from mmspec.files import make_folder
 from mmspec.targets.transformers_target import sharded
 
 _TABLE = 16 << 20  # bytes of a full table, at most
+_WAITING = 64  # ended sequences that have not been learned from; further ones are not recorded
+_LONGEST = 4096  # tokens of a recorded prompt
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """A sequence with the target's hidden states.
+
+    Attributes:
+        tokens: (length,) int64, prompt and answer, on the host.
+        features: (length, hidden) each, the features that its drafter reads.
+        visual: (length,) bool, positions of image and video features.
+        shown: (visual positions, hidden), their input embeddings.
+    """
+
+    tokens: Tensor
+    prompt: int
+    features: dict[Feature, Tensor]
+    visual: Tensor
+    shown: Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes of the hidden states."""
+        return sum(x.numel() * x.element_size() for x in (*self.features.values(), self.shown))
+
+
+@dataclass
+class _Row:
+    """A sequence that is decoding; ``passes`` are its states in prefill and verify passes, None if not recorded."""
+
+    history: list[int]
+    prompt: int
+    passes: list[dict[Feature, Tensor]] | None
+    visual: Tensor | None = None
+    shown: Tensor | None = None
+    tokens: int = 0  # emitted by steps that drafted
+    steps: int = 0
+    length: int = 0  # of the history, after the last step
+
+    def answer(self) -> RecordedAnswer | None:
+        if not self.passes:
+            return None
+        features = {name: torch.cat([one[name] for one in self.passes]) for name in self.passes[0]}
+        length = min(len(next(iter(features.values()))), len(self.history))  # tokens after a stop are dropped
+        visual, shown = torch.zeros(length, dtype=torch.bool), next(iter(features.values()))[:0]
+        if self.visual is not None and self.shown is not None:
+            visual[: self.prompt], shown = self.visual.cpu(), self.shown
+        tokens = torch.tensor(self.history[:length])
+        return RecordedAnswer(tokens, self.prompt, {name: x[:length] for name, x in features.items()}, visual, shown)
+
+
+@dataclass
+class Ended:
+    """A sequence that has ended.
+
+    Attributes:
+        answer: None if it was not recorded.
+        tokens, steps: emitted by verify passes over drafts, and their number.
+    """
+
+    answer: RecordedAnswer | None
+    tokens: int
+    steps: int
+
+
+@dataclass(eq=False)
+class RecordedDrafter(Wrapper):
+    """A trained drafter whose sequences are recorded, and which is replaced while it has none.
+
+    A copy drafts with what has been learned, and is recorded no more.
+
+    Attributes:
+        ended: sequences that have ended, for the learner to take.
+        fresh: replaces ``drafter`` before its next first sequence.
+    """
+
+    drafter: TrainedDrafter
+    ended: list[Ended] = field(default_factory=list)
+    fresh: TrainedDrafter | None = None
+    _rows: list[_Row] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drafter:
+        return copy.deepcopy(self.drafter, memo)
+
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        if self.fresh is not None and not self._rows:
+            self.drafter, self.fresh = self.fresh, None
+            assert self._target is not None
+            self.drafter.attach(self._target)
+        self.drafter.begin(prompt, output, history)
+        length = prompt.input_ids.shape[1]
+        recorded = len(self.ended) < _WAITING and length <= _LONGEST
+        for number, tokens in enumerate(history):
+            own = slice(length + 1 - len(tokens), None)  # without padding
+            row = _Row(tokens, len(tokens) - 1, None, length=len(tokens))
+            if recorded:
+                row.passes = [{name: output.features[name][number, own].clone() for name in self.features}]
+                if output.visual is not None and output.embeds is not None:
+                    row.visual = output.visual[number, own].clone()
+                    row.shown = output.embeds[number, own][row.visual].clone()
+            self._rows.append(row)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+        kept = set(rows)
+        for number, row in enumerate(self._rows):
+            if number not in kept:
+                self.ended.append(Ended(row.answer(), row.tokens, row.steps))
+        self._rows = [self._rows[row] for row in rows]
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.drafter.observe(tree, verdict, output)
+        states = {name: take(output.features[name], verdict.path.clamp(min=0)) for name in self.features}
+        for number, (row, (accepted, _)) in enumerate(zip(self._rows, verdict.host, strict=True)):
+            emitted, row.length = len(row.history) - row.length, len(row.history)  # fewer than accepted at a stop
+            if tree.nodes > 1:
+                row.tokens += emitted
+                row.steps += 1
+            if row.passes is not None:
+                row.passes.append({name: x[number, : len(accepted)] for name, x in states.items()})
+
+
+REQUESTS = 16
+"""Requests that are compared, before and after."""
+
+
+class AcceptanceWatch:
+    """Acceptance lengths of requests, before and since the last replacement."""
+
+    def __init__(self) -> None:
+        self._before: list[float] = []
+        self._since: list[float] = []
+
+    def add(self, acceptance_length: float) -> None:
+        self._since.append(acceptance_length)
+
+    @property
+    def complete(self) -> bool:
+        """Whether enough requests have ended since the last replacement."""
+        return len(self._since) >= REQUESTS
+
+    @property
+    def fallen(self) -> bool:
+        """Whether acceptance is lower than before by more than its standard error."""
+        if not self._before:
+            return False
+        error = sqrt(variance(self._before) / len(self._before) + variance(self._since) / len(self._since))
+        return fmean(self._since) + error < fmean(self._before)
+
+    def replaced(self, kept: bool) -> None:
+        """Begin anew after a replacement; ``kept`` says whether that of the last comparison stays the reference."""
+        if kept or not self._before:
+            self._before = self._since[-REQUESTS:]
+        self._since = []
+
+
+_EARLIER = 7  # answers that are learned again with each new one
+_BUFFER = 1 << 27  # bytes of hidden states that are kept to learn from
+
+
+class Learner(Protocol):
+    """Train a copy of a drafter's network; made by the plug-ins ``adapt``, by the drafter's name."""
+
+    def learn(self, answer: RecordedAnswer) -> None:
+        """Add an answer to a batch; the last one of a batch takes a training step."""
+
+    def weights(self) -> nn.Module:
+        """A copy of the network."""
+
+    def restart(self, network: nn.Module) -> None:
+        """Continue from these weights."""
+
+
+class HeadAdaptation:
+    """Adaptation of one trained drafter.
+
+    What it learns replaces the drafter's weights after every ``REQUESTS`` requests, while the engine is idle. If
+    acceptance falls in as many requests, the former weights return.
+
+    Args:
+        drafter: not attached yet; its network is not packed.
+        store: keeps the weights; None keeps none.
+
+    Attributes:
+        drafter: drafts in place of the given one.
+        answers, replacements, rollbacks: numbers of answers that were learned, and how often the others have happened.
+    """
+
+    def __init__(self, drafter: TrainedDrafter, target: Target, store: Store | None) -> None:
+        make: Any = plugins.find("adapt", drafter.name)
+        self._learner: Learner = make(drafter, target)
+        self.drafter = RecordedDrafter(drafter)
+        self._target, self._store = target, store
+        self._current = self._former = self._learner.weights()
+        self._proven = True  # whether requests have shown that the current ones are no worse
+        self._watch = AcceptanceWatch()
+        self._buffer: deque[RecordedAnswer] = deque()
+        self._queue: deque[RecordedAnswer] = deque()  # to learn
+        self._random = random.Random(0)
+        self.answers = self.replacements = self.rollbacks = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.drafter.ended or self._queue)
+
+    def turn(self) -> None:
+        """Take in ended sequences, or learn one answer, and replace the weights when it is time."""
+        if self.drafter.ended:
+            self._take_in()
+        elif self._queue:
+            self._learner.learn(self._queue.popleft())
+            self.answers += 1
+        if self._watch.complete and not self._queue:
+            self._judge()
+
+    def _take_in(self) -> None:
+        ended, self.drafter.ended = self.drafter.ended, []
+        for one in ended:
+            if one.steps:
+                self._watch.add(one.tokens / one.steps)
+            if one.answer is not None:
+                earlier = self._random.sample(self._buffer, min(_EARLIER, len(self._buffer)))
+                self._queue += [one.answer, *earlier]
+                self._buffer.append(one.answer)
+        while len(self._buffer) > 1 and sum(answer.size for answer in self._buffer) > _BUFFER:
+            self._buffer.popleft()
+
+    def _judge(self) -> None:
+        """Replace the weights by what was learned since, or by the former ones if acceptance has fallen."""
+        fallen = self._watch.fallen
+        self._watch.replaced(kept=not fallen)
+        if fallen:
+            self._current, self._proven = self._former, True
+            self._learner.restart(self._former)
+            self.rollbacks += 1
+        else:
+            if not self._proven and self._store is not None:
+                self._store.write(lambda folder: self._drafter(self._current).save(folder, self._target))
+            self._former, self._current, self._proven = self._current, self._learner.weights(), False
+            self.replacements += 1
+        fresh = self._drafter(self._current)
+        fresh.attach(self._target)  # not while a request waits
+        self.drafter.fresh = fresh
+
+    def _drafter(self, network: nn.Module) -> TrainedDrafter:
+        return self.drafter.drafter.renewed(copy.deepcopy(network))  # attaching packs it
+
+
+class Store:
+    """The newest generation of a checkpoint, in a numbered folder of ``folder``.
+
+    A new one is written beside the newest and renamed; only then the older is removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def newest(self) -> Path | None:
+        """Folder of the newest generation; None if there is none."""
+        return max(self._generations(), default=None)
+
+    def write(self, write: Callable[[Path], None]) -> None:
+        """Write a generation.
+
+        Args:
+            write: fills a folder.
+
+        Raises:
+            UserError: the folder cannot be written, or the disk is full.
+        """
+        before = self._generations()
+        number = int(max(before).name) + 1 if before else 0
+        make_folder(self.folder / f"{number:08}", write, hint="")
+        for one in before:
+            shutil.rmtree(one, ignore_errors=True)
+
+    def _generations(self) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        return [path for path in self.folder.iterdir() if path.name.isdecimal() and len(path.name) == 8]
+
+
+_SECONDS = 60.0  # between two writes
+
+
+class TableAdaptation:
+    """Keeps the table of a drafter.
+
+    Args:
+        drafter: its table is replaced by that of the store, if there is one.
+        target: that the table is learned from.
+
+    Raises:
+        UserError: the stored table is damaged, or of another target.
+    """
+
+    def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
+        self._drafter, self._target, self._store = drafter, target, store
+        if (newest := store.newest()) is not None:
+            drafter.restore(newest)
+        self._written, self._at = drafter.learned, monotonic()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the table has changed since the last write, some time ago."""
+        return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
+
+    def turn(self) -> None:
+        """Write the table, if it has changed."""
+        if self._drafter.learned != self._written:
+            self._written, self._at = self._drafter.learned, monotonic()
+            self._store.write(lambda folder: self._drafter.save(folder, self._target))
 
 
 class Adaptation:
@@ -113,35 +445,3 @@ def _stored(drafter: TrainedDrafter, store: Store | None) -> TrainedDrafter:
     if kept.network.config != drafter.network.config:
         raise UserError(f"{newest}: expected weights of the drafter's shape, received those of another: remove it")
     return drafter.renewed(kept.network)
-
-
-_SECONDS = 60.0  # between two writes
-
-
-class TableAdaptation:
-    """Keeps the table of a drafter.
-
-    Args:
-        drafter: its table is replaced by that of the store, if there is one.
-        target: that the table is learned from.
-
-    Raises:
-        UserError: the stored table is damaged, or of another target.
-    """
-
-    def __init__(self, drafter: Recycle, target: Any, store: Store) -> None:
-        self._drafter, self._target, self._store = drafter, target, store
-        if (newest := store.newest()) is not None:
-            drafter.restore(newest)
-        self._written, self._at = drafter.learned, monotonic()
-
-    @property
-    def pending(self) -> bool:
-        """Whether the table has changed since the last write, some time ago."""
-        return self._drafter.learned != self._written and monotonic() - self._at >= _SECONDS
-
-    def turn(self) -> None:
-        """Write the table, if it has changed."""
-        if self._drafter.learned != self._written:
-            self._written, self._at = self._drafter.learned, monotonic()
-            self._store.write(lambda folder: self._drafter.save(folder, self._target))

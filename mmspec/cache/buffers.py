@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from mmspec.cache.rows import batch_bucket, row_index
-from mmspec.ops import compact_kv, pages
+from mmspec.ops import compact_kv, cpu
 from mmspec.ops.transfer import on_device
 
 _LARGE_BYTES = 1 << 26  # of a device's buffers: to double them takes more memory than copies take time
-_LEAST_BYTES = 2 * pages.PAGE  # of a buffer that gets huge pages
+_LEAST_BYTES = 2 * cpu.PAGE  # of a buffer that gets huge pages
 
 
 class KVBuffers:
@@ -57,7 +57,7 @@ class KVBuffers:
         self.version = object()
         shape = tensors, rows, like.shape[-3], slots, like.shape[-1]
         size = prod(shape) * like.element_size()
-        memory = pages.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
+        memory = cpu.zeros(size) if like.device.type == "cpu" and size >= _LEAST_BYTES else None
         return like.new_zeros(shape) if memory is None else memory.view(like.dtype).view(shape)
 
     def allocate(self, rows: int, slots: int, used: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import several, shown, whole
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, OUT_FOLDER
 from mmspec.errors import UserError
 from mmspec.files import read_lines, read_rows
@@ -33,7 +33,7 @@ def build(files: Sequence[Path], model: str, out: Path) -> None:
     """
     from rich.console import Console
 
-    from mmspec.drafters.datastore.build import build_store
+    from mmspec.drafters.datastore import build_store
     from mmspec.loading import load_config, load_processor
     from mmspec.progress import show_steps
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FOLDER, OUT_FOLDER
 from mmspec.errors import UserError
 

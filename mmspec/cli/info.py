@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from mmspec import __version__, plugins
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import json_option
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, first_line

@@ -18,14 +18,13 @@ import transformers
 from rich.console import Console
 
 from mmspec import plugins
-from mmspec.answer import Generation, Piece
 from mmspec.cli.options import GENERATING, LOADING
 from mmspec.compare import Comparison, compare
 from mmspec.drafters.registry import make_drafter, registered_name
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
 from mmspec.loading import load
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Generation, Piece, Pipeline
 from mmspec.progress import show_progress, show_steps
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.hub import is_on_hub

@@ -8,12 +8,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mmspec.checks import shown
 from mmspec.core.drafter import Drafter
-from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.early_exit import EarlyExit
 from mmspec.drafters.gemma4 import MODEL_TYPES, Gemma4
-from mmspec.drafters.layouts import layout_of
+from mmspec.drafters.layouts import LAYOUTS, layout_of
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError
 from mmspec.targets.support import base_model
@@ -53,6 +52,6 @@ def _assisted(config: GenerationConfig, assistant: Any, tokenizers: Any, home: s
         raise UserError(f"assistant_model must be a model of transformers: got {shown(assistant)}")
     if assistant.config.model_type in MODEL_TYPES:
         return Gemma4(assistant)
-    if layout_of({"architectures": [type(assistant).__name__]}, set()) == "dflash":
-        return DFlash.from_model(assistant)
+    if (layout := layout_of({"architectures": [type(assistant).__name__]}, set())) in LAYOUTS:
+        return drafter_spec(str(layout)).load().from_model(assistant)
     return Small(assistant, tokenizers=None if tokenizers[1] is None else tokenizers)

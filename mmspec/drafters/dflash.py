@@ -30,15 +30,14 @@ from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.growth import grow_levels, grow_slots
-from mmspec.drafters.hidden_state.drafter import PositionedDrafter
-from mmspec.drafters.hidden_state.entries import allowed_slots, attention, take
-from mmspec.drafters.hidden_state.layer import Attend, LayerParts, Norm, Rotation, rotate
-from mmspec.drafters.hidden_state.native import Native, NativeLayers
+from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, take
+from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate
 from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.native import Native, NativeLayers
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
-from mmspec.ops import cpu_growth
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear
 
 
@@ -450,12 +449,6 @@ class DFlash(PositionedDrafter):
         return allowed_slots(self.cache, (reach.tril() if causal else reach).expand(batch, -1, -1))
 
 
-def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
-    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
-    table = target.model.get_input_embeddings()
-    return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
-
-
 def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:
     """Masks of all layers over context and block, (batch, 1, block, slots) bool."""
     lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
@@ -477,7 +470,7 @@ class NativeMarkov(Native):
     def __init__(self, out: BlockLinear, table: Tensor, draft_ids: Tensor | None) -> None:
         super().__init__(out, table, draft_ids)
         self._table = table.float().contiguous()
-        self._weights = cpu_growth.markov_weights(out.native, self._table, draft_ids)
+        self._weights = cpu.markov_weights(out.native, self._table, draft_ids)
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
@@ -490,8 +483,8 @@ class NativeMarkov(Native):
         return cls(network.markov_out, network.markov_embed.weight.detach(), draft_ids)
 
     def __call__(self, scores: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``mmspec.ops.cpu_growth.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
-        return cpu_growth.draft_slots(self._weights, scores.float(), last, width, nodes)
+        """See ``mmspec.ops.cpu.draft_slots``; scores (batch, slots, draft tokens) of any dtype."""
+        return cpu.draft_slots(self._weights, scores.float(), last, width, nodes)
 
 
 SPEC = DrafterSpec(

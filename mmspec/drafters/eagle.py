@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from mmspec.checks import FLAG, NUMBERS, option, whole
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.captured import AHEAD
-from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
-from mmspec.drafters.hidden_state.entries import counted_positions, following_embeds
-from mmspec.drafters.hidden_state.layer import (
+from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, following_embeds
+from mmspec.drafters.layer import (
     Attend,
     DecoderLayer,
     Norm,
@@ -28,8 +27,8 @@ from mmspec.drafters.hidden_state.layer import (
     TokenLinear,
     rotary_frequencies,
 )
-from mmspec.drafters.hidden_state.native import NativeCell
 from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.native import NativeCell
 from mmspec.drafters.shape import LayerShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError

@@ -22,9 +22,8 @@ from mmspec.core.target import Feature, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import grow_slots
-from mmspec.drafters.hidden_state.drafter import PositionedDrafter
-from mmspec.drafters.hidden_state.entries import allowed_slots, causal
-from mmspec.drafters.hidden_state.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
+from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
+from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec

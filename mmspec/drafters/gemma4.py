@@ -27,14 +27,14 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import RowState, write_last
 from mmspec.drafters.checkpoint import read_config
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state.entries import take
+from mmspec.drafters.hidden_state import take
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.attention import set_attention
+from mmspec.targets.layers import replaced
 from mmspec.targets.packing import drafter_kind, pack_drafter
-from mmspec.targets.replacing import replaced
 from mmspec.targets.support import read_whole, without_output_capture
 from mmspec.targets.transformers_target import sharded
 

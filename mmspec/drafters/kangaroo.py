@@ -20,8 +20,8 @@ from mmspec.core.target import Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.early_exit import FirstLayers
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state.drafter import PositionedDrafter
-from mmspec.drafters.hidden_state.layer import Attend, LlamaLayer, Norm, Rotation
+from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec

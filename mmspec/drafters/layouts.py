@@ -50,7 +50,7 @@ from transformers.models.auto.modeling_auto import (
 
 from mmspec.checks import FLAG, POSITIVE, Checked, Rule, choice, settable, whole, within
 from mmspec.drafters.checkpoint import load_weights, read_config, take_draft_ids, tensor_names, weight_files
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import UserError
 from mmspec.files import atomic, read_json, write_text
@@ -522,6 +522,7 @@ _DFLASH_FIELDS = (
 
 # Medusa, Hydra
 
+HEAD_VOCABULARY = settable(whole(1, 2**24))
 _PREFIX = "prefix_embeding_layer"  # as files spell it
 _VLLM = {"heads.#.#.linear": ("blocks.{0}.layers.{1}",), "outputs.#": ("lm_heads.{0}",)}
 _ORIGINAL = {"heads.#.#.linear": ("{0}.{1}.linear",), "outputs.#": ("{0}.{layers}",)}
@@ -550,10 +551,8 @@ def _hydra_names(source: Source) -> Names:
 def _take_token_map(source: Source) -> None:
     """Take the draft vocabulary of vLLM's layout: output layers may have a row of every token."""
     source.tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in source.tensors.items()}
-    vocab = source.fields.get("vocab_size")
-    source.draft_ids = ids = take_draft_ids(
-        source.tensors, vocab if isinstance(vocab, int) else 0, Path(source.where), "token_map"
-    )
+    vocab = source.check("vocab_size", HEAD_VOCABULARY, source.fields.get("vocab_size"))
+    source.draft_ids = ids = take_draft_ids(source.tensors, vocab or 0, Path(source.where), "token_map")
     for name in source.tensors if ids is not None else ():
         if name.startswith("lm_heads.") and rows_of(source.tensors, name) == vocab:
             source.tensors[name] = source.tensors[name][ids]
@@ -603,7 +602,7 @@ def _heads(names: Callable[[Source], Names], **more: Any) -> Any:
             Field("num_layers", ("num_layers",), whole(1, 64), 1),
             Field("num_hidden_layers", ("num_hidden_layers",), whole(1, 64), 1),
             Field("layers", read=lambda s, v: max(v["num_layers"], v["num_hidden_layers"])),
-            Field("vocab_size", ("vocab_size",), settable(whole(1, 2**24)), None),
+            Field("vocab_size", ("vocab_size",), HEAD_VOCABULARY, None),
             Field("fc_bias", ("fc_bias",), FLAG, False),
             Field("original_lm_head", ("original_lm_head",), FLAG, False),
             Field("", ("logit_scale",), within(1, 1), 1.0),
@@ -1126,8 +1125,8 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     """Write a drafter in the format of another engine. Without an output layer of its own, it drafts all tokens there.
 
     Args:
-        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. No other engine has read DFlash drafters written
-            here yet.
+        drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The classes of speculators read its format; no other
+            program has read that of z-lab yet.
         target: configuration of transformers of the target, with ``name_or_path``.
         name: of the format.
         tokens: draft tokens per step, the default of vLLM; of DFlash, a block's.

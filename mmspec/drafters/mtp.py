@@ -42,7 +42,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
 from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.hidden_state.entries import (
+from mmspec.drafters.hidden_state import (
     axis_positions,
     causal,
     counted_positions,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, Wrapper, fork, learns
-from mmspec.core.guard import Guard
+from mmspec.core.drafter import Drafter, Guard, Wrapper, fork, learns
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import Verdict

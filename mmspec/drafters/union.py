@@ -11,11 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from mmspec.core.budget import Budget, DraftingPayoff
-from mmspec.core.drafter import Drafter, as_drafter
-from mmspec.core.guard import Guard
-from mmspec.core.merge import merge
+from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree
+from mmspec.core.tree import TokenTree, merge
 from mmspec.core.verify import Verdict
 from mmspec.errors import UserError
 

@@ -17,8 +17,7 @@ import torch
 
 from mmspec.cache.rows import row_index
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import features
-from mmspec.core.guard import Guard
+from mmspec.core.drafter import Guard, features
 from mmspec.core.target import KeepsPrefixes, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path

@@ -17,10 +17,9 @@ from mmspec.core.target import Prompt, Target
 from mmspec.engine.core import BatchKey, EngineCore, PromptBatch
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
-from mmspec.engine.speculation import Speculation
+from mmspec.engine.speculation import Speculation, captures_steps
 from mmspec.engine.stopping import Stopper
 from mmspec.engine.threads import TorchThreads, release_threads
-from mmspec.engine.warm_up import captures_steps
 from mmspec.errors import UserError
 from mmspec.sampling.sampler import Sampler
 
@@ -255,11 +254,11 @@ class Engine:
         self.threads.start_step()
         try:
             core.step()
+            self.threads.end_step()
         except Exception as error:
             core.abort(error)
         except BaseException as error:  # SystemExit of a processor must not end the worker
             core.abort(RuntimeError(f"decoding was interrupted by {type(error).__name__}"))
-        self.threads.end_step()
         self._idle_from = clock() + IDLE_DELAY_SECONDS
         for sequence in core.touched:
             if sequence.has_output:

@@ -1,21 +1,33 @@
-"""A drafter on a target, with its budgets; exclusive use of drafters."""
+"""A drafter on a target, with its budgets; exclusive use of drafters; warm-up of decode steps that are captured.
+
+A capture in a decode step delays all of its sequences, and a buffer that grows drops the graphs that read it. Buffers
+are therefore reserved, and CUDA graphs captured, before the first request.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
+from mmspec.cache.rows import batch_bucket
+from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, as_drafter, members
-from mmspec.core.guard import Guard
+from mmspec.core.drafter import Drafter, Guard, as_drafter, features, members
 from mmspec.core.target import Target
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters.captured import AHEAD, CapturedDrafter
 from mmspec.engine.budget import STEADY_SIZES, Budgets
-from mmspec.engine.warm_up import warm_up
+from mmspec.engine.calibrate import placeholder
 from mmspec.errors import UserError
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.ops import graphs
+from mmspec.targets.runner import node_bucket
+from mmspec.targets.transformers_target import RESERVED_NODES, TransformersTarget, sharded
 
 _RELEASED = threading.Condition()
 _OWNERS: dict[int, Speculation] = {}  # by id of a drafter that drafts for running sequences
@@ -102,3 +114,151 @@ class Speculation:
             warnings.warn(f"CUDA graphs could not be captured beforehand: {error}", RuntimeWarning, stacklevel=2)
         finally:
             self.release()
+
+
+# ---------------------------------------------------------------------- warm-up
+
+_PROMPT = 128  # tokens of the rows that steps are captured with
+_TOKENS = 8192  # that are reserved per row, at most
+_LEAST_TOKENS = 2048  # per row; rather than fewer, fewer rows are reserved
+_SHARE = 0.5  # of the free device memory, for keys and values of the target
+_MOST_NODES = 512  # of all rows in a captured step; larger steps are captured when they occur
+_log = logging.getLogger("mmspec.warm_up")
+
+
+def captures_steps(target: Target) -> bool:
+    """Whether a target's decode steps are captured on its device."""
+    if not isinstance(target, TransformersTarget) or sharded(target):
+        return False
+    return target.decoder.static_shapes and graphs.captures(target.device)
+
+
+def warm_up(
+    target: TransformersTarget, drafter: Drafter | None, rows: int, tokens: int | None, budgets: Sequence[Budget]
+) -> None:
+    """Reserve buffers and capture steps, from the largest on, whose memory the others share.
+
+    Steps run on idle rows: nothing is accepted, so that no state changes.
+
+    Args:
+        target: without sequences.
+        drafter: attached to it, without sequences.
+        rows: sequences that decode at the same time.
+        tokens: of prompt and answer, per row, at most; fewer where a share of the free memory has room for fewer.
+        budgets: of the drafts, from the largest on.
+    """
+    cost, target.cost = target.cost, None  # no padding of nodes
+    target.features = features(drafter)
+    try:
+        rows, tokens = _reservation(target, rows, tokens)
+        _log.info("capturing decode steps of up to %d sequences of %d tokens", rows, tokens)
+        prompt = placeholder(rows, _PROMPT, target)
+        output = target.prefill(prompt, 1)
+        target.runner.cache.reserve_nodes(tokens + RESERVED_NODES - target.runner.cache.length)
+        histories = [[*row, 0] for row in prompt.input_ids.tolist()]
+        parts = [] if drafter is None else drafter.begin_idle(prompt, output, histories)
+        parts = [part for part in parts if part.static_shapes]
+        for part in parts:
+            part.reserve(tokens + AHEAD)
+        while rows:
+            _capture(target, parts, rows, budgets)
+            rows = batch_bucket(rows) // 2
+            target.select(range(rows))
+            for part in parts:
+                part.select(range(rows))
+    finally:
+        target.cost = cost
+        target.select([])
+        if drafter is not None:
+            drafter.select([])
+
+
+def _reservation(target: TransformersTarget, rows: int, tokens: int | None) -> tuple[int, int]:
+    """Rows, and tokens per row, that are reserved."""
+    limit = tokens or _TOKENS
+    limit = min(limit, target.context_limit or limit)
+    target.prefill(placeholder(1, _PROMPT, target), 1)
+    token_bytes, kv = _token_bytes(target.runner.cache), target.runner.cache.kv
+    target.select([])
+    if not token_bytes:
+        return rows, limit
+    fitting = max(kv.rows * kv.capacity, int(_SHARE * _free_bytes(target.device) / token_bytes))
+    while rows > 1 and fitting // batch_bucket(rows) < min(limit, _LEAST_TOKENS):
+        rows = batch_bucket(rows) // 2
+    return rows, min(limit, fitting // batch_bucket(rows))
+
+
+def _token_bytes(cache: TreeCache) -> int:
+    """Bytes of a token's keys and values."""
+    size = sum(tensor.nbytes for tensor in cache.kv.tensors)
+    return size // (cache.kv.rows * cache.kv.capacity) if size else 0
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a device, with what torch keeps for new tensors."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _capture(
+    target: TransformersTarget, parts: Sequence[CapturedDrafter], rows: int, budgets: Sequence[Budget]
+) -> None:
+    """Capture the steps of a number of rows, which target and drafters have."""
+    token = torch.zeros(rows, dtype=torch.long, device=target.device)
+    budgets = [budget for budget in budgets if batch_bucket(rows) * budget.nodes < _MOST_NODES]
+    nodes = max((budget.nodes for budget in budgets), default=0)
+    depth = max((budget.depth for budget in budgets), default=0)
+    target.forward_tree(_chain(rows, 1 + nodes, target.device))  # the first pass allocates what recurrent layers record
+    for width in _buckets(1 + nodes):
+        for _ in range(2):
+            target.forward_tree(_chain(rows, width, target.device))
+    for width in _buckets(1 + min(nodes, depth)):
+        for _ in range(2):
+            target.commit(_nothing(_chain(rows, width, target.device)))
+    for part in parts:
+        _capture_drafts(target, part, token, budgets)
+
+
+def _capture_drafts(
+    target: TransformersTarget, part: CapturedDrafter, token: Tensor, budgets: Sequence[Budget]
+) -> None:
+    """Capture the drafts of each budget: as the first one, and after a step of each size, plain ones included."""
+    if not budgets:
+        return
+    part.propose(token, budgets[0])  # as the first pass of the target
+    trees = [TokenTree.root(token)]
+    for budget in budgets:
+        for _ in range(2):
+            tree = part.propose(token, budget)
+        trees.append(tree.select(list(range(len(token)))))  # a copy
+    for tree in trees:
+        output, verdict = target.forward_tree(tree), _nothing(tree)
+        for number, budget in enumerate(budgets):
+            for _ in range(2):
+                for _ in range(1 if number else 2):  # of two steps, the first is an update without a draft
+                    part.observe(tree, verdict, output)
+                part.propose(token, budget)
+
+
+def _buckets(nodes: int) -> Iterator[int]:
+    """Padded sizes of up to ``nodes`` nodes, the largest first."""
+    size = node_bucket(nodes)
+    while size > 1:
+        yield size
+        size = node_bucket(size - (64 if size > 64 else size // 2))
+    yield 1
+
+
+def _chain(rows: int, nodes: int, device: torch.device) -> TokenTree:
+    parents = torch.arange(-1, nodes - 1, device=device).expand(rows, -1)
+    tree = TokenTree(torch.zeros_like(parents), parents, check=False)
+    tree.max_depth = nodes - 1
+    return tree
+
+
+def _nothing(tree: TokenTree) -> Verdict:
+    """The verdict on a tree of idle rows."""
+    width = 1 + tree.max_depth
+    packed = torch.zeros(tree.batch, 2 + 2 * width, dtype=torch.long, device=tree.tokens.device)
+    packed[:, 2 : 2 + width] = -1
+    return Verdict(packed)

@@ -17,7 +17,7 @@ from time import thread_time
 
 import torch
 
-from mmspec.ops.threads import limit_torch
+from mmspec.ops.cpu import limit_torch
 
 _WINDOW = 0.25  # seconds of steps between decisions
 _MUCH, _LITTLE = 0.25, 0.05  # delays as parts of the steps' time
@@ -108,7 +108,7 @@ class TorchThreads:
 
     def _apply(self, before: int) -> None:
         if self.count != before and not limit_torch(self.count, self._chosen.most):
-            self._chosen = ThreadCount(1)
+            self._adapts, self._chosen = False, ThreadCount(self._chosen.most)
 
 
 def _delays() -> dict[str, int] | None:

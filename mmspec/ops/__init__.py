@@ -5,9 +5,8 @@ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank t
 """
 
 from mmspec.ops.attention import tree_attention
-from mmspec.ops.compact import compact_kv
 from mmspec.ops.growth import keep_best, next_beam, top_log_probs
-from mmspec.ops.verify import accepted_path, choose_drawn, greedy, quantile, sample
+from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample
 
 __all__ = [
     "accepted_path",

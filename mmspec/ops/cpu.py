@@ -1,19 +1,71 @@
-"""CPU kernels in C++ (folder ``cpp``), compiled at first use."""
+"""CPU kernels in C++ (folder ``cpp``), compiled at first use: of decoder layers, of logits, and of drafting, which
+grow a tree in one call; their numbers of threads, and memory of huge pages."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import KINDS, NORMS, Attention, Layer, Linear, Pass
-from mmspec.ops.threads import kernel_threads
+from mmspec.ops.cpu_library import KINDS, NORMS, Attention, Cell, Layer, Linear, Markov, Pass
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
+
+PAGE = 2 << 20
+"""Bytes of a huge page."""
+
+_LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread calls
+
+
+def zeros(count: int) -> Tensor | None:
+    """``count`` zeros in memory of huge pages, (count,) uint8; None where the system has none.
+
+    With pages of 4 KiB, address translation would take as long as reading the memory in order.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % PAGE :][:count]
+
+
+def kernel_threads() -> int:
+    """Threads of a C++ kernel: torch's, without the limit of ``limit_torch``, as the kernels wait for no thread that
+    the system does not run (``cpp/pool.h``)."""
+    return getattr(_LOCAL, "kernels", None) or torch.get_num_threads()
+
+
+def limit_torch(count: int, kernels: int) -> bool:
+    """Set torch's number of threads in the calling thread alone; returns False where torch's OpenMP cannot do that.
+
+    Args:
+        count: threads of torch; ``torch.get_num_threads()`` returns it, in this thread.
+        kernels: threads of the C++ kernels.
+    """
+    library = _openmp()
+    if library is None:
+        return False
+    torch.get_num_threads()  # in a new thread, the first call would undo the limit
+    library.omp_set_num_threads(count)
+    if hasattr(library, "MKL_Set_Num_Threads_Local"):
+        library.MKL_Set_Num_Threads_Local(count)
+    _LOCAL.kernels = kernels
+    return True
+
+
+@cache
+def _openmp() -> Any:
+    """The library that torch computes with, if its OpenMP is linked to it."""
+    library = ctypes.CDLL(torch._C.__file__)
+    return library if hasattr(library, "omp_set_num_threads") else None
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:
@@ -283,3 +335,117 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
         scores.data_ptr(), uniform.numel(), scores.shape[-1], *pointers, kernel_threads()
     )
     return tokens
+
+
+def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> Cell:
+    """The weights of a recurrent cell, for ``draft_cells``; sizes of states and of what ``into`` returns are multiples
+    of 16.
+
+    Args:
+        layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_cells``.
+        table: (tokens, into.outputs) float32, contiguous: what ``into`` adds for each token, its bias included.
+        norm: a ``torch.nn.LayerNorm`` with float32 weights.
+    """
+    pointers = table.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr()
+    return Cell(*layers, *pointers, norm.eps)
+
+
+def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Markov:
+    """The weights of a Markov head, for ``draft_slots``.
+
+    Args:
+        out: from a token's embedding to the draft vocabulary.
+        table: (tokens, out.inputs) float32, contiguous, the embeddings; must outlive the result, as must ``draft_ids``.
+        draft_ids: (out.outputs,) int64, the target's tokens; None is the identity.
+    """
+    return Markov(out, table.data_ptr(), len(table), None if draft_ids is None else draft_ids.data_ptr())
+
+
+def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The trees of the most probable paths over slots whose logits the token before corrects.
+
+    Args:
+        weights: of ``markov_weights``.
+        logits: (batch, slots, draft tokens) float32, of a level of the tree each.
+        last: (batch,) int64, the target's tokens before.
+        width: nodes extended per level, and children per node.
+        nodes: maximum number of nodes besides the root.
+
+    Returns:
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order.
+    """
+    batch, slots, vocab = logits.shape
+    width = min(width, nodes)
+    k = min(width, vocab)
+    nodes = 1 + min(nodes, _candidates(k, k, width, slots))
+    tree = _tree(batch, nodes)
+    logits, last = logits.contiguous(), last.contiguous()
+    cpu_library.functions().draft_slots(
+        weights, logits.data_ptr(), last.data_ptr(), batch, slots, width, nodes, *_pointers(tree)
+    )
+    return tree
+
+
+def draft_cells(
+    weights: Cell,
+    carried: Tensor,
+    first: tuple[Tensor, Tensor],
+    last: Tensor,
+    draft_ids: Tensor | None,
+    width: int,
+    levels: int,
+    least_gain: float,
+    nodes: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """The trees of the most probable paths by a recurrent cell.
+
+    A token's state is ``norm(before + out(silu(table[token] + into(before))))``, ``before`` being the state that it was
+    drafted from; its children's logits are ``head(guess(state))``.
+
+    Args:
+        weights: of ``cell_weights``.
+        carried: (batch, hidden) float32, the states that the first level is drafted from.
+        first: the first level, tokens (batch, k) int64, rows of the table, and log probabilities, in descending order.
+        last: (batch,) int64, the roots.
+        draft_ids: (n,) int64, the target's token of each row of the table; None is the identity.
+        width: nodes extended per level, and children per node.
+        levels: maximum depth.
+        least_gain: of a level, see ``Budget.least_gain``.
+        nodes: maximum number of nodes besides the root.
+
+    Returns:
+        Tokens, parents and log probabilities as in ``TokenTree``, (batch, 1 + nodes or fewer), in descending order; and
+        the number of levels.
+    """
+    width, levels = min(width, nodes), min(levels, nodes)
+    (batch, k), later = first[0].shape, min(width, weights.head.outputs)
+    most = 1 + min(nodes, _candidates(k, later, width, levels))
+    tree = _tree(batch, most)
+    inputs = [x.contiguous() for x in (carried, *first, last)]
+    ids = None if draft_ids is None else draft_ids.data_ptr()
+    grown: int = cpu_library.functions().draft_cells(
+        *(weights, *(x.data_ptr() for x in inputs), ids, batch, k, width, levels, least_gain, most),
+        *(*_pointers(tree), kernel_threads()),
+    )
+    if grown < levels:
+        most = 1 + min(nodes, _candidates(k, later, width, grown))
+        tree = tree[0][:, :most], tree[1][:, :most], tree[2][:, :most]
+    return tree, grown
+
+
+def _candidates(first: int, children: int, width: int, levels: int) -> int:
+    """Candidates of a tree whose first level has ``first`` nodes, and whose levels extend ``width`` nodes each."""
+    total = level = first
+    for _ in range(levels - 1):
+        level = min(width, level) * children
+        total += level
+    return total
+
+
+def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
+    return tokens, parents, torch.empty(batch, nodes)
+
+
+def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tree]

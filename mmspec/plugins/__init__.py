@@ -11,7 +11,7 @@ used. Groups:
 - ``drafters``: ``DrafterSpec`` objects (see ``mmspec/drafters/spec.py``), or drafter classes.
 - ``processors``: functions from a logits processor to its form for trees, a ``TreeProcessor`` or an ``OnTrees``
   (see ``mmspec/sampling/processors.py``), or None for unsupported ones; the first form is used.
-- ``adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/heads.py``), by
+- ``adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/adaptation.py``), by
   the drafter's name.
 - ``prompts``: functions from a number to that many requests, for training commands without data of the user.
 - ``models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.

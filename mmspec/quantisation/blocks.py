@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmspec.ops import cpu, pages
+from mmspec.ops import cpu
 from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 
 LANES = 16  # output features of a block
@@ -128,7 +128,7 @@ def place_together(layers: Iterable[BlockLinear]) -> None:
     """
     layers = list(layers)
     sizes = [layer._blocks.numel() + -layer._blocks.numel() % _LINE for layer in layers]
-    memory = pages.zeros(sum(sizes)) if layers else None
+    memory = cpu.zeros(sum(sizes)) if layers else None
     if memory is None:
         return
     for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmspec.checks import (
     FLAG,
@@ -24,9 +24,6 @@ from mmspec.checks import (
 )
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
-
-if TYPE_CHECKING:
-    pass
 
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
 

@@ -317,7 +317,7 @@ class AdditiveTerms(LogitsProcessor):
             scores: (..., vocab).
         """
         vocab = scores.shape[-1]
-        tokens = output.where((output >= 0) & (output < vocab), vocab)
+        tokens = _within(output, vocab)
         counts = scores.new_zeros(*scores.shape[:-1], vocab + 1)
         counts = counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=scores.dtype))[..., :vocab]
         return scores - self.frequency * counts - self.presence * (counts > 0)
@@ -355,17 +355,12 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
     vocab, device = scores.shape[-1], scores.device
     if (greatest := max(token for ids in processor.sequence_bias for token in ids)) >= vocab:
         raise UserError(f"biased tokens must be below the vocabulary's size {vocab}: got {greatest}")
-    singles = [(ids[0], bias) for ids, bias in processor.sequence_bias.items() if len(ids) == 1]
-    always = torch.zeros(vocab, device=device)
-    if singles:
-        always[on_device([token for token, _ in singles], device)] = on_device([bias for _, bias in singles], device)
     by_length: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for ids, bias in processor.sequence_bias.items():
-        if len(ids) > 1:
-            by_length.setdefault(len(ids), []).append((ids, bias))
+        by_length.setdefault(len(ids), []).append((ids, bias))
     groups = [
         (
-            on_device([ids[:-1] for ids, _ in group], device),  # (sequences, length - 1)
+            on_device([ids[:-1] for ids, _ in group], device).long(),  # (sequences, length - 1), none of one token
             on_device([ids[-1] for ids, _ in group], device),
             on_device([bias for _, bias in group], device),
         )
@@ -373,7 +368,7 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
     ]
 
     def add(history: NodeHistories, scores: Tensor) -> Tensor:
-        bias = torch.zeros_like(scores) + always
+        bias = torch.zeros_like(scores)
         for begins, ends, biases in groups:
             begun = (history.last(begins.shape[1])[:, :, None] == begins).all(-1)  # (batch, nodes, sequences)
             bias.index_add_(2, ends, torch.where(begun, biases, 0.0))

@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from mmspec.checks import Rule, is_text
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 
 KINDS = ("json_schema", "regex", "grammar")
 """Sampling parameters that constrain the output."""

@@ -23,17 +23,16 @@ from starlette.types import Receive, Scope, Send
 
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
-from mmspec.serving.builder import GenerationJob, JobBuilder
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import Format
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import PROBES, Drain, Drained, Guard
+from mmspec.serving.middleware import PROBES, AccessGuard, Drain, Drained
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import Admission, GrammarChecker, RequestRunner, Slots
+from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
 from mmspec.serving.schemas import (
-    ChatRequest,
+    ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     F,
@@ -118,7 +117,7 @@ def create_app(
         app.add_exception_handler(kind, _respond)
     drain = Drain()
     app.add_middleware(Drained, drain=drain, most=limits.requests)
-    app.add_middleware(Guard, hosts=hosts, origins=origins, api_key=api_key)
+    app.add_middleware(AccessGuard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
@@ -148,7 +147,7 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answered(request, ChatRequest, builder.chat)
+        return await answered(request, ChatCompletionRequest, builder.chat)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:

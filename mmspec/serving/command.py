@@ -8,23 +8,26 @@ from typing import Any
 
 import click
 
-from mmspec.cli.help import Command
-from mmspec.cli.listening import API_KEY, check_api_key, listen_options, steps_shown
+from mmspec.cli.commands import Command
 from mmspec.cli.options import (
+    API_KEY,
     LOADING,
     adapt_of,
     adapt_options,
+    check_api_key,
     derived,
     device_map_option,
     drafter_option,
     generation_config_option,
+    listen_options,
     model_options,
+    steps_shown,
     trust_option,
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import ServerSettings
 
 _log = logging.getLogger("mmspec.serve")
 
@@ -111,7 +114,7 @@ def serve(
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     loading = {name: options.pop(name) for name in LOADING}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = Settings(loading, limits, access, prefix_cache, adapt)
+    settings = ServerSettings(loading, limits, access, prefix_cache, adapt)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -122,7 +125,7 @@ def serve(
         _here(settings, host, port)
 
 
-def _here(settings: Settings, host: str, port: int) -> None:
+def _here(settings: ServerSettings, host: str, port: int) -> None:
     with steps_shown():
         _log.info("importing torch and transformers")
         from mmspec.drafters.registry import registered_name
@@ -139,7 +142,7 @@ def _here(settings: Settings, host: str, port: int) -> None:
         run(settings.app(pipe), settings.limits, listening, pipe.engine)
 
 
-def _follow(settings: Settings) -> None:
+def _follow(settings: ServerSettings) -> None:
     """Run the steps of rank 0, which has the requests, until it has answered the last."""
     with steps_shown():
         pipe = settings.pipeline()
@@ -148,7 +151,7 @@ def _follow(settings: Settings) -> None:
     pipe.follow()
 
 
-def _on_ray(settings: Settings, replicas: int, gpus: int, host: str, port: int) -> None:
+def _on_ray(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> None:
     from mmspec.serving.on_ray import deployed
     from mmspec.serving.server import listen, wait_for_sigterm
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmspec.answer import Piece
 from mmspec.engine.stats import Stats
+from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request

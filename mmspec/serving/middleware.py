@@ -166,7 +166,7 @@ def proxy_middleware() -> list[Middleware]:
     return [Middleware(LostReplica)]
 
 
-class Guard:
+class AccessGuard:
     """Refuses requests that a browser sends for another site's page, and requests without the API key.
 
     A page whose name is made to resolve to this machine sends its own name as the host; other pages send their origin.

@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import Metric
 
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.serving.metrics import ReplicaMetrics
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import ServerSettings
 
 _NAME = "mmspec"
 _ROUTER = "mmspec.serving.ray_router.SessionRouter"
@@ -23,7 +22,7 @@ _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middlewar
 
 
 class Replica:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._app = settings.app(settings.pipeline(), scrape=self._scrape)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -45,7 +44,7 @@ class Replica:
 
 
 @contextmanager
-def deployed(settings: Settings, replicas: int, gpus: int, host: str, port: int) -> Iterator[None]:
+def deployed(settings: ServerSettings, replicas: int, gpus: int, host: str, port: int) -> Iterator[None]:
     """Deploy replicas on the cluster of ``RAY_ADDRESS``, by default on a Ray started on this machine.
 
     At the end of the block, running requests have ``limits.shutdown_timeout`` seconds to end.

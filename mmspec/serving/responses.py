@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests, translated into chat requests, responses, their events, and stored responses."""
+"""OpenAI's Responses API: requests, their items as chat messages, responses, their events, and stored responses."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model_validator
 
-from mmspec.answer import Piece
 from mmspec.checks import Rule
+from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
     CACHE_BREAKPOINT,
-    CHOICE,
     IGNORED,
     MAX_TOKENS,
     MOST_ITEMS,
     NO_MODERATION,
     CalledFunction,
-    ChatRequest,
+    ChatMessage,
     Fields,
     Function,
     GenerationRequest,
     JSONSchema,
+    MediaPart,
+    TextPart,
+    ToolCall,
     Variant,
     VideoPart,
     checked,
-    validated,
+    grammar_of_format,
 )
 from mmspec.serving.tools import Delta
 
@@ -41,31 +43,24 @@ _LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that asks for log probabilities."""
 
 
-class _Text(Variant):
+class _Text(TextPart):
     ignored: ClassVar = ("annotations", "logprobs", CACHE_BREAKPOINT)  # the first two of answers that clients send back
-    type: Literal["input_text", "output_text"]
-    text: str
-
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": "text", "text": self.text}
+    type: Literal["input_text", "output_text"]  # type: ignore[assignment]
 
 
-class _Image(Variant):
+class _Image(MediaPart):
     ignored: ClassVar = ("detail", CACHE_BREAKPOINT)
     refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
+    kind = "image"
     type: Literal["input_image"]
     image_url: str
 
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": self.image_url}}
+    @property
+    def source(self) -> str:
+        return self.image_url
 
 
-class _Video(VideoPart):
-    def as_chat(self) -> dict[str, Any]:
-        return self.model_dump()
-
-
-_Part = Annotated[_Text | _Image | _Video, Field(discriminator="type")]
+_Part = Annotated[_Text | _Image | VideoPart, Field(discriminator="type")]
 
 _Content = Annotated[
     list[_Part],
@@ -105,20 +100,26 @@ Item = Annotated[Message | FunctionCall | FunctionCallOutput, Field(discriminato
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
-def messages(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Chat messages of items: calls belong to the assistant's message before them."""
-    found: list[dict[str, Any]] = []
+def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[ChatMessage]:
+    """The messages of a chat request: calls belong to the assistant's message before them. Items are valid already.
+
+    Raises:
+        APIError: there are too many.
+    """
+    message = ChatMessage.model_construct
+    system = [TextPart.model_construct(type="text", text=instructions)]
+    found = [message(role="system", content=system)] if instructions else []
     for item in items:
         if isinstance(item, Message):
-            found.append({"role": item.role, "content": [part.as_chat() for part in item.content]})
+            found.append(message(role=item.role, content=item.content))
         elif isinstance(item, FunctionCallOutput):
-            content = [part.as_chat() for part in item.output]
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": None})
-            function = {"name": item.name, "arguments": item.arguments}
-            found[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            calling = found.pop() if found and found[-1].role == "assistant" else message(role="assistant", content=[])
+            call = ToolCall.model_construct(id=item.call_id, function=item)
+            found.append(calling.model_copy(update={"tool_calls": [*(calling.tool_calls or ()), call]}))
+    if len(found) > MOST_ITEMS:
+        raise APIError(400, f"messages must be a list of at most {MOST_ITEMS}: got {len(found)}", "input")
     return found
 
 
@@ -144,24 +145,19 @@ class _TextFormat(Fields):
             raise ValueError("schema goes with the type json_schema")
         return self
 
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": self.type} | ({"json_schema": {"schema": self.schema_}} if self.schema_ is not None else {})
-
 
 class _TextConfig(Fields):
     ignored: ClassVar = ("verbosity",)
     format: _TextFormat | None = None
 
 
-def _deeper(choice: Any) -> Any:
-    """A choice of tools in the form of chat requests."""
-    if isinstance(choice, dict) and choice.keys() == {"type", "name"}:
-        return {"type": choice["type"], "function": {"name": choice["name"]}}
-    return choice
-
-
 _CHOICE = Rule(
-    '"none", "auto", "required" or {"type": "function", "name": NAME}', lambda value: CHOICE.holds(_deeper(value))
+    '"none", "auto", "required" or {"type": "function", "name": NAME}',
+    lambda value: (
+        value in ("none", "auto", "required")
+        if not isinstance(value, dict)
+        else value.keys() == {"type", "name"} and value["type"] == "function" and isinstance(value["name"], str)
+    ),
 )
 
 _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
@@ -210,25 +206,14 @@ class ResponsesRequest(GenerationRequest):
             return given
         return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
 
-    def as_chat(self, earlier: Sequence[Item]) -> ChatRequest:
-        """The chat request that asks for the same, without sampling parameters, after the items of an earlier response.
+    @property
+    def alternatives(self) -> int | None:
+        asked = _LOGPROBS in self.include or self.top_logprobs is not None
+        return (self.top_logprobs or 0) if asked else None
 
-        Raises:
-            APIError: there are too many messages.
-        """
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        fields = {
-            "model": self.model,
-            "messages": [*system, *messages([*earlier, *self.input])],
-            "response_format": self.text.format and self.text.format.as_chat(),
-            "tools": [{"type": "function", "function": one.model_dump(exclude={"type"})} for one in self.tools],
-            "tool_choice": _deeper(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": _LOGPROBS in self.include or self.top_logprobs is not None,
-            "top_logprobs": self.top_logprobs,
-            "t_max_predict_ms": self.t_max_predict_ms,
-        }
-        return validated(ChatRequest, fields)
+    def constraint(self) -> tuple[str, str] | None:
+        form = self.text.format
+        return None if form is None else grammar_of_format(form.type, form.schema_)
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of the response that repeat the request's, or the values that stand for them.

@@ -92,6 +92,8 @@ class Variant(Fields):
     tags: ClassVar[set[str]] = set()
     """Types of all members: pydantic's locations of errors contain them after the index."""
 
+    type: str
+
     @classmethod
     def __pydantic_init_subclass__(cls, **keywords: Any) -> None:
         cls.tags.update(get_args(cls.model_fields["type"].annotation))
@@ -118,15 +120,6 @@ def parse(kind: type[F], body: bytes) -> F:
         given = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise APIError(400, f"the body must be JSON: {error}") from None
-    return validated(kind, given)
-
-
-def validated(kind: type[F], given: Any) -> F:
-    """A request's fields.
-
-    Raises:
-        APIError: see ``parse``.
-    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -185,7 +178,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar = (CACHE_BREAKPOINT,)
+    ignored: ClassVar[Sequence[str]] = (CACHE_BREAKPOINT,)
     type: Literal["text"]
     text: str
 
@@ -201,10 +194,22 @@ class RefusalPart(Variant):
         return self.refusal
 
 
-class ImagePart(Variant):
+class MediaPart(Variant):
+    """A part with an image or a video."""
+
+    kind: ClassVar[Literal["image", "video"]]
+
+    @property
+    def source(self) -> str:
+        """URL of the file."""
+        raise NotImplementedError
+
+
+class ImagePart(MediaPart):
     """An image; a text as ``image_url`` is its URL."""
 
     ignored: ClassVar = (CACHE_BREAKPOINT,)
+    kind = "image"
     type: Literal["image_url"]
     image_url: _URL
 
@@ -213,10 +218,19 @@ class ImagePart(Variant):
     def _as_object(cls, given: Any) -> Any:
         return {"url": given} if isinstance(given, str) else given
 
+    @property
+    def source(self) -> str:
+        return self.image_url.url
 
-class VideoPart(Variant):
+
+class VideoPart(MediaPart):
+    kind = "video"
     type: Literal["video_url"]
     video_url: _URL
+
+    @property
+    def source(self) -> str:
+        return self.video_url.url
 
 
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
@@ -281,7 +295,7 @@ class ChatMessage(Fields):
     @property
     def texts(self) -> list[str]:
         """What a chat template may write of the message."""
-        parts = [part.text for part in self.content if isinstance(part, TextPart | RefusalPart)]
+        parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
         return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
 
@@ -311,13 +325,12 @@ def conversation(given: Sequence[ChatMessage], reads_media: bool) -> tuple[list[
     for place, message in enumerate(given):
         items: list[dict[str, Any]] = []
         for number, part in enumerate(message.content):
-            if isinstance(part, TextPart | RefusalPart):
+            if isinstance(part, MediaPart):
+                path = f"messages[{place}].content[{number}].{part.kind}_url.url"
+                media.append(Medium(part.kind, part.source, path))
+                items.append({"type": part.kind})
+            else:
                 items.append({"type": "text", "text": part.text})
-                continue
-            kind: Any = part.type.removesuffix("_url")
-            url = part.image_url.url if part.type == "image_url" else part.video_url.url
-            media.append(Medium(kind, url, f"messages[{place}].content[{number}].{part.type}.url"))
-            items.append({"type": kind})
         content = items if reads_media else "\n".join(item.get("text", "") for item in items)
         role = "system" if message.role == "developer" else message.role
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
@@ -340,10 +353,19 @@ class Function(Fields):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
+    @property
+    def declaration(self) -> dict[str, Any]:
+        """Its name, description and parameters, as far as they are given."""
+        return self.model_dump(include=set(Function.model_fields), exclude_none=True)
+
 
 class Tool(Fields):
     type: Literal["function"]
     function: Function
+
+    @property
+    def declaration(self) -> dict[str, Any]:
+        return self.function.declaration
 
 
 def _is_choice(value: Any) -> bool:
@@ -355,8 +377,8 @@ def _is_choice(value: Any) -> bool:
 
 
 def named_function(choice: Any) -> str | None:
-    """Name of the function that must be called, if one is named."""
-    function = choice["function"] if isinstance(choice, dict) else None
+    """Name of the function that must be called, if one is named, as in chat requests or as in those of responses."""
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
 
@@ -390,16 +412,16 @@ class ResponseFormat(Fields):
             raise ValueError("json_schema goes with the type json_schema")
         return self
 
-    def constraint(self) -> tuple[str, str] | None:
-        """Kind and text of the grammar of the output, if any; the grammar is not checked yet.
 
-        Raises:
-            UserError: it is no JSON.
-        """
-        if self.type == "text":
-            return None
-        schema = self.json_schema.schema_ if self.json_schema else {"type": "object"}
-        return "json_schema", JSON_SCHEMA.check("json_schema", schema)
+def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, str] | None:
+    """Kind and text of the grammar of a response format, if any; the grammar is not checked yet.
+
+    Raises:
+        UserError: the schema is no JSON.
+    """
+    if kind == "text":
+        return None
+    return "json_schema", JSON_SCHEMA.check("json_schema", {"type": "object"} if schema is None else schema)
 
 
 MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
@@ -492,10 +514,12 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
 
     def constraint(self) -> tuple[str, str] | None:
         """Kind and text of the grammar of the output, if any."""
-        return None if self.response_format is None else self.response_format.constraint()
+        if (form := self.response_format) is None:
+            return None
+        return grammar_of_format(form.type, None if form.json_schema is None else form.json_schema.schema_)
 
 
-class ChatRequest(GenerationRequest):
+class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     limit_name = "max_completion_tokens"
@@ -519,7 +543,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _with_logprobs(self) -> ChatRequest:
+    def _with_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         return self

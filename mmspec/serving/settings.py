@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """Settings of a server, which can be pickled for other processes.
 
     Attributes:

@@ -14,7 +14,7 @@ from mmspec.errors import UserError
 from mmspec.sampling.grammar import AT_START
 from mmspec.sampling.syntax import json_rule
 from mmspec.serving.errors import APIError
-from mmspec.serving.schemas import Tool, named_function
+from mmspec.serving.schemas import named_function
 from mmspec.targets.processor import Processor
 
 
@@ -364,11 +364,18 @@ class ToolPlanner:
         self._form = tool_format(io, parser)
         self._special = io.special_token(self._form.marker) is not None
 
-    def plan(self, tools: Sequence[Tool], choice: Any, *, several: bool = True, schema: str | None = None) -> ToolPlan:
+    def plan(
+        self,
+        functions: Sequence[Mapping[str, Any]],
+        choice: Any,
+        *,
+        several: bool = True,
+        schema: str | None = None,
+    ) -> ToolPlan:
         """Tools of a request.
 
         Args:
-            tools: empty without any.
+            functions: the tools' declarations; empty without any.
             choice: as OpenAI's ``tool_choice``.
             several: whether there may be several calls.
             schema: the JSON schema of outputs that are no calls, if they have one.
@@ -377,15 +384,14 @@ class ToolPlanner:
             APIError: the choice does not go with the tools, or the schema with the format.
         """
         generic, named = self._form is GENERIC, named_function(choice)
-        functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
         names = [one["name"] for one in functions]
         if len(set(names)) < len(names):
             raise APIError(400, f"tools must have different names: got {', '.join(names)[:200]}", "tools")
-        if choice == "required" and not tools:
+        if choice == "required" and not functions:
             raise APIError(400, "tool_choice required goes with tools: got none", "tool_choice")
         if named is not None and named not in names:
             raise APIError(400, f"tool_choice must name one of the tools: got {named[:80]!r}", "tool_choice")
-        if choice == "none" or not tools:
+        if choice == "none" or not functions:
             return ToolPlan(as_text=[] if generic else None)
         tools_of_template = [{"type": "function", "function": one} for one in functions]
         keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}

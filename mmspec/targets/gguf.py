@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, m
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import logging
 
-from mmspec.errors import UserError, explained
-from mmspec.extras import missing
+from mmspec.errors import UserError, explained, missing
 from mmspec.files import cache_folder, make_folder
 from mmspec.quantisation.formats import FORMATS, StoredRows
-from mmspec.targets.replacing import replaced
+from mmspec.targets.layers import replaced
 from mmspec.targets.support import bars_on_terminals, from_pretrained
 
 _log = getLogger("mmspec.load")

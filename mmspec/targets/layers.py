@@ -1,12 +1,16 @@
 """Plug-in interface for layers other than attention, such as Mamba-2.
 
 These layers have a state of fixed size instead of keys and values. A plug-in (group ``layers``) makes them
-verify trees and returns the ``TreeCache`` that owns and commits their states.
+verify trees and returns the ``TreeCache`` that owns and commits their states. Functions of transformers' modelling
+files may be replaced during passes (``replaced``).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import transformers
@@ -61,3 +65,33 @@ def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
             f"not found in transformers {transformers.__version__}"
         )
     return plugin(model) if plugin else None
+
+
+Place = tuple[Any, str]
+"""The module or class that a function belongs to, and the function's name there."""
+
+_LOCK = threading.Lock()
+_PASSES: Counter[Place] = Counter()  # that run now
+
+
+@contextmanager
+def replaced(replacements: Mapping[Place, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
+
+    Args:
+        replacements: by place, a function that makes the replacement from the original, which it has as ``__wrapped__``
+            (``functools.wraps``). Other threads call it too.
+    """
+    with _LOCK:
+        for place, replace in replacements.items():
+            if not _PASSES[place]:
+                setattr(*place, replace(getattr(*place)))
+            _PASSES[place] += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for place in replacements:
+                _PASSES[place] -= 1
+                if not _PASSES[place]:
+                    setattr(*place, getattr(*place).__wrapped__)

@@ -72,12 +72,13 @@ class MergedLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        cache: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
-        rotation, cache = rotation_of(*position_embeddings), cache_in(kwargs)
+        rotation, cache = rotation_of(*position_embeddings), cache_in(kwargs) if cache is None else cache
         if self.stack is not None and self.attends_by_kernel(kwargs):
             output = self.stack.output(self.place, hidden_states, rotation, attention_mask, cache)
             if output is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmspec.extras import missing
+from mmspec.errors import missing
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, stored_layer

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from mmspec.checks import Rule, shown
-from mmspec.errors import UserError
-from mmspec.extras import missing
+from mmspec.errors import UserError, missing
 from mmspec.jobs import ranks
 
 _OFFLOADED = ("cpu", "disk")

@@ -201,7 +201,9 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         )
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
-    positions = not attends or Alibi.supports(config, decoder) or "position_ids" in signature(decoder.forward).parameters
+    positions = (
+        not attends or Alibi.supports(config, decoder) or "position_ids" in signature(decoder.forward).parameters
+    )
     lacking = [what for what, taken in (("position_ids", positions), ("a cache", cache_argument(decoder))) if not taken]
     if lacking:
         raise UserError(f"forward must take {', '.join(lacking)}: that of {type(decoder).__name__} in {name} does not")

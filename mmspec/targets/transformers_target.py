@@ -22,9 +22,8 @@ from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
 from mmspec.targets.placement import input_device, is_sharded
-from mmspec.targets.prefill import Prefill, next_position
 from mmspec.targets.processor import Processor
-from mmspec.targets.runner import new_runner
+from mmspec.targets.runner import Prefill, new_runner, next_position
 from mmspec.targets.support import refuse_inner_padding, refuse_switch, rope_side, without_output_capture
 
 RESERVED_NODES = 64

@@ -19,16 +19,15 @@ from mmspec.drafters.dflash import (
     attended,
     block_tokens,
     default_layer_ids,
-    plain_embedding,
 )
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.hidden_state import plain_embedding
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.layouts import LAYOUTS, published_names, shapes_of, stack
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import TokenLosses
+from mmspec.training.objectives import LossOutput, TokenLosses
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterSetup,

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from mmspec.checks import FLAG, SHARE, inherited, option, settable, with_fields_of
 from mmspec.core.target import Target
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.drafters.hidden_state.entries import packing, take
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.hidden_state import packing, take
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import PassCache, TokenLosses
+from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
 from mmspec.training.options import HeadOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterSetup,

@@ -15,8 +15,7 @@ from mmspec.drafters.kangaroo import Kangaroo, KangarooConfig, KangarooNetwork
 from mmspec.drafters.shape import TREE
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import causal_pass, next_token_loss
+from mmspec.training.objectives import LossOutput, causal_pass, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,9 @@ from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig, MedusaNetwork
 from mmspec.drafters.shape import TREE, RotaryShape
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import TokenLosses, causal_pass
+from mmspec.training.objectives import LossOutput, TokenLosses, causal_pass
 from mmspec.training.options import Passes, TreeOptions
-from mmspec.training.tasks import DrafterSetup, DrafterTraining, head_weight
+from mmspec.training.tasks import DrafterSetup, DrafterTraining, OnlineLearner, head_weight
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,4 @@ TRAINING = DrafterTraining(
     setup,
     "Train Medusa or Hydra heads, one per token ahead, on the target's last state.",
 )
+online = partial(OnlineLearner, MedusaObjective(loss="lk"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -12,15 +14,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmspec.core.target import Target
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.shape import RotaryShape
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
 
 TokenLoss = Literal["kl", "lk", "tv"]
 
 _ETA = 3.0  # decay of the share of cross-entropy in the LK loss; the best value of arXiv 2602.23881
 _ENTROPY, _DISTANCE = 0.1, 0.9  # shares of the two terms of the TV loss, in the recipes of deepseek-ai/DeepSpec
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of a batch.
+
+    Attributes:
+        total: scalar to minimise, a mean over the batch's loss positions.
+        metrics: logged values by name: parts of the loss, accuracies.
+    """
+
+    total: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def token_loss(kind: TokenLoss, goal: Tensor, scores: Tensor) -> Tensor:
@@ -52,6 +66,7 @@ class TokenLosses:
         hidden: (batch, length, hidden), the target's states, of which its output layer makes the distributions.
         wanted: (batch, length) bool, where they are wanted.
         draft_ids: (n,) int64, to which distributions are restricted; None are all tokens.
+        weights: of the losses by name, that of the tokens as "token"; 1 for others.
 
     Attributes:
         head: the target's output layer for these tokens.
@@ -62,9 +77,15 @@ class TokenLosses:
     """
 
     def __init__(
-        self, kind: TokenLoss, target: Target, hidden: Tensor, wanted: Tensor, draft_ids: Tensor | None = None
+        self,
+        kind: TokenLoss,
+        target: Target,
+        hidden: Tensor,
+        wanted: Tensor,
+        draft_ids: Tensor | None = None,
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._kind = kind
+        self._kind, self._weights = kind, weights
         self.head: Any = target.head if draft_ids is None else target.narrow_head(draft_ids)
         self.count = int(wanted.sum())
         self.output = LossOutput(hidden.new_zeros((), dtype=torch.float32), {})
@@ -88,8 +109,10 @@ class TokenLosses:
         """
         loss = token_loss(self._kind, goal, scores.float().log_softmax(-1))
         right = (scores.argmax(-1) == goal.argmax(-1)).float().mean()
-        total = self.output.total + weight * len(goal) / self.count * sum(further.values(), loss)
-        values = {"token": loss, "right": right, **further}
+        losses = {"token": loss, **further}
+        weighted = [self._weights.get(name, 1.0) * value for name, value in losses.items()]
+        total = self.output.total + weight * len(goal) / self.count * sum(weighted)
+        values = {**losses, "right": right}
         metrics = {f"{name}_{ahead}": float(value.detach()) for name, value in values.items()}
         self.output = LossOutput(total, self.output.metrics | metrics)
 

@@ -26,8 +26,43 @@ from mmspec.checks import (
     with_fields_of,
 )
 from mmspec.drafters.shape import LayerShape, TreeShape
+from mmspec.errors import UserError
 from mmspec.plugins import DEFAULT_MODEL, default_model
-from mmspec.training.plan import Schedule
+
+
+@dataclass(frozen=True)
+class Schedule(Checked):
+    """Length, learning-rate schedule and intervals of a training run.
+
+    Attributes:
+        steps: such a run is exactly repeatable.
+        minutes: earlier parts of a resumed run included.
+        hold: afterwards the learning rate decays linearly to zero.
+        seed: of the random generator that each step's loss is given, too.
+        checkpoint_minutes: a killed run loses at most this.
+    """
+
+    steps: int | None = option(None, settable(whole(1)), "Length of the run in optimiser steps.")
+    minutes: float | None = option(None, settable(POSITIVE), "Or in minutes of wall clock.")
+    warmup: int = option(50, whole(1), "Steps of linear warm-up.")
+    hold: float = option(0.4, SHARE, "Share of the run before decay.")
+    seed: int = option(0, whole(0, 2**22), "Of the order of examples, initial weights and noise.")
+    checkpoint_minutes: float = option(5.0, NOT_NEGATIVE, "Between checkpoints.")
+    report_minutes: float = option(5.0, NOT_NEGATIVE, "Between evaluations on held-out examples.")
+
+
+@dataclass(frozen=True)
+class TrainingPlan(Schedule):
+    """A ``Schedule`` with exactly one of ``steps`` and ``minutes``.
+
+    Raises:
+        UserError: both or neither of them are given, or a value is out of range.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.steps is None) == (self.minutes is None):
+            raise UserError(f"give one of steps and minutes: received steps={self.steps}, minutes={self.minutes}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,15 +19,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from mmspec.checks import FLAG, option, settable, whole
 from mmspec.core.target import Target
-from mmspec.drafters.dflash import plain_embedding
+from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.small import Small
 from mmspec.errors import UserError, explained
 from mmspec.files import settle, temporary
 from mmspec.pipeline import Pipeline
 from mmspec.targets.head import Head
 from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.objectives import TokenLoss, next_token_loss
+from mmspec.training.objectives import LossOutput, TokenLoss, next_token_loss
 from mmspec.training.options import NextTokenLoss, RunOptions
 from mmspec.training.tasks import DrafterSetup, DrafterTraining, decoder_weights, head_weight
 

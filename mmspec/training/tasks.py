@@ -1,36 +1,32 @@
-"""Training task of a drafter: conversations, the target's features of them, a loss, and held-out acceptance length.
-
-Networks may start from weights of the target, or of another drafter.
-"""
+"""What the training of a kind of drafter declares; optimisers; initial weights from the target or another drafter."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mmspec.adaptation.adaptation import RecordedAnswer
 from mmspec.core.target import Feature, Target
-from mmspec.drafters.dflash import plain_embedding
-from mmspec.drafters.hidden_state.drafter import HiddenStateDrafter
+from mmspec.drafters.hidden_state import HiddenStateDrafter, plain_embedding
+from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.merged_layers import MergedLayer
-from mmspec.training import data
-from mmspec.training.data import Conversation
-from mmspec.training.features import Features
-from mmspec.training.loss import LossOutput
-from mmspec.training.optimisers import LearningRates, Optimisers
+from mmspec.training.features import ConversationFeatures, Features, collate
+from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
-from mmspec.training.plan import CurriculumSampler, ExampleIndex, linear_ramp
 
-ExtractFeatures = Callable[[Sequence[Conversation]], Features]
+_DECAY = 0.01  # weight decay
+_ONLINE_RATE = 1e-3
+_ONLINE_BATCH = 4  # answers of a step
 
 
 class Objective(Protocol):
@@ -55,13 +51,6 @@ class Objective(Protocol):
             generator: of what is drawn.
             progress: of the training, from 0 to 1.
         """
-
-
-MAX_HELD_OUT = 64
-"""Held-out conversations that the loss is evaluated on, at most."""
-
-RATES = {"muon": 3e-3, "adamw": 5e-5}
-"""Default learning rates; AdamW's is that of arXiv 2505.14260."""
 
 
 @dataclass(frozen=True)
@@ -100,125 +89,106 @@ class DrafterTraining(NamedTuple):
     text: str
 
 
-class DrafterTask:
-    """Trains a drafter's network to predict what its target generates. Implements ``TrainingTask``.
+class Optimisers:
+    """Muon for the matrices of layers, AdamW for all other parameters of a network that require gradients.
 
     Args:
-        pipe: holds the frozen target.
-        training: conversations by kind: ``plan.TEXT`` without and ``plan.MIXED`` with images or videos.
-        extract: returns the target's features of conversations.
-        options: of the run. Evaluations have the same batch size. "muon" trains matrices by Muon and the rest by AdamW
-            at half the rate; "adamw" is the setting of arXiv 2505.14260. After the share of the run on text only (stage
-            1), that of ``MIXED`` examples rises linearly to 1 (section 3.3).
-        bfloat16: compute losses under autocast; weights stay in float32.
+        kind: "muon", where AdamW has half the rate; "adamw" trains matrices by AdamW too.
+        rate: learning rate; Muon's updates are scaled to match the RMS of AdamW's.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        setup: DrafterSetup,
-        training: Mapping[str, Sequence[Conversation]],
-        held_out: Sequence[Conversation],
-        extract: ExtractFeatures,
-        options: RunOptions,
-        bfloat16: bool = False,
-    ) -> None:
-        self.pipe, self.setup, self.network = pipe, setup, setup.network
-        self.training, self._extract = training, extract
-        lengths = {kind: [one.size for one in found] for kind, found in training.items()}
-        self.sampler = CurriculumSampler(lengths, options.batch, options.seed, linear_ramp(options.text_share))
-        rate = options.rate or RATES[options.optimiser]
-        self.optimisers = drafter_optimisers(self.network, options.optimiser, rate)
-        self._options, self._bfloat16 = options, bfloat16
-        prompt_messages = [first_prompt(conversation) for conversation in _spread(held_out, options.prompts)]
-        self._prompts = (
-            prompt_messages if pipe.processor.reads_media else [data.as_text(one) for one in prompt_messages]
+    def __init__(self, network: nn.Module, kind: Literal["muon", "adamw"], rate: float) -> None:
+        self.rate, self._clip = rate, 1.0 if kind == "muon" else 0.5
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in network.named_parameters():
+            if parameter.requires_grad:
+                # An embedding's rows are updated one by one: not a matrix in Muon's sense.
+                is_matrix = kind == "muon" and parameter.ndim == 2 and "embed" not in name
+                (matrices if is_matrix else others).append(parameter)
+        self.parameters = matrices + others
+        self.all: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = partial(torch.optim.Muon, weight_decay=_DECAY, adjust_lr_fn="match_rms_adamw")
+            self.all.append(muon(matrices, lr=rate))
+        if others:
+            adamw = partial(torch.optim.AdamW, weight_decay=_DECAY, betas=(0.9, 0.95), fused=True)
+            self.all.append(adamw(others, lr=rate / 2 if kind == "muon" else rate))
+        self._base = [[group["lr"] for group in optimiser.param_groups] for optimiser in self.all]
+
+    def step(self, factor: float) -> None:
+        """Clip the gradients, take a step at ``factor`` times the learning rates, and clear the gradients."""
+        nn.utils.clip_grad_norm_(self.parameters, self._clip)
+        for optimiser, base in zip(self.all, self._base, strict=True):
+            for group, own in zip(optimiser.param_groups, base, strict=True):
+                group["lr"] = own * factor
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict]:
+        return [optimiser.state_dict() for optimiser in self.all]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        """Restore the ``state_dict()`` of the same groups."""
+        for optimiser, state in zip(self.all, states, strict=True):
+            optimiser.load_state_dict(state)
+
+
+class OnlineLearner:
+    """Trains a float32 copy of a drafter's network from sequences that were recorded while they were decoded, without
+    passes of the target; see ``mmspec.adaptation.adaptation.Learner``.
+
+    Args:
+        objective: loss of a batch of features.
+        drafter: not attached yet.
+        target: for its frozen embedding and output layer.
+    """
+
+    def __init__(self, objective: Objective, drafter: TrainedDrafter, target: Target) -> None:
+        self._objective, self._target = objective, target
+        self._draft_ids = None if drafter.draft_ids is None else drafter.draft_ids.to(target.device)
+        self._layers = [name for name in drafter.features if name != "last"]
+        self._generator = torch.Generator(target.device).manual_seed(0)
+        self.restart(drafter.network)
+
+    def restart(self, network: nn.Module) -> None:
+        """Continue from these weights, with new optimisers."""
+        self._network = copy.deepcopy(network).to(self._target.device, torch.float32).requires_grad_().train()
+        self._optimisers = Optimisers(self._network, "muon", _ONLINE_RATE)
+        self._added = 0  # answers of this batch
+
+    def weights(self) -> nn.Module:
+        return copy.deepcopy(self._network).requires_grad_(False).eval()
+
+    def learn(self, answer: RecordedAnswer) -> None:
+        """Add an answer to a batch; the last one of a batch takes a step."""
+        target: Any = self._target
+        batch, parameters = collate([self._row(answer)], target), self._optimisers.parameters
+        half = batch.hidden.dtype != torch.float32
+        with torch.enable_grad(), torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=half):
+            loss = self._objective(self._network, target, batch, self._draft_ids, self._generator, 1.0).total
+            if not loss.requires_grad:  # answers of a token or two
+                return
+            # Of these alone: the target's weights may require gradients.
+            gradients = torch.autograd.grad(loss / _ONLINE_BATCH, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._added += 1
+        if self._added == _ONLINE_BATCH:
+            self._optimisers.step(1.0)
+            self._added = 0
+
+    def _row(self, answer: RecordedAnswer) -> ConversationFeatures:
+        device = self._target.device
+        generated = torch.arange(len(answer.tokens)) >= answer.prompt
+        # Clones made outside of inference mode can be used in autograd.
+        features = {name: x.clone() for name, x in answer.features.items()}
+        layers = torch.cat([features[name] for name in self._layers], dim=-1) if self._layers else None
+        visual = answer.visual.to(device)
+        return ConversationFeatures(
+            answer.tokens.to(device), features["last"], answer.shown.clone(), visual, generated.to(device), layers
         )
-        self._held_out = sorted(_spread(held_out, MAX_HELD_OUT), key=lambda one: one.size)
-
-    def batch(self, examples: list[ExampleIndex]) -> Features:
-        """The features of these examples, padded to the longest."""
-        return self._extract([self.training[kind][index] for kind, index in examples])
-
-    def weight(self, batch: Features) -> int:
-        """The number of answer tokens that follow another answer token: the loss is a mean over them."""
-        return int((batch.answer[:, 2:] & batch.answer[:, 1:-1]).sum())
-
-    def loss(
-        self, network: nn.Module, batch: Features, generator: torch.Generator | None, progress: float = 1.0
-    ) -> LossOutput:
-        """The objective's loss of a batch at a progress from 0 to 1."""
-        with torch.autocast(batch.hidden.device.type, torch.bfloat16, enabled=self._bfloat16):
-            return self.setup.objective(network, self.pipe.target, batch, self.setup.draft_ids, generator, progress)
-
-    def evaluate(self) -> dict[str, float]:
-        """Mean loss and metrics on held-out conversations, and the mean acceptance length on their prompts."""
-        metrics = self._held_out_losses()
-        if self._prompts:
-            metrics |= self._acceptance()
-        return metrics
-
-    def save(self, folder: Path) -> None:
-        """Write the drafter's checkpoint."""
-        self._drafter().save(folder, self.pipe.target)
-
-    def _drafter(self) -> Any:
-        return self.setup.drafter(copy.deepcopy(self.network), self.setup.draft_ids, **self.setup.tree)
-
-    @torch.no_grad()
-    def _held_out_losses(self) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
-        weights: dict[str, int] = defaultdict(int)
-        for start in range(0, len(self._held_out), self._options.batch):
-            batch = self._extract(self._held_out[start : start + self._options.batch])
-            # The same noise in every evaluation, so that they are comparable.
-            output = self.loss(self.network, batch, torch.Generator(batch.hidden.device).manual_seed(0))
-            for name, value in {"loss": float(output.total), **output.metrics}.items():
-                sums[name] += value * self.weight(batch)
-                weights[name] += self.weight(batch)
-        return {name: sums[name] / weights[name] for name in sums if weights[name]}
-
-    def _acceptance(self) -> dict[str, float]:
-        """Mean acceptance length over all prompts, greedy, with trees of the drafter's own size."""
-        drafter = self._drafter()
-        pipe = Pipeline(self.pipe.target, self.pipe.processor, drafter)
-        emitted = steps = 0
-        for prompt in self._prompts:
-            try:
-                limits = {"max_new_tokens": self._options.max_new_tokens, "nodes": drafter.tree_size}
-                stats = pipe.generate(prompt, temperature=0.0, **limits).stats
-            except UserError:
-                continue  # a prompt that fills the target's context
-            emitted += sum(stats.accept_lengths)
-            steps += stats.num_spec_steps
-        return {"mean_acceptance_length": emitted / steps} if steps else {}
-
-
-def drafter_optimisers(network: nn.Module, optimiser: Literal["muon", "adamw"], rate: float) -> Optimisers:
-    """The optimisers of all parameters of a drafter's network."""
-    muon = LearningRates(matrix=rate, other=rate / 2)
-    rates = muon if optimiser == "muon" else LearningRates(matrix=None, other=rate, clip=0.5)
-    return Optimisers(network, rates)
-
-
-def first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
-    """The messages before the first answer."""
-    roles = [message["role"] for message in conversation.messages]
-    return list(conversation.messages[: roles.index("assistant")])
-
-
-def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequence[int], vocab: int) -> Tensor:
-    """A draft vocabulary of ``count`` tokens, sorted, int64: ``always``, the most frequent tokens of answers, and,
-    where these have fewer, the first of the vocabulary, which a tokenizer learnt first."""
-    seen = Counter(token for answer in answers for token in answer)
-    ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
-    return torch.tensor(sorted(list(ranked)[:count]))
-
-
-def _spread(conversations: Sequence[Conversation], count: int) -> list[Conversation]:
-    """Up to ``count`` conversations, evenly spaced in the list."""
-    count = min(count, len(conversations))
-    return [conversations[place * len(conversations) // count] for place in range(count)]
 
 
 @torch.no_grad()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -27,9 +28,9 @@ from mmspec import files
 from mmspec.errors import UserError
 from mmspec.progress import show_progress
 from mmspec.training.curve import draw
-from mmspec.training.loss import RunningMeans
-from mmspec.training.optimisers import lr_factor
-from mmspec.training.plan import TrainingPlan, TrainingTask
+from mmspec.training.objectives import LossOutput
+from mmspec.training.options import TrainingPlan
+from mmspec.training.tasks import Optimisers
 
 CHECKPOINT, SETTINGS, LOG, CURVE = "checkpoint.pt", "settings.json", "log.jsonl", "curve.svg"
 DRAFTER = "drafter"
@@ -39,6 +40,37 @@ LOG_ROWS = 400
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 _STATE = ("network", "optimisers", "order", "step", "seconds", "settings")
 """Entries of a checkpoint."""
+
+
+class TrainingTask(Protocol):
+    """Network, data and loss of a training run."""
+
+    @property
+    def network(self) -> nn.Module:
+        """In float32, on the device."""
+
+    @property
+    def optimisers(self) -> Optimisers:
+        """Of the parameters to train."""
+
+    @property
+    def sampler(self) -> CurriculumSampler:
+        """Of the training examples."""
+
+    def batch(self, examples: list[Any]) -> Any:
+        """Examples as a batch of tensors."""
+
+    def weight(self, batch: Any) -> int:
+        """The number of positions that a batch's loss is a mean over."""
+
+    def loss(self, network: nn.Module, batch: Any, generator: torch.Generator, progress: float) -> LossOutput:
+        """The loss of a batch at a progress from 0 to 1."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the current network on held-out examples."""
+
+    def save(self, folder: Path) -> None:
+        """Write the trained drafter."""
 
 
 class Trainer:
@@ -148,7 +180,7 @@ class Trainer:
         self.task.optimisers.step(factor)
         self._means.add(loss, metrics)
         self.step += 1
-        return {"event": "train", **self.task.sampler.info, "rate": factor * self.task.optimisers.rates.highest}
+        return {"event": "train", **self.task.sampler.info, "rate": factor * self.task.optimisers.rate}
 
     def _loss_weight(self, batch: Any) -> float | Tensor:
         """Factor on this process's mean loss such that the mean over processes is that of the joint batch."""
@@ -230,6 +262,115 @@ class _LossModule(nn.Module):
         # DistributedDataParallel needs a gradient of every parameter, even if the batch does not use it.
         unused = 0.0 * sum(parameter.sum() for parameter in self.network.parameters() if parameter.requires_grad)
         return output.total + unused, output.metrics
+
+
+TEXT, MIXED = "text", "mixed"
+ExampleIndex = tuple[str, int]
+"""Kind of an example, ``TEXT`` (stage 1) or ``MIXED`` (stage 2), and its index among the examples of that kind."""
+
+POOL = 8
+"""Batches sampled together: a pool is sorted by length before it is split into batches, which saves padding."""
+
+
+class CurriculumSampler:
+    """Samples batches of examples; each kind is traversed whole, reshuffled at every epoch.
+
+    Args:
+        lengths: length of each example by kind, in any unit.
+        seed: of the shuffling.
+        mixed_share: maps the run's progress (0 to 1) to the probability that an example is ``MIXED``. Only used where
+            there are examples of both kinds.
+
+    Attributes:
+        info: stage and share of the current pool's last request, for the training log.
+
+    Raises:
+        UserError: there are no examples.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, Sequence[int]],
+        batch: int,
+        seed: int,
+        mixed_share: Callable[[float], float] = lambda progress: progress,
+    ) -> None:
+        self.lengths = {kind: found for kind, found in lengths.items() if len(found)}
+        if not self.lengths:
+            raise UserError("training needs at least one conversation that is not held out: received none")
+        self.batch, self.seed = batch, seed
+        self.info: dict[str, Any] = {}
+        self._mixed_share = mixed_share
+        self._drawn = dict.fromkeys(self.lengths, 0)
+        self._pools = 0
+        self._waiting: list[list[ExampleIndex]] = []
+        self._shuffled: dict[str, tuple[int, list[int]]] = {}
+
+    def next(self, progress: float) -> list[ExampleIndex]:
+        """The next batch of examples, given the run's progress from 0 to 1."""
+        share = self._mixed_share(progress) if len(self.lengths) == 2 else float(MIXED in self.lengths)
+        self.info = {"stage": 1 if share == 0.0 else 2, "share": round(share, 4)}
+        if not self._waiting:
+            self._fill(share)
+        return self._waiting.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs to continue the sequence of batches."""
+        return {"drawn": dict(self._drawn), "pools": self._pools, "waiting": [list(batch) for batch in self._waiting]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the ``state_dict()`` of a sampler of the same examples, batch size and seed."""
+        self._drawn, self._pools = dict(state["drawn"]), state["pools"]
+        self._waiting = [[(kind, index) for kind, index in batch] for batch in state["waiting"]]
+
+    def _fill(self, share: float) -> None:
+        rng = random.Random(f"{self.seed} pool {self._pools}")
+        self._pools += 1
+        pool = [self._draw(MIXED if rng.random() < share else TEXT) for _ in range(POOL * self.batch)]
+        pool.sort(key=lambda example: self.lengths[example[0]][example[1]])
+        self._waiting = [pool[start : start + self.batch] for start in range(0, len(pool), self.batch)]
+        rng.shuffle(self._waiting)
+
+    def _draw(self, kind: str) -> ExampleIndex:
+        count = len(self.lengths[kind])
+        epoch, place = divmod(self._drawn[kind], count)
+        self._drawn[kind] += 1
+        if self._shuffled.get(kind, (-1, []))[0] != epoch:
+            order = list(range(count))
+            random.Random(f"{self.seed} {kind} {epoch}").shuffle(order)
+            self._shuffled[kind] = epoch, order
+        return kind, self._shuffled[kind][1][place]
+
+
+def linear_ramp(start: float) -> Callable[[float], float]:
+    """A function of progress that is 0 until ``start``, then rises linearly to 1."""
+    return lambda progress: 0.0 if progress <= start else (progress - start) / (1.0 - start)
+
+
+def lr_factor(progress: float, step: int, warmup: int, hold: float) -> float:
+    """Learning-rate factor: linear warm-up over ``warmup`` steps, 1 until progress ``hold``, then linear decay to 0."""
+    decay = 1.0 if progress <= hold else max(0.0, (1.0 - progress) / (1.0 - hold))
+    return min(1.0, (step + 1) / warmup) * decay
+
+
+class RunningMeans:
+    """Means of loss and metrics over the steps since the last ``pop``."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Tensor, dict[str, float]]] = []
+
+    def add(self, loss: Tensor, metrics: dict[str, float]) -> None:
+        """Add a step. The scalar ``loss`` stays on its device until ``pop``."""
+        self._rows.append((loss.detach(), metrics))
+
+    def pop(self) -> dict[str, float]:
+        """The means, that of the loss as "loss", and resets them."""
+        means = {"loss": torch.stack([loss for loss, _ in self._rows]).mean().item()}
+        for name in dict.fromkeys(name for _, metrics in self._rows for name in metrics):
+            values = [metrics[name] for _, metrics in self._rows if name in metrics]
+            means[name] = sum(values) / len(values)
+        self._rows = []
+        return means
 
 
 def train_with_progress(trainer: Trainer, console: Console) -> bool:

@@ -2,11 +2,16 @@
 recurrence of RG-LRU, causal convolution, commits."""
 
 from mmspec.ssm.ops.conv import commit_conv, conv_window, tree_conv
-from mmspec.ssm.ops.delta import commit_delta, tree_delta
-from mmspec.ssm.ops.kda import commit_kda, tree_kda
-from mmspec.ssm.ops.lru import commit_lru, tree_lru
+from mmspec.ssm.ops.delta import commit_delta, commit_kda, tree_delta, tree_kda
 from mmspec.ssm.ops.scan import commit_scan, tree_scan
-from mmspec.ssm.ops.selective import DepthIndex, commit_selective, depth_index, tree_selective
+from mmspec.ssm.ops.selective import (
+    DepthIndex,
+    commit_lru,
+    commit_selective,
+    depth_index,
+    tree_lru,
+    tree_selective,
+)
 
 __all__ = [
     "DepthIndex",

@@ -1,17 +1,22 @@
-"""Gated delta rule of Gated DeltaNet over a tree, all nodes in parallel.
+"""Gated delta rules of Gated DeltaNet and Kimi Delta Attention (KDA) over a tree, all nodes in parallel.
 
 A step of the recurrence corrects what the state holds for a key: it reads the decayed state, and writes a rank-1
 update. Node states are never materialised. The updates of all nodes solve one unit-triangular system per head, which
 reads the initial state once.
+
+Decays of KDA differ by key channel: products of keys include the decay between their nodes, so that they are not one
+matmul. They are computed generation by generation: every node with itself, with its parent, with its parent's parent,
+and so on. Decays are sums over the nodes in between: they neither cancel nor overflow, and float32 suffices.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.decay import exp2, log2_decay
+from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2, log2_decay
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -77,8 +82,7 @@ def commit_delta(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, p
     Source: Gated DeltaNet (arXiv 2412.06464), section 3.
     """
     _check(k, v, state, g=g, beta=beta)
-    if not state.is_contiguous():
-        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+    check_in_place(state)
     kernels.run(v.device, _commit_delta, k, v, g, beta, state, path)
 
 
@@ -136,6 +140,122 @@ def _check(k: Tensor, v: Tensor, state: Tensor, **gates: Tensor) -> None:
     for name, gate in gates.items():
         if gate.shape != (batch, nodes, heads):
             raise ValueError(f"{name} must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(gate.shape)}")
-    expected = (batch, heads, key_dim, value_dim)
-    if state.shape != expected or state.dtype != torch.float32:
-        raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")
+    check_state(state, batch, heads, key_dim, value_dim)
+
+
+def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
+    """Output of KDA at every node of a tree.
+
+    With M the ancestors, ``G = M g``, d a key channel, and S0 the state before the tree, the updates U solve the first
+    equation, in which L has the entries for i != j:
+
+        (I + L) U = diag(beta) (V - (exp(G) * K) S0),  L_ij = beta_i M_ij sum_d k_id k_jd exp(G_id - G_jd)
+        Y = (exp(G) * Q) S0 + W U,                     W_ij = M_ij sum_d q_id k_jd exp(G_id - G_jd)
+
+    Computed in float32 for any input dtype. Nothing of the size of the state is allocated.
+
+    Args:
+        q, k: (batch, nodes, heads, key_dim), keys L2-normalised.
+        v: (batch, nodes, heads, value_dim).
+        g: (batch, nodes, heads, key_dim) float32, log decays, not positive.
+        beta: (batch, nodes, heads) float32, rates.
+        state: (batch, heads, key_dim, value_dim) float32, before the root; not modified.
+        ancestors: (batch, nodes, nodes) bool, [i, j] is True if j is i or an ancestor of i.
+
+    Returns:
+        (batch, nodes, heads, value_dim) float32.
+
+    Source: Kimi Linear (arXiv 2510.26692), section 3, whose chunk is a chain; here its mask is the tree's.
+    """
+    _check_channels(k, v, g, beta, state)
+    return kernels.run(v.device, _tree_kda, q, k, v, g, beta, state, ancestors)
+
+
+def _tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
+    batch, nodes, heads = beta.shape
+    start, overlap = _overlaps((k.float(), q.float()), k, g, _lineages(ancestors))
+    both = torch.cat([_heads_first(x * start, heads) for x in (k, q)], dim=1)
+    before = _read(both, state)
+    updates = torch.sub(_heads_first(v, heads), before[:, :nodes]).mul_(_scalars(beta))
+    if nodes > 1:
+        updates = _solve(overlap[0], _scalars(beta), updates)
+    y = before[:, nodes:].baddbmm(overlap[1], updates)
+    return y.view(batch, heads, nodes, -1).transpose(1, 2)
+
+
+def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along a path, in place.
+
+        S = exp(G_n) * S0 + sum_{j on the path} (exp(G_n - G_j) * k_j) (x) u_j
+
+    Args:
+        k, v, g, beta: as for ``tree_kda``.
+        state: (batch, heads, key_dim, value_dim) float32, contiguous; updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
+
+    Raises:
+        ValueError: the state is not contiguous.
+
+    Source: Kimi Linear (arXiv 2510.26692), section 3.
+    """
+    _check_channels(k, v, g, beta, state)
+    check_in_place(state)
+    kernels.run(v.device, _commit_kda, k, v, g, beta, state, path)
+
+
+def _commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    (batch, depth), heads = path.shape, beta.shape[2]
+    row, index = torch.arange(batch, device=path.device)[:, None], torch.arange(depth, device=path.device)
+    k, v, g, beta = (x[row, path.clamp(min=0)].float() for x in (k, v, g, beta))
+    live = (path >= 0)[..., None]
+    g, beta = g * live[..., None], beta * live  # padding neither decays nor updates
+    lineages = (index[:, None] - index).clamp(min=-1).expand(batch, -1, -1)
+    start, overlap = _overlaps((k,), k, g, lineages)
+    updates = torch.sub(_heads_first(v, heads), _read(_heads_first(k * start, heads), state)).mul_(_scalars(beta))
+    if depth > 1:
+        updates = _solve(overlap[0], _scalars(beta), updates)
+    later = base2(F.pad(g[:, 1:], (0, 0, 0, 0, 0, 1))).flip(1).cumsum(1).flip(1)
+    keys = _heads_first(k * exp2(later), heads)
+    decay = _heads_first(start[:, -1:], heads).transpose(1, 2)
+    state.view(batch * heads, *state.shape[2:]).mul_(decay).baddbmm_(keys.transpose(1, 2), updates)
+
+
+def _lineages(ancestors: Tensor) -> Tensor:
+    """(batch, nodes, generations) int64: each node, its parent, and so on to the root, padded with -1."""
+    nodes = ancestors.shape[1]
+    fixed = kernels.static_shapes(ancestors.device)
+    generations = nodes if fixed or nodes == 1 else int(ancestors.sum(-1).max())
+    index = torch.where(ancestors, torch.arange(nodes, device=ancestors.device), -1)
+    return index.sort(-1, descending=True).values[..., :generations]
+
+
+def _overlaps(rows: tuple[Tensor, ...], k: Tensor, g: Tensor, lineages: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Decays from before the root, and products of each node's rows with the decayed keys of its ancestors.
+
+    Args:
+        rows: (batch, nodes, heads, key_dim) float32 each.
+
+    Returns:
+        (batch, nodes, heads, key_dim), and (batch * heads, nodes, nodes) [i, j] for each of ``rows``, 0 if j is not an
+        ancestor of i.
+    """
+    (batch, nodes, heads, _), g = g.shape, base2(g)
+    row = torch.arange(batch, device=g.device)[:, None]
+    reach, products = torch.zeros_like(g), []
+    for at in lineages.unbind(2):
+        live, at = (at >= 0)[..., None, None], at.clamp(min=0)
+        decayed = k[row, at] * exp2(reach).mul_(live)
+        products.append(torch.stack([(decayed * x).sum(-1) for x in rows]))
+        reach += g[row, at] * live
+    index = lineages.clamp(min=0)[None, :, None].expand(len(rows), -1, heads, -1, -1)
+    overlaps = torch.stack(products, dim=-1).transpose(2, 3)  # (rows, batch, heads, nodes, generations)
+    overlap = overlaps.new_zeros(*overlaps.shape[:4], nodes).scatter_add_(4, index, overlaps)
+    return exp2(reach), overlap.view(len(rows), batch * heads, nodes, nodes).unbind()
+
+
+def _check_channels(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> None:
+    _check(k, v, state, beta=beta)
+    expected = (*beta.shape, state.shape[2])
+    for name, x in (("k", k), ("g", g)):
+        if x.shape != expected:
+            raise ValueError(f"{name} must be (batch, nodes, heads, key_dim) {expected}: got {tuple(x.shape)}")

@@ -6,14 +6,46 @@ node's path, so a tree costs two matmuls, one of which reads the state once.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.decay import exp2, log2_decay
 
 _LARGE = 2**18
 """Intermediate size, in elements, above which rows are computed one by one."""
+
+
+def base2(exponent: Tensor) -> Tensor:
+    """An exponent of e as one of 2."""
+    return exponent * math.log2(math.e)
+
+
+def log2_decay(dt: Tensor, a: Tensor | float = 1.0) -> Tensor:
+    """``dt a`` in base 2, in float64, as differences of large path sums are used; on MPS, float32."""
+    return (dt * (a * math.log2(math.e))).to(torch.float32 if dt.device.type == "mps" else torch.float64)
+
+
+def exp2(exponent: Tensor) -> Tensor:
+    """``exp2`` in float32 that flushes values below 2**-100 to zero.
+
+    CPUs are about a hundred times slower on denormals, in every later product too. So is torch's ``exp`` (MKL) on
+    denormals and infinities, unlike its ``exp2``.
+    """
+    return torch.nn.functional.threshold(exponent.float(), -100.0, -torch.inf).exp2_()
+
+
+def check_state(state: Tensor, *shape: int) -> None:
+    """Raise ``ValueError`` if recurrent states are not of a shape and float32."""
+    if state.shape != shape or state.dtype != torch.float32:
+        raise ValueError(f"state must be {shape} torch.float32: got {tuple(state.shape)} {state.dtype}")
+
+
+def check_in_place(state: Tensor) -> None:
+    """Raise ``ValueError`` if a state that is updated in place is not contiguous."""
+    if not state.is_contiguous():
+        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
 
 
 def tree_scan(
@@ -77,8 +109,7 @@ def commit_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor, path
     Source: STree (arXiv 2505.14969); the recurrence unrolled over the path.
     """
     _check(x, dt, b, state)
-    if not state.is_contiguous():
-        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+    check_in_place(state)
     kernels.run(x.device, _commit_scan, x, dt, a, b, state, path)
 
 
@@ -160,6 +191,4 @@ def _check(x: Tensor, dt: Tensor, b: Tensor, state: Tensor) -> None:
         raise ValueError(f"groups must divide heads: got {groups} groups of {heads} heads")
     if dt.shape != (batch, nodes, heads):
         raise ValueError(f"dt must be (batch, nodes, heads) {(batch, nodes, heads)}: got {tuple(dt.shape)}")
-    if state.shape != (batch, heads, head_dim, size) or state.dtype != torch.float32:
-        expected = (batch, heads, head_dim, size)
-        raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")
+    check_state(state, batch, heads, head_dim, size)

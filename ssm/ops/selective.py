@@ -1,12 +1,12 @@
-"""Selective scan of Mamba-1 over a tree, level by level.
+"""Recurrences over a tree, level by level: the selective scan of Mamba-1, and RG-LRU.
 
 Decays differ by channel and state element, so that no matmul over nodes replaces the recurrence. Each level of the tree
-is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time.
+is computed from its parents. States at nodes are temporaries, those of a tile of channels at a time; of RG-LRU, with
+one state per channel, they are the outputs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import kernels
-from mmspec.ssm.ops.decay import exp2
+from mmspec.ssm.ops.scan import base2, check_in_place, check_state, exp2
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _tree_selective(
     (batch, nodes, _), size = x.shape, b.shape[3]
     y = torch.empty(x.shape, device=x.device)
     for group, part in tiles(x, b, batch * nodes * size):
-        step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), _base2(a[part])
+        step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), base2(a[part])
         entering = (step * x[:, :, part].flatten(0, 1).unsqueeze(2)) * b[:, :, group].flatten(0, 1).unsqueeze(1)
         states = torch.empty(batch, 1 + nodes, *rate.shape, device=x.device)
         states[:, 0] = state[:, part]
@@ -129,8 +129,7 @@ def commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor,
     Source: Mamba (arXiv 2312.00752), algorithm 2.
     """
     _check(x, dt, a, b, state)
-    if not state.is_contiguous():
-        raise ValueError(f"state must be contiguous to be updated in place: got strides {state.stride()}")
+    check_in_place(state)
     kernels.run(x.device, _commit_selective, x, dt, a, b, state, path)
 
 
@@ -139,15 +138,11 @@ def _commit_selective(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor
     x, dt, b = (t[row, path.clamp(min=0)].float() for t in (x, dt, b))
     dt = dt * (path >= 0)[..., None]  # padding neither decays nor adds
     for group, part in tiles(x, b, len(path) * b.shape[3]):
-        rate, tile = _base2(a[part]), state[:, part]
+        rate, tile = base2(a[part]), state[:, part]
         for step, value, entering in zip(
             *(t.unbind(1) for t in (dt[..., part], x[..., part], b[:, :, group])), strict=True
         ):
             tile.mul_(exp2(step.unsqueeze(2) * rate)).addcmul_((step * value).unsqueeze(2), entering.unsqueeze(1))
-
-
-def _base2(a: Tensor) -> Tensor:
-    return a * math.log2(math.e)
 
 
 def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
@@ -158,9 +153,7 @@ def _check(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, state: Tensor) -> None:
         raise ValueError(f"dt must be (batch, nodes, channels) {(batch, nodes, channels)}: got {tuple(dt.shape)}")
     if a.shape != (channels, size):
         raise ValueError(f"a must be (channels, state) {(channels, size)}: got {tuple(a.shape)}")
-    expected = (batch, channels, size)
-    if state.shape != expected or state.dtype != torch.float32:
-        raise ValueError(f"state must be {expected} torch.float32: got {tuple(state.shape)} {state.dtype}")
+    check_state(state, batch, channels, size)
 
 
 _TILE = 2**18, 2**24
@@ -178,3 +171,70 @@ def tiles(x: Tensor, b: Tensor, per_channel: int) -> Iterator[tuple[int, slice]]
         for start in range(0, channels, tile):
             first = group * channels
             yield group, slice(first + start, first + min(start + tile, channels))
+
+
+def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
+    """State of a gated linear recurrence at every node of a tree.
+
+    With h_p the state at the parent of node i, or the state before the tree at the root:
+
+        h_i = a_i h_p + x_i
+
+    Computed in float32 for any input dtype.
+
+    Args:
+        x: (batch, nodes, channels), after the input gate and its scaling.
+        a: (batch, nodes, channels), the decays, from 0 to 1.
+        state: (batch, channels) float32, before the root; not modified.
+        levels: from ``depth_index``.
+
+    Returns:
+        (batch, nodes, channels) float32.
+
+    Source: Griffin (arXiv 2402.19427), equation 4, whose sequence is a path of the tree.
+    """
+    _check_lru(x, a, state)
+    return kernels.run(x.device, _tree_lru, x, a, state, levels)
+
+
+def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
+    batch, nodes, channels = x.shape
+    states = torch.empty(batch, 1 + nodes, channels, device=x.device)
+    states[:, 0] = state
+    flat, x, a = states.flatten(0, 1), x.flatten(0, 1), a.flatten(0, 1)
+    for at, slot, source in zip(levels.nodes, levels.slots, levels.sources, strict=True):
+        decay, entering = (t.index_select(0, at).float() for t in (a, x))
+        flat.index_copy_(0, slot, entering.addcmul_(decay, flat.index_select(0, source)))
+    return states[:, 1:]
+
+
+def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
+    """Advance the state along a path, in place.
+
+    Args:
+        x, a: as for ``tree_lru``.
+        state: (batch, channels) float32, contiguous; updated in place.
+        path: (batch, depth) int64, node indices from the root, right-padded with -1. A row of only -1 keeps its state.
+
+    Raises:
+        ValueError: the state is not contiguous.
+
+    Source: Griffin (arXiv 2402.19427), equation 4.
+    """
+    _check_lru(x, a, state)
+    check_in_place(state)
+    kernels.run(x.device, _commit_lru, x, a, state, path)
+
+
+def _commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
+    row, padding = torch.arange(len(path), device=path.device)[:, None], (path < 0)[..., None]
+    x, a = (t[row, path.clamp(min=0)].float() for t in (x, a))
+    x, a = x.masked_fill(padding, 0.0), a.masked_fill(padding, 1.0)  # padding neither decays nor adds
+    for entering, decay in zip(x.unbind(1), a.unbind(1), strict=True):
+        state.mul_(decay).add_(entering)
+
+
+def _check_lru(x: Tensor, a: Tensor, state: Tensor) -> None:
+    if a.shape != x.shape:
+        raise ValueError(f"a must be (batch, nodes, channels) {tuple(x.shape)}: got {tuple(a.shape)}")
+    check_state(state, x.shape[0], x.shape[2])

@@ -3,6 +3,10 @@
 Prefixes as in ``triton_scan``, whose loads and tile sizes these kernels share. The triangular system is solved level by
 level: all nodes with as many ancestors within their tile are computed by one matmul. The updates of earlier tiles are
 kept in global memory. The commit walks the path node by node, with its part of the state in registers.
+
+KDA takes two kernels: the first walks from each node to the root, and computes products of keys and queries with
+decayed keys for all tiles of value channels at once. The second is Gated DeltaNet's with these products in place of its
+own.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -30,6 +34,9 @@ from mmspec.ssm.ops.triton_scan import (
 
 _NODE_TILE = 16
 """Nodes per tile; larger tiles spill registers."""
+
+_WALKING = 4
+"""Nodes per program of KDA's first kernel: one for each warp."""
 
 
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
@@ -201,3 +208,151 @@ def _commit_delta_kernel(
         b_update = (b_v - tl.sum(b_tile * b_k[:, None], axis=0)) * (tl.load(beta + i_node * b_node) * kept)
         b_tile += b_k[:, None] * b_update[None, :]
     tl.store(p_tile, b_tile, mask=m_tile)
+
+
+def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
+    """See ``mmspec.ssm.ops.tree_kda``."""
+    (batch, nodes, heads, value_dim), key_dim = v.shape, k.shape[3]
+    y = torch.empty(v.shape, device=v.device)
+    rows = torch.empty(2, *k.shape, device=v.device)  # keys and queries, decayed from before the root
+    overlap = torch.empty(2, batch, heads, nodes, nodes, device=v.device)
+    ancestors = ancestors.view(torch.uint8)
+    _overlap_kda_kernel[(triton.cdiv(nodes, _WALKING), heads, batch)](
+        *(q, k, g, beta, ancestors, rows[0], rows[1], overlap[0], overlap[1]),
+        *(nodes, key_dim),
+        *(*q.stride(), *k.stride(), *g.stride(), *beta.stride(), *ancestors.stride(), *rows[0].stride()),
+        *overlap[0].stride()[:3],
+        BLOCK_NODES=_WALKING,
+        BLOCK_ALL=max(16, triton.next_power_of_2(nodes)),
+        BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
+    )
+    block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
+    tiles = triton.cdiv(nodes, _NODE_TILE)
+    updates = torch.empty(v.shape, device=v.device) if tiles > 1 else y
+    _tree_kda_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
+        *(rows[0], rows[1], overlap[0], overlap[1], v, beta, state, ancestors, updates, y),
+        *(nodes, value_dim, key_dim),
+        *(*rows[0].stride(), *overlap[0].stride()[:3], *v.stride(), *beta.stride()),
+        *(*state.stride(), *ancestors.stride(), *y.stride()),
+        TILES=tiles,
+        BLOCK_NODES=_NODE_TILE,
+        BLOCK_DIM=block_dim,
+        BLOCK_PART=max(16, min(triton.next_power_of_2(key_dim), _SCAN_PART)),
+        num_stages=SCAN_STAGES,
+    )
+    return y
+
+
+def commit_kda(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, path: Tensor) -> None:
+    """See ``mmspec.ssm.ops.commit_kda``."""
+    commit_delta(k, v, g, beta, state, path)
+
+
+@triton.jit
+def _overlap_kda_kernel(
+    q, k, g, beta, ancestors, keys, queries, key_overlap, query_overlap,
+    nodes, key_dim,
+    q_row, q_node, q_head, q_key,
+    k_row, k_node, k_head, k_key,
+    g_row, g_node, g_head, g_key,
+    b_row, b_node, b_head,
+    m_row, m_i, m_j,
+    r_row, r_node, r_head, r_key,
+    o_row, o_head, o_node,
+    BLOCK_NODES: tl.constexpr, BLOCK_ALL: tl.constexpr, BLOCK_KEY: tl.constexpr,
+):  # fmt: skip
+    i_row, i_head, i_to, m_to = _program(nodes, BLOCK_NODES)
+    i_key, i_on = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_ALL)
+    m_key, m_on = i_key < key_dim, i_on < nodes
+    q += i_row * q_row + i_head * q_head
+    k += i_row * k_row + i_head * k_head
+    g += i_row * g_row + i_head * g_head
+    rows = i_row * r_row + i_head * r_head
+    overlaps = i_row * o_row + i_head * o_head
+
+    b_k = _load(k, i_to, m_to, k_node, i_key, m_key, k_key)
+    b_q = _load(q, i_to, m_to, q_node, i_key, m_key, q_key)
+    m_pair = m_to[:, None] & m_on[None, :]
+    b_pair = tl.load(ancestors + i_row * m_row + i_to[:, None] * m_i + i_on[None, :] * m_j, mask=m_pair, other=0) != 0
+    b_keys = tl.zeros((BLOCK_NODES, BLOCK_ALL), dtype=tl.float32)
+    b_queries = tl.zeros((BLOCK_NODES, BLOCK_ALL), dtype=tl.float32)
+    b_reach = tl.zeros((BLOCK_NODES, BLOCK_KEY), dtype=tl.float32)
+    i_at = tl.max(tl.where(b_pair, i_on[None, :], -1), axis=1)
+    # From generation to generation, decays are sums that neither cancel nor overflow.
+    for _ in range(tl.max(tl.sum(b_pair.to(tl.int32), axis=1))):
+        m_at = i_at >= 0
+        b_decayed = _load(k, i_at, m_at, k_node, i_key, m_key, k_key) * tl.exp(b_reach)
+        m_here = i_on[None, :] == i_at[:, None]
+        b_keys = tl.where(m_here, tl.sum(b_decayed * b_k, axis=1)[:, None], b_keys)
+        b_queries = tl.where(m_here, tl.sum(b_decayed * b_q, axis=1)[:, None], b_queries)
+        b_reach += _load(g, i_at, m_at, g_node, i_key, m_key, g_key)
+        i_at = tl.max(tl.where(b_pair & (i_on[None, :] < i_at[:, None]), i_on[None, :], -1), axis=1)
+
+    b_start = tl.exp(b_reach)
+    p_rows = rows + i_to[:, None] * r_node + i_key[None, :] * r_key
+    m_rows = m_to[:, None] & m_key[None, :]
+    tl.store(keys + p_rows, b_k * b_start, mask=m_rows)
+    tl.store(queries + p_rows, b_q * b_start, mask=m_rows)
+    b_beta = tl.load(beta + i_row * b_row + i_head * b_head + i_to * b_node, mask=m_to, other=0.0)[:, None]
+    p_pair = overlaps + i_to[:, None] * o_node + i_on[None, :]
+    tl.store(key_overlap + p_pair, b_keys * b_beta, mask=m_pair)
+    tl.store(query_overlap + p_pair, b_queries, mask=m_pair)
+
+
+@triton.jit
+def _tree_kda_kernel(
+    keys, queries, key_overlap, query_overlap, v, beta, state, ancestors, updates, y,
+    nodes, value_dim, key_dim,
+    r_row, r_node, r_head, r_key,
+    o_row, o_head, o_node,
+    v_row, v_node, v_head, v_dim,
+    b_row, b_node, b_head,
+    s_row, s_head, s_key, s_dim,
+    m_row, m_i, m_j,
+    y_row, y_node, y_head, y_dim,
+    TILES: tl.constexpr, BLOCK_NODES: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_PART: tl.constexpr,
+):  # fmt: skip
+    i_row, i_head, i_dim, m_dim = _program(value_dim, BLOCK_DIM)
+    keys += i_row * r_row + i_head * r_head
+    queries += i_row * r_row + i_head * r_head
+    key_overlap += i_row * o_row + i_head * o_head
+    query_overlap += i_row * o_row + i_head * o_head
+    v += i_row * v_row + i_head * v_head
+    beta += i_row * b_row + i_head * b_head
+    state += i_row * s_row + i_head.to(tl.int64) * s_head
+    ancestors += i_row * m_row
+    updates += i_row * y_row + i_head * y_head
+    y += i_row * y_row + i_head * y_head
+
+    for tile in range(TILES):
+        i_to = tile * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+        m_to = i_to < nodes
+        b_right = _load(v, i_to, m_to, v_node, i_dim, m_dim, v_dim)
+        b_right -= _read(
+            *(keys, i_to, m_to, r_node, r_key, state, i_dim, m_dim, s_dim, s_key, key_dim),
+            *(BLOCK_DIM, BLOCK_PART, _PRECISION),
+        )
+        b_right *= tl.load(beta + i_to * b_node, mask=m_to, other=0.0)[:, None]
+        b_y = _read(
+            *(queries, i_to, m_to, r_node, r_key, state, i_dim, m_dim, s_dim, s_key, key_dim),
+            *(BLOCK_DIM, BLOCK_PART, _PRECISION),
+        )
+        for other in range(tile):
+            i_on = other * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+            m_on = i_on < nodes
+            b_update = _load(updates, i_on, m_on, y_node, i_dim, m_dim, y_dim)
+            b_weight = _load(key_overlap, i_to, m_to, o_node, i_on, m_on, 1)
+            b_right -= tl.dot(b_weight, b_update, input_precision=_PRECISION)
+            b_weight = _load(query_overlap, i_to, m_to, o_node, i_on, m_on, 1)
+            b_y = tl.dot(b_weight, b_update, b_y, input_precision=_PRECISION)
+
+        m_pair = m_to[:, None] & m_to[None, :]
+        b_pair = tl.load(ancestors + i_to[:, None] * m_i + i_to[None, :] * m_j, mask=m_pair, other=0) != 0
+        b_update = _solve(_load(key_overlap, i_to, m_to, o_node, i_to, m_to, 1), b_right, b_pair)
+        b_y = tl.dot(_load(query_overlap, i_to, m_to, o_node, i_to, m_to, 1), b_update, b_y, input_precision=_PRECISION)
+
+        m_y = m_to[:, None] & m_dim[None, :]
+        tl.store(y + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_y, mask=m_y)
+        if tile < TILES - 1:
+            tl.store(updates + i_to[:, None] * y_node + i_dim[None, :] * y_dim, b_update, mask=m_y)
+            tl.debug_barrier()  # other threads read them

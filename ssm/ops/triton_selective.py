@@ -3,6 +3,8 @@
 Prefixes as in ``triton_scan``. A program walks the nodes, parents first, with the states of its tile at all nodes in
 registers: tiles are small. A step selects the parent's state, and stores the node's output. Larger trees, such as
 chunks of a prompt, keep states in global memory, for a limited number of channels at a time. The commit walks the path.
+
+RG-LRU has one program per row and tile of channels, which reads a parent's state from the output that it has written.
 """
 
 # Kernel arguments are pointers, scalars and constexprs, which have no Python types.
@@ -22,6 +24,9 @@ _NODES = 64
 
 _TREE_TILE, _COMMIT_TILE = 32, 512
 """State elements per program; those of the tree are the lanes of one warp, so that selecting a state needs no other."""
+
+_LRU_TILE = 32
+"""Channels per program, the lanes of one warp: a step waits for the one before it, and many warps hide that."""
 
 
 def tree_selective(
@@ -207,3 +212,85 @@ def _commit_selective_kernel(
         b_b = _vector(b + i_node * b_node, i_state, b_state, m_state)
         b_tile = _advance(b_tile, b_a, b_step, b_x, b_b)
     tl.store(p_tile, b_tile, mask=m_tile)
+
+
+def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
+    """See ``mmspec.ssm.ops.tree_lru``."""
+    (batch, nodes, channels), parents = x.shape, levels.parents
+    y = torch.empty(x.shape, device=x.device)
+    _tree_lru_kernel[triton.cdiv(channels, _LRU_TILE), batch](
+        *(x, a, state, parents, y, nodes, channels),
+        *(*x.stride(), *a.stride(), *state.stride(), *parents.stride(), *y.stride()),
+        BLOCK=_LRU_TILE,
+        num_warps=1,
+    )
+    return y
+
+
+def commit_lru(x: Tensor, a: Tensor, state: Tensor, path: Tensor) -> None:
+    """See ``mmspec.ssm.ops.commit_lru``."""
+    channels = x.shape[2]
+    _commit_lru_kernel[triton.cdiv(channels, _LRU_TILE), len(path)](
+        *(x, a, state, path, path.shape[1], channels),
+        *(*x.stride(), *a.stride(), *state.stride(), *path.stride()),
+        BLOCK=_LRU_TILE,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _lru_program(channels, BLOCK: tl.constexpr):
+    """Row, channel indices and channel mask of a program."""
+    i_channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(1).to(tl.int64), i_channel, i_channel < channels
+
+
+@triton.jit
+def _tree_lru_kernel(
+    x, a, state, parents, y,
+    nodes, channels,
+    x_row, x_node, x_channel,
+    a_row, a_node, a_channel,
+    s_row, s_channel,
+    p_row, p_node,
+    y_row, y_node, y_channel,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_row, i_channel, m_channel = _lru_program(channels, BLOCK)
+    x += i_row * x_row
+    a += i_row * a_row
+    parents += i_row * p_row
+    y += i_row * y_row
+    b_start = _vector(state + i_row * s_row, i_channel, s_channel, m_channel)
+    for i_node in range(nodes):
+        i_parent = tl.load(parents + i_node * p_node)
+        b_x = _vector(x + i_node * x_node, i_channel, x_channel, m_channel)
+        b_a = _vector(a + i_node * a_node, i_channel, a_channel, m_channel)
+        b_before = _vector(y + tl.maximum(i_parent, 0) * y_node, i_channel, y_channel, m_channel)
+        b_now = b_a * tl.where(i_parent < 0, b_start, b_before) + b_x
+        tl.store(y + i_node * y_node + i_channel * y_channel, b_now, mask=m_channel)
+        tl.debug_barrier()  # other threads may read them
+
+
+@triton.jit
+def _commit_lru_kernel(
+    x, a, state, path,
+    depth, channels,
+    x_row, x_node, x_channel,
+    a_row, a_node, a_channel,
+    s_row, s_channel,
+    p_row, p_depth,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    i_row, i_channel, m_channel = _lru_program(channels, BLOCK)
+    x += i_row * x_row
+    a += i_row * a_row
+    path += i_row * p_row
+    p_state = state + i_row * s_row + i_channel * s_channel
+    b_state = tl.load(p_state, mask=m_channel, other=0.0)
+    for i_depth in range(depth):
+        i_node = tl.load(path + i_depth * p_depth)
+        b_x = _vector(x + tl.maximum(i_node, 0) * x_node, i_channel, x_channel, m_channel)
+        b_a = _vector(a + tl.maximum(i_node, 0) * a_node, i_channel, a_channel, m_channel)
+        b_state = tl.where(i_node < 0, b_state, b_a * b_state + b_x)  # padding neither decays nor adds
+    tl.store(p_state, b_state, mask=m_channel)

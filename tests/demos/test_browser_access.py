@@ -32,14 +32,13 @@ def test_accessibility(visit, size, theme):
     assert violations(page) == []
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_phone_layout(visit, theme):
-    page = visit(PHONE, theme)
+def test_phone_layout(visit):
+    page = visit(PHONE)
     assert overflow(page) <= 0
     choose(page, 1)  # its last pass ends at the last levels
     ask(page)
     assert overflow(page) <= 0
-    save_screenshot(page, f"phone-{theme}")
+    save_screenshot(page, "phone")
     page.evaluate("scrollTo(0, 0)")
     race(page)
     page.wait_for_function("document.querySelector('.mm-out').getBoundingClientRect().top < 200")
@@ -53,7 +52,7 @@ def test_phone_layout(visit, theme):
     assert slider.is_visible()
     boxes = [lane.bounding_box() for lane in page.locator(".mm-lane").all()]
     assert boxes[1]["y"] > boxes[0]["y"] + boxes[0]["height"]  # one below the other
-    save_screenshot(page, f"phone-race-{theme}")
+    save_screenshot(page, "phone-race")
 
 
 def test_keyboard_only(visit):

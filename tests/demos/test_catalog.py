@@ -5,7 +5,6 @@ import pytest
 from mmspec import UserError, plugins
 from mmspec.demos.catalog import check_methods, make_catalog
 from mmspec.drafters.registry import drafter_specs
-from tests.demos.serving import needs_smollm2
 
 
 def test_closed_catalog_rejects_other_names():
@@ -18,18 +17,13 @@ def test_closed_catalog_rejects_other_names():
         closed.check("/etc", "auto")
     message = "model must be one that this server offers: expected llava, /models/hybrid, got '/etc'"
     assert str(error.value) == message
-    with pytest.raises(UserError, match=r"drafter must be one that this server offers: .* got '/drafters/\.\./msd'"):
-        closed.check("llava", "/drafters/../msd")
-
-
-def test_closed_catalog_defaults_to_installed_models():
-    closed = make_catalog(open=False)
-    assert closed.models == tuple(plugins.installed())
-    assert {"tiny-hybrid", "tiny-llava"} <= set(closed.models)
-    assert {"auto", "ngram", "msd", "none"} <= set(closed.drafters)
-    for name in ("small:/etc", "../msd", "/"):
-        with pytest.raises(UserError, match="drafter must be"):
-            closed.check("tiny-llava", name)
+    usual = make_catalog(open=False)
+    assert usual.models == tuple(plugins.installed())
+    assert {"auto", "ngram", "msd", "none"} <= set(usual.drafters)
+    for name in ("small:/etc", "/drafters/../msd", "../msd", "/"):
+        for catalog in (closed, usual):
+            with pytest.raises(UserError, match=r"drafter must be one that this server offers: .* got "):
+                catalog.check(catalog.default, name)
 
 
 def test_open_catalog_allows_any_name():
@@ -39,40 +33,35 @@ def test_open_catalog_allows_any_name():
     free.check("/any/folder", "small:/another")
 
 
+DRAWN, PHOTOGRAPHS, TEXT = ["tiny-hybrid", "tiny-llava"], ["smol-llava"], ["smollm2"]
+
+
 @pytest.mark.parametrize(
-    ("models", "open", "expected"),
+    ("models", "open", "installed", "defaults"),  # for image, video and text
     [
-        ([], True, ("tiny-llava", "tiny-hybrid")),
-        (["llava"], True, ("llava", "tiny-hybrid")),
-        (["llava", "tiny-hybrid"], False, ("llava", "tiny-hybrid")),
-        (["llava", "other"], False, ("llava", "llava")),
-        (["tiny-hybrid"], True, ("tiny-llava", "tiny-hybrid")),
-        pytest.param(["smollm2"], True, ("tiny-llava", "smollm2"), marks=needs_smollm2),
-        pytest.param(["smollm2", "llava"], False, ("llava", "smollm2"), marks=needs_smollm2),
+        ([], True, DRAWN, "tiny-llava tiny-llava tiny-hybrid"),
+        (["llava"], True, DRAWN, "llava llava tiny-hybrid"),
+        (["llava", "tiny-hybrid"], False, DRAWN, "llava llava tiny-hybrid"),
+        (["llava", "other"], False, DRAWN, "llava llava llava"),
+        (["tiny-hybrid"], True, DRAWN, "tiny-llava tiny-llava tiny-hybrid"),
+        (["tiny-hybrid"], True, DRAWN + TEXT, "tiny-llava tiny-llava tiny-hybrid"),
+        (["smollm2"], True, DRAWN + TEXT, "tiny-llava tiny-llava smollm2"),
+        (["smollm2", "llava"], False, DRAWN + TEXT, "llava llava smollm2"),
+        ([], True, DRAWN + TEXT, "tiny-llava tiny-llava smollm2"),
+        (["llava"], False, DRAWN + TEXT, "llava llava llava"),
+        ([], True, PHOTOGRAPHS + DRAWN, "smol-llava tiny-llava tiny-hybrid"),
+        (["tiny-hybrid"], True, PHOTOGRAPHS + DRAWN, "smol-llava tiny-llava tiny-hybrid"),
+        (["smol-llava"], True, PHOTOGRAPHS + DRAWN, "smol-llava tiny-llava tiny-hybrid"),
+        (["smol-llava"], False, PHOTOGRAPHS + DRAWN, "smol-llava smol-llava smol-llava"),
     ],
 )
-def test_default_models_are_in_the_catalog(models, open, expected, monkeypatch):
-    installed = ["tiny-hybrid", "tiny-llava", *(["smollm2"] if "smollm2" in models else [])]
+def test_default_models_are_in_the_catalog(models, open, installed, defaults, monkeypatch):
     monkeypatch.setattr(plugins, "installed", lambda: installed)
-    monkeypatch.setattr(plugins, "embedded", lambda: ["tiny-hybrid", "tiny-llava"])
+    monkeypatch.setattr(plugins, "embedded", lambda: [name for name in installed if name != "smollm2"])
+    monkeypatch.setattr(plugins, "reads_text_only", lambda name: name in ("tiny-hybrid", "smollm2"))
     made = make_catalog(models, open=open)
-    assert (made.default_model("image"), made.default_model("text")) == expected
-    assert made.default_model("video") == expected[0]
-    assert set(expected) <= set(made.models)
-
-
-def test_images_are_answered_by_a_model_of_photographs_where_its_packages_are_installed(monkeypatch):
-    monkeypatch.setattr(plugins, "embedded", lambda: ["smol-llava", "tiny-hybrid", "tiny-llava"])
-    monkeypatch.setattr(plugins, "installed", plugins.embedded)
-    assert make_catalog().default == make_catalog(["tiny-hybrid"]).default_model("image") == "smol-llava"
-    assert make_catalog().default_model("video") == make_catalog(["smol-llava"]).default_model("video") == "tiny-llava"
-    assert make_catalog(["smol-llava"], open=False).default_model("video") == "smol-llava"
-
-
-def test_texts_are_answered_by_a_language_model_where_one_is_installed(monkeypatch):
-    monkeypatch.setattr(plugins, "installed", lambda: ["tiny-hybrid", "tiny-llava", "smollm2"])
-    assert make_catalog().default_model("text") == "smollm2"
-    assert make_catalog(["llava"], open=False).default_model("text") == "llava"
+    assert [made.default_model(kind) for kind in ("image", "video", "text")] == defaults.split()
+    assert set(defaults.split()) <= set(made.models)
 
 
 def test_models_and_methods_of_a_kind():

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-import av
-import numpy as np
 import pytest
 from PIL import Image
 
 from mmspec.demos import chat_request
-from mmspec.demos.chat_request import ChatRequest, Upload
-from mmspec.demos.conversation import Conversation, Turn, parse
-from mmspec.demos.racing import Token
+from mmspec.demos.chat_request import ChatRequest, Conversation, Token, Turn, Upload, parse_conversation
 from mmspec.demos.views import tokens_html, turns_html
 from mmspec.errors import UserError
+from tests.demos.serving import write_video
 
 
 @pytest.fixture
@@ -26,16 +23,7 @@ def image(tmp_path):
 
 @pytest.fixture
 def video(tmp_path):
-    path = tmp_path / "stored_path.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=5)
-        stream.width = stream.height = 32
-        stream.pix_fmt = "yuv420p"
-        for _ in range(10):
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return Upload(str(path), "holiday.mp4")
+    return Upload(write_video(tmp_path / "stored_path.mp4", "mpeg4", (32, 32)), "holiday.mp4")
 
 
 def test_first_request(image, video):
@@ -60,52 +48,37 @@ def test_follow_up_request_contains_the_history(image):
     assert [message["content"] for message in messages] == ["What?", "A box.", "And?"]
 
 
-@pytest.mark.parametrize("prompt", ["", "  \n"])
-def test_empty_prompt_raises(prompt, image):
-    with pytest.raises(UserError, match=r"^the prompt must not be empty: type a question$"):
-        ChatRequest("image", prompt, [image]).pipeline_request()
-
-
-def test_limits_raise(image, video, monkeypatch):
-    with pytest.raises(UserError, match="at most 4000 characters: got 4001"):
-        ChatRequest("text", "x" * 4001).pipeline_request()
-    with pytest.raises(UserError, match="at most 12 questions: start a new one"):
-        ChatRequest("text", "x", (), [("a", "b")] * 12).pipeline_request()
-    with pytest.raises(UserError, match=r"frames must lie in 1\.\.32: got 33"):
-        ChatRequest("video", "x", [video], frames=33).pipeline_request()
-    with pytest.raises(UserError, match="at most 8 images: got 9"):
-        ChatRequest("image", "x", [image] * 9).pipeline_request()
-    with pytest.raises(UserError, match="at most 1 videos: got 2"):
-        ChatRequest("video", "x", [video] * 2).pipeline_request()
-    with pytest.raises(UserError, match=r"max_new_tokens must lie in 1\.\.512: got 513"):
-        ChatRequest("text", "x", max_new_tokens=513).generate_kwargs()
-    for temperature in (float("nan"), float("inf"), 5.1, -1.0):
-        with pytest.raises(UserError, match="temperature must"):
-            ChatRequest("text", "x", temperature=temperature).generate_kwargs()
+def test_requests_that_are_refused(image, video, tmp_path, monkeypatch):
+    """Errors name the visitor's file, and nothing of the server."""
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    broken, gone = Upload(str(tmp_path / "broken.png"), "holiday.png"), Upload(str(tmp_path / "gone.png"), "a.png")
     monkeypatch.setattr(chat_request, "MAX_VIDEO_SECONDS", 1.5)
-    with pytest.raises(UserError, match=r"^holiday\.mp4: expected a video of at most 1.5 s, received one of 2.0 s$"):
-        ChatRequest("video", "x", [video]).pipeline_request()
-
-
-def test_seed_is_passed_on():
-    assert [ChatRequest("text", "x", seed=seed).generate_kwargs()["seed"] for seed in (0, 7, 2**31)] == [0, 7, 2**31]
-
-
-def test_errors_name_the_visitors_file(tmp_path, video):
-    (tmp_path / "stored_path.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
-    with pytest.raises(UserError, match=r"^holiday\.png: expected") as error:
-        ChatRequest("image", "x", [Upload(str(tmp_path / "stored_path.png"), "holiday.png")]).pipeline_request()
-    assert str(tmp_path) not in str(error.value)
-    with pytest.raises(UserError, match=r"^holiday\.png: expected a video") as error:
-        ChatRequest("video", "x", [Upload(str(tmp_path / "stored_path.png"), "holiday.png")]).pipeline_request()
-    assert str(tmp_path) not in str(error.value)
-
-
-def test_missing_upload_raises(tmp_path):
-    with pytest.raises(UserError, match="no image was uploaded: upload one"):
-        ChatRequest("image", "x").pipeline_request()
-    with pytest.raises(UserError, match=r"a\.png was removed"):
-        ChatRequest("image", "x", [Upload(str(tmp_path / "gone.png"), "a.png")]).pipeline_request()
+    for request, message in (
+        (ChatRequest("image", "", [image]), "^the prompt must not be empty: type a question$"),
+        (ChatRequest("image", "  \n", [image]), "^the prompt must not be empty: type a question$"),
+        (ChatRequest("text", "x" * 4001), "at most 4000 characters: got 4001"),
+        (ChatRequest("text", "x", (), [("a", "b")] * 12), "at most 12 questions: start a new one"),
+        (ChatRequest("image", "x", [image] * 9), "at most 8 images: got 9"),
+        (ChatRequest("image", "x"), "no image was uploaded: upload one"),
+        (ChatRequest("image", "x", [gone]), r"^a\.png was removed"),
+        (ChatRequest("image", "x", [broken]), r"^holiday\.png: expected"),
+        (ChatRequest("video", "x", [broken]), r"^holiday\.png: expected a video"),
+        (ChatRequest("video", "x", [video] * 2), "at most 1 videos: got 2"),
+        (ChatRequest("video", "x", [video], frames=33), r"frames must lie in 1\.\.32: got 33"),
+        (
+            ChatRequest("video", "x", [video]),
+            r"^holiday\.mp4: expected .* at most 1.5 s, received one of 2.0 s$",
+        ),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            request.pipeline_request()
+        assert str(tmp_path) not in str(error.value)
+    for options, message in (
+        ({"max_new_tokens": 513}, r"max_new_tokens must lie in 1\.\.512: got 513"),
+        *(({"temperature": value}, "temperature must") for value in (float("nan"), float("inf"), 5.1, -1.0)),
+    ):
+        with pytest.raises(UserError, match=message):
+            ChatRequest("text", "x", **options).generate_kwargs()
 
 
 TOKENS = [Token("A", "first", 0), Token(" <b", "accepted", 1), Token("ox>", "accepted", 1), Token(".", "bonus", 1)]
@@ -117,7 +90,7 @@ def kept():
 
 def test_page_keeps_a_conversation():
     conversation = kept()
-    assert parse(json.loads(json.dumps(asdict(conversation)))) == conversation
+    assert parse_conversation(json.loads(json.dumps(asdict(conversation)))) == conversation
     assert conversation.history == [("What?", "A <box>.")]
     assert turns_html(conversation.turns)[0][1].startswith(tokens_html(TOKENS))
     assert "<b" not in turns_html(conversation.turns)[0][1].replace("&lt;b", "")
@@ -136,11 +109,11 @@ def test_page_keeps_a_conversation():
 def test_malformed_conversation_is_an_empty_one(change):
     sent = asdict(kept())
     change(sent)
-    assert parse(sent) == Conversation()
-    assert parse(None) == parse([1]) == Conversation()
+    for malformed in (sent, None, [1]):
+        assert parse_conversation(malformed) == Conversation()
 
 
 def test_long_conversation_is_cut_to_its_last_turns():
     sent = asdict(kept())
     sent["turns"] *= 40
-    assert len(parse(sent).turns) == 12
+    assert len(parse_conversation(sent).turns) == 12

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice, zip_longest
+from itertools import islice
 from threading import Barrier
 
 import pytest
@@ -13,7 +13,7 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.budget import CostTable
 from mmspec.demos import models as models_module
 from mmspec.demos.models import LoadedModel, ModelCache
-from mmspec.demos.racing import StreamedAnswer, race, resolved, stream_answer
+from mmspec.demos.racing import race, resolved, stream_answer
 from mmspec.drafters.recycle import Recycle
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -78,11 +78,9 @@ def test_what_is_kept_is_not_evicted(models):
 
 
 def test_an_adapting_pipeline_is_not_the_pages(models):
-    adapting = models.keep("a", "recycle", AdaptOptions())
-    assert adapting.adaptation is not None
-    own = models.get("a").pipeline("recycle")
+    adapting, own = models.keep("a", "recycle", AdaptOptions()), models.get("a").pipeline("recycle")
     assert own is not adapting
-    assert own.adaptation is None
+    assert (adapting.adaptation is None, own.adaptation is None) == (False, True)
     assert own.target.model is adapting.target.model
 
 
@@ -106,17 +104,16 @@ def test_requests_do_not_share_learned_drafts():
         loaded.pipeline("nonsense")
 
 
-@pytest.mark.parametrize("drafter", ["recycle", "ngram", "none"])
-def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(drafter, models):
+def test_visitors_decode_together_and_get_the_answers_that_they_would_get_alone(models):
     """Streams in two threads, one of them dropped half-way; the slots are free afterwards."""
-    pipe, batches = models.get("a").pipeline(drafter), []
+    pipe, batches = models.get("a").pipeline("recycle"), []
     budgets = pipe._speculation.budgets
     budget = budgets.of
     budgets.of = lambda batch, nodes: batches.append(batch) or budget(batch, nodes)
     both = Barrier(2)
 
     def visit(prompt, pieces=None):
-        work = stream_answer(models.get("a").pipeline(drafter), drafter, {"prompt": prompt}, KEYWORDS)
+        work = stream_answer(models.get("a").pipeline("recycle"), "recycle", {"prompt": prompt}, KEYWORDS)
         answers = models.turns.run(work, lambda ahead: None)
         running = (answer for answer in answers if answer is not None)
         next(running)
@@ -158,28 +155,10 @@ def test_a_race_runs_alone(models):
     assert list(requests["race"]) == [1]
     assert list(requests["c"]) == [0, 1]
     assert done == [("a", 0), ("b", 0), ("a", 1), ("race", 0), ("race", 1), ("c", 0), ("c", 1)]
-
-
-def test_a_cancelled_race_is_not_waited_for(models):
     requests = [models.turns.run(iter("ab"), lambda _: "waiting", alone=alone) for alone in (False, True, False)]
     assert [next(request) for request in requests] == ["a", "waiting", "waiting"]
-    requests[1].close()
+    requests[1].close()  # it has been cancelled
     assert list(requests[2]) == ["a", "b"]
-
-
-def test_closing_a_request_closes_its_generator(models):
-    ended = []
-
-    def work():
-        try:
-            yield from range(100)
-        finally:
-            ended.append(True)
-
-    request = models.turns.run(work(), lambda _: None)
-    assert next(request) == 0
-    request.close()
-    assert ended == [True]
 
 
 def test_places_in_the_queue_and_a_full_queue(models, monkeypatch):
@@ -212,25 +191,3 @@ def test_race_tokens_equal_separate_runs():
     assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
     with pytest.raises(UserError, match="got recycle twice"):
         next(race(loaded, ["recycle", "auto"], REQUEST, KEYWORDS))
-
-
-def test_race_with_different_tokens(monkeypatch):
-    loaded = LoadedModel(*parts(), "bytes")
-
-    def stream(pipe, method, request, keywords):
-        answer = StreamedAnswer(pipe.name, method, token_ids=[1, 2 if method == "none" else 3], seconds=1.0)
-        yield answer
-
-    monkeypatch.setattr("mmspec.demos.racing.stream_answer", stream)
-    *_, end = race(loaded, ["none", "ngram"], REQUEST, KEYWORDS)
-    assert (end.equal, end.difference.position, end.difference.plain) == (False, 1, 2)
-
-
-def test_interleaved_races_do_not_interfere():
-    loaded = [LoadedModel(*parts(), "one"), LoadedModel(*parts(), "other")]
-    prompts = ["abcabcabd", "one, two, one, two"]
-    races = [race(x, ["none", "recycle"], {"prompt": p}, KEYWORDS) for x, p in zip(loaded, prompts, strict=True)]
-    ends = [[state for state in states if state][-1] for states in zip(*zip_longest(*races), strict=True)]
-    for prompt, end in zip(prompts, ends, strict=True):
-        assert end.equal
-        assert end.baseline.token_ids == Pipeline(*parts()).generate(prompt, **KEYWORDS).token_ids

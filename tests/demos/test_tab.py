@@ -10,18 +10,14 @@ from PIL import Image
 
 from mmspec import plugins
 from mmspec.demos import page as page_module
-from mmspec.demos.catalog import make_catalog
-from mmspec.demos.chat_request import Upload
-from mmspec.demos.conversation import Conversation
+from mmspec.demos.catalog import TEXTS, TRAINED_TEXTS, make_catalog
+from mmspec.demos.chat_request import Conversation, Token, Upload
 from mmspec.demos.page import build
-from mmspec.demos.racing import Race, StreamedAnswer, Token
-from mmspec.demos.samples import TEXTS, TRAINED_TEXTS
+from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
 from mmspec.engine.stats import Stats
 from mmspec.vision.embedded import samples
-
-SETTINGS = ("auto", 0.0, 0, 12, 8)  # drafter, temperature, seed, max new tokens, frames
 
 
 def said_yes(drafter, **complete):
@@ -44,33 +40,41 @@ class Echo(Service):
         yield from self.race(request)
 
 
-@pytest.fixture
-def service(tmp_path):
-    (tmp_path / "samples").mkdir()
-    made = Echo(None, make_catalog(open=False), UploadFolder(tmp_path, 2**20))
-    made.requests = []
-    return made
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The tabs of a page by their kinds, and what answers them."""
+    folder = tmp_path_factory.mktemp("uploads")
+    (folder / "samples").mkdir()
+    echo, tabs, init = Echo(None, make_catalog(open=False), UploadFolder(folder, 2**20)), {}, page_module.Tab.__init__
 
-
-@pytest.fixture
-def ask(service, monkeypatch):
-    """Press "Ask" or "Race" in the tab of a kind; returns the final conversation and HTML."""
-    tabs, init = {}, page_module.Tab.__init__
-
-    def record(self, service, kind, *rest, **options):
+    def record(self, service, kind, *rest):
         tabs[kind] = self
-        init(self, service, kind, *rest, **options)
+        init(self, service, kind, *rest)
 
-    monkeypatch.setattr(page_module.Tab, "__init__", record)
-    build(service, service.uploads.folder / "samples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_module.Tab, "__init__", record)
+        build(echo, folder / "samples")
+    return echo, tabs
 
-    def press_button(kind, prompt, model, *media, conversation=None, follow_up=False, press="ask"):
-        handler = getattr(tabs[kind], press)
-        return list(
-            handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], model, *SETTINGS, media)
-        )[-1][:2]
 
-    press_button.tabs = tabs
+@pytest.fixture
+def service(built, monkeypatch):
+    for name in ("catalog", "models", "answer"):  # which tests change
+        monkeypatch.setattr(built[0], name, getattr(built[0], name))
+    built[0].requests = []
+    return built[0]
+
+
+@pytest.fixture
+def ask(built, service):
+    """Press "Ask" or "Race" in the tab of a kind; returns the final conversation and HTML."""
+
+    def press_button(kind, prompt, model, *media, conversation=None, follow_up=False, press="ask", seed=0):
+        handler = getattr(built[1][kind], press)
+        settings = (model, "auto", 0.0, seed, 12, 8, media)
+        return list(handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], *settings))[-1][:2]
+
+    press_button.tabs = built[1]
     return press_button
 
 
@@ -82,44 +86,36 @@ def store_upload(service, path):
     return Upload(str(stored), stored.name)
 
 
-def test_conversations_have_different_seeds(ask, service):
+def test_a_conversation_has_a_seed(ask, service):
     conversation, _ = ask("text", "Hello", "tiny-hybrid")
     conversation, _ = ask("text", "And?", "tiny-hybrid", conversation=conversation, follow_up=True)
     ask("text", "Hello", "tiny-hybrid")
+    ask("text", "And?", "tiny-hybrid", conversation=conversation, follow_up=True, seed=7)
     seeds = [request.seed for request in service.requests]
     assert seeds[0] == seeds[1] == conversation.seed != 0
     assert seeds[2] not in (0, seeds[0])
+    assert seeds[3] == 7
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
 def test_note_on_limits_for_a_visitors_own_input(ask, service, tmp_path, press):
+    """Of embedded models, where the input is none of their examples."""
     Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
-    own = store_upload(service, tmp_path / "lake.png")
-    fish = store_upload(service, tmp_path / "samples" / "goldfish.jpg")
-    for kind, prompt, model, media in (
-        ("image", "Describe the image.", "tiny-llava", [own]),
-        ("image", "Describe the image.", "", [own]),
-        ("image", "Describe the image.", "tiny-llava", [fish]),
-        ("text", "Who was Ada Lovelace?", "tiny-hybrid", []),
+    own, sample = store_upload(service, tmp_path / "lake.png"), store_upload(service, samples() / "scene.png")
+    fish, rings = (service.uploads.folder / "samples" / name for name in ("goldfish.jpg", "two-rings.png"))
+    service.catalog = replace(service.catalog, models=("llava", *service.catalog.models))
+    for kind, prompt, model, media, noted in (
+        ("image", "Describe the image.", "tiny-llava", [own], True),
+        ("image", "Describe the image.", "", [own], True),
+        ("image", "Describe the image.", "tiny-llava", [store_upload(service, fish)], True),
+        ("text", "Who was Ada Lovelace?", "tiny-hybrid", [], True),
+        ("image", "How many objects are there?", "tiny-llava", [sample], False),
+        ("image", "Describe the image.", "tiny-llava", [Upload(str(rings), "drawn.png")], False),
+        ("image", "Describe the image.", "llava", [own], False),
+        ("text", next(iter(TRAINED_TEXTS.values())), "tiny-hybrid", [], False),
     ):
         _, html = ask(kind, prompt, model, *media, press=press)
-        assert html.count(plugins.limits(model or plugins.default_model())) == 1
-
-
-@pytest.mark.parametrize("press", ["ask", "race"])
-def test_no_note_for_samples_and_other_models(ask, service, tmp_path, press):
-    Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
-    sample = store_upload(service, samples() / "scene.png")
-    drawn = Upload(str(service.uploads.folder / "samples" / "two-rings.png"), "drawn.png")
-    service.catalog = replace(service.catalog, models=("llava", "tiny-llava", "tiny-hybrid"))
-    for kind, prompt, model, media in (
-        ("image", "How many objects are there?", "tiny-llava", [sample]),
-        ("image", "Describe the image.", "tiny-llava", [drawn]),
-        ("image", "Describe the image.", "llava", [Upload(str(tmp_path / "lake.png"), "lake.png")]),
-        ("text", next(iter(TRAINED_TEXTS.values())), "tiny-hybrid", []),
-    ):
-        _, html = ask(kind, prompt, model, *media, press=press)
-        assert "mm-limits" not in html
+        assert html.count(plugins.limits(model or plugins.default_model()) or "mm-limits") == noted
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
@@ -128,12 +124,6 @@ def test_names_outside_the_catalog_raise(ask, service, press):
     offered = ", ".join(plugins.installed())
     assert f"Model must be one that this server offers: expected {offered}, got &#x27;/etc&#x27;" in html
     assert service.requests == []
-
-
-def test_given_seed(service, ask, monkeypatch):
-    monkeypatch.setattr("tests.demos.test_tab.SETTINGS", ("auto", 0.0, 7, 12, 8))
-    ask("text", "Hello", "tiny-hybrid")
-    assert service.requests[0].seed == 7
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
@@ -147,9 +137,10 @@ def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(ask, service,
 
 
 @pytest.mark.parametrize("press", ["ask", "race"])
-def test_a_running_request_is_not_joined_by_another(ask, service, press):
-    ask.tabs["text"]._running["busy"] = Event()
-    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="busy"), press=press)
+def test_a_running_request_is_not_joined_by_another(ask, service, monkeypatch, press):
+    with monkeypatch.context() as patched:
+        patched.setitem(ask.tabs["text"]._running, "busy", Event())
+        ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="busy"), press=press)
     assert service.requests == []
     ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="of a server that is gone"), press=press)
     assert len(service.requests) == 1
@@ -164,7 +155,7 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
             ask.tabs["text"].stop(conversations[-1])
 
     service.answer = answer
-    for outputs in ask.tabs["text"].ask(Conversation(), False, "Hello", [], "tiny-hybrid", *SETTINGS):
+    for outputs in ask.tabs["text"].ask(Conversation(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
         if isinstance(outputs[0], Conversation):
             conversations.append(outputs[0])
     assert conversations[-1].history == [("Hello", "yes")]
@@ -173,6 +164,13 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
     assert ask.tabs["text"]._running == {}
     assert "stopped" in outputs[1]
     assert [button.interactive for button in outputs[3:]] == [True, True, False, True]
+
+
+def test_place_in_the_queue_is_shown(ask, service, monkeypatch):
+    monkeypatch.setattr(service, "race", lambda *_: (Race([], ahead=ahead) for ahead in (2, 1)))
+    states = list(ask.tabs["text"].race(Conversation(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
+    assert ["2 requests ahead" in states[1][1], "1 request ahead" in states[2][1]] == [True, True]
+    assert "Stopped before the first token" in states[-1][1]
 
 
 def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
@@ -199,12 +197,8 @@ def test_examples_suit_the_model(ask):
         *_, first, second, third = tab.select(model, "auto", [])
         assert [first.value, second.value, third.value] == list(texts)
         assert [tab.example(number, model)[0] for number in range(3)] == list(texts.values())
-
-
-def test_photographs_are_examples_for_models_that_know_them(ask):
-    tab = ask.tabs["image"]
     for model, label in (("llava", "A goldfish"), ("smol-llava", "A goldfish"), ("tiny-llava", "A sign")):
-        examples = tab.controls.examples(model)
+        examples = ask.tabs["image"].controls.examples(model)
         assert (len(examples), examples[0].label, examples[1].label) == (4, "Two rings", label)
         for example in examples:
             with Image.open(example.value) as image:

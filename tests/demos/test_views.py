@@ -11,15 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 from mmspec import plugins
-from mmspec.answer import Piece
 from mmspec.compare import Difference
 from mmspec.demos import views
 from mmspec.demos.catalog import drafter_of, make_catalog
-from mmspec.demos.chat_request import ChatRequest
-from mmspec.demos.endpoints import answer_result
-from mmspec.demos.racing import Race, StreamedAnswer, Token, recording
-from mmspec.demos.views import claim_html, histogram, result_html, stopped_html, time_split, tokens_html
+from mmspec.demos.chat_request import ChatRequest, Token
+from mmspec.demos.racing import Race, StreamedAnswer, recording
+from mmspec.demos.views import claim_html, histogram, result_html, time_split, tokens_html
 from mmspec.engine.stats import Stats, TreeRecord
+from mmspec.pipeline import Piece
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -51,24 +50,13 @@ def finished(drafter="msd", ids=(65, 66, 67, 68, 69, 70), seconds=2.0):
 
 
 def test_token_origins():
-    answer = finished()
-    origins = [(token.text, token.origin, token.step) for token in answer.tokens]
-    assert origins == [
-        ("A", "first", 0),
-        ("B", "accepted", 1),
-        ("C", "accepted", 1),
-        ("D", "bonus", 1),
-        ("E", "plain", 2),
-        ("F", "bonus", 3),
-    ]
-    assert [token.origin for token in finished("none").tokens] == ["plain"] * 6
-
-
-def test_origins_do_not_depend_on_pieces():
+    named = [("A", "first", 0), ("B", "accepted", 1), ("C", "accepted", 1), ("D", "bonus", 1), ("E", "plain", 2)]
+    expected = [Token(*each) for each in (*named, ("F", "bonus", 3))]
     answer = StreamedAnswer("tiny", "msd")
     for count, ids in ((0, [65]), (1, [66, 67, 68]), (3, [69, 70])):
         answer.append(Piece(text(ids), ids, trees=STEPS[:count]), text)
-    assert answer.tokens == finished().tokens
+    assert answer.tokens == finished().tokens == expected
+    assert [token.origin for token in finished("none").tokens] == ["plain"] * 6
 
 
 def test_character_of_several_tokens_is_shown_when_complete():
@@ -105,42 +93,20 @@ def test_answer_in_a_conversation():
     assert html.index("Who?") < html.index("<i>me</i>") < html.index("&lt;script&gt;")
     assert "<script>" not in html
     assert "6 tokens in 3 passes" in html
+    assert "mm-limits" not in html
     assert result_html([], note="<oops>").count("&lt;oops&gt;") == 2  # shown, and announced
     assert "2 requests ahead" in result_html([], "Who?", Race([]), ahead=2)
-
-
-def test_note_on_limits_in_html():
+    assert "stopped</span>" in result_html([], "And?", Race([finished()]), stopped=True)
     line = '<p class="mm-limits">shapes &amp; texts only</p>'
     assert result_html([], "And?", Race([finished()]), limits="shapes & texts only").count(line) == 1
-    assert "mm-limits" not in result_html([], "And?", Race([finished()]))
 
 
 def test_legend_names_only_the_colours_that_there_are():
     assert "mm-legend" not in result_html([], "And?", Race([finished("none")]))
-    answer = StreamedAnswer("tiny", "msd")
-    answer.append(Piece("ABCD", [65, 66, 67, 68], trees=STEPS[:1]), text)
+    answer = finished()
     answer.tokens = [token for token in answer.tokens if token.origin != "bonus"]
     legend = re.search('<p class="mm-legend">.*?</p>', result_html([], "And?", Race([answer])))[0]
     assert ("drafted and accepted" in legend, "bonus" in legend) == (True, False)
-
-
-def test_stopped_answer_has_a_mark():
-    assert "stopped</span>" in result_html([], "And?", Race([finished()]), stopped=True)
-    assert stopped_html("A") == 'A <span class="mm-mark">stopped</span>'
-
-
-def test_answer_result():
-    assert answer_result(finished()) == {
-        "text": "ABCDEF",
-        "tokens": 6,
-        "seconds": 2.0,
-        "tokens_per_second": pytest.approx(5 / 1.5),
-        "acceptance": pytest.approx(5 / 3),
-        "draft_acceptance_rate": pytest.approx(2 / 4),
-        "finish_reason": "stop",
-        "model": "tiny",
-        "drafter": "msd",
-    }
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ SMALL = ["--requests", "4", "--batch", "1,3", "--nodes", "2", "--drafters", "ngr
 METHODS = ["mmspec, no drafter", "ngram, 2 nodes", "ngram, adaptive"]
 
 
-def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(monkeypatch):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save_text_model(tmp_path_factory.mktemp("text")))
+
+
+def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(folder, monkeypatch):
     widest = {}
     forward = TransformersTarget.forward_tree
 
@@ -27,7 +32,7 @@ def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(monke
         return forward(target, tree)
 
     monkeypatch.setattr(TransformersTarget, "forward_tree", counted)
-    done = CliRunner().invoke(batching.main, [*SMALL, "--max-new-tokens", "12"])
+    done = CliRunner().invoke(batching.main, ["--model", folder, *SMALL, "--max-new-tokens", "12"])
     assert done.exit_code == 0, done.output
     assert sorted(widest.values()) == [1, 1, 3]  # calibration and the expected answers; a fork for each batch size
     rows = json.loads(done.stdout.splitlines()[-1])["methods"]
@@ -39,8 +44,8 @@ def test_a_small_run_decodes_as_many_sequences_as_each_method_is_named_for(monke
         assert [row["equal"] for row in (plain, fixed, adaptive)] == [4] * 3
 
 
-def test_methods_learn_apart(tmp_path):
-    pipe = mmspec.load(str(save_text_model(tmp_path)), None)
+def test_methods_learn_apart(folder):
+    pipe = mmspec.load(folder, None)
     methods = batching._methods(pipe, "recycle", [1, 3], "2")
     learning = [method.drafter for method in methods.values() if method.drafter is not None]
     assert len({id(drafter) for drafter in learning}) == len(learning) == 4

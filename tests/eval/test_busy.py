@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from mmspec.eval.busy import busy_programs
+from mmspec.eval.busy import _LOOP, busy_programs
 
 
 def loops() -> list[psutil.Process]:
@@ -23,10 +23,9 @@ def test_busy_programs_end_with_the_block():
 
 
 def test_busy_programs_end_with_a_process_that_is_killed():
-    program = (
-        "import os, psutil\nfrom mmspec.eval.busy import busy_programs\n"
-        "with busy_programs(1):\n    print(psutil.Process().children()[0].pid, flush=True)\n    os.kill(os.getpid(), 9)"
-    )
+    """Even before they have begun."""
+    program = f"import os, subprocess, sys\ncommand = [sys.executable, '-S', '-c', {_LOOP!r}, str(os.getpid())]\n"
+    program += "print(subprocess.Popen(command).pid, flush=True)\nos.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120)
     left = int(done.stdout)
     psutil.wait_procs([psutil.Process(left)] if psutil.pid_exists(left) else [], timeout=60)

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from mmspec.errors import UserError
 from mmspec.eval import serving
-from mmspec.eval.harness.mmspec_server import StreamedRequest
-from mmspec.eval.harness.mmspec_server import serving as run_server
+from mmspec.eval.serving import StreamedRequest
+from mmspec.eval.serving import serving as run_server
 
 
 def test_figures_of_a_load() -> None:

@@ -1,4 +1,5 @@
-"""Fields that check themselves: each rule refuses what its words exclude, in one line, and takes what they allow."""
+"""Fields that check themselves: each rule refuses what its words exclude, in one line, and takes what they allow.
+Exceptions of libraries as errors of the user."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 
 from mmspec import SamplingParams, UserError
 from mmspec.checks import Checked, shown
+from mmspec.errors import explained, first_line
 
 ROOT = Path(__file__).parents[2]
 for path in sorted(ROOT.glob("mmspec/**/*.py")) + sorted(ROOT.glob("mmspec/*/**/*.py")):
@@ -97,3 +99,22 @@ def test_a_field_of_a_class_is_checked() -> None:
     with pytest.raises(UserError, match=r"^top_k must be a whole number >= 0: got -1$"):
         SamplingParams(top_k=-1)
     assert shown("x" * 1000) == "str " + repr("x" * 1000)[:80] + "..."
+
+
+def test_first_line() -> None:
+    assert first_line(ValueError("\none\ntwo")) == "one"
+    assert first_line(ValueError()) == "ValueError"
+    assert first_line(ValueError("a" * 900)) == "a" * 400 + " ..."
+
+
+def test_named_exceptions_become_one_line() -> None:
+    with pytest.raises(UserError, match=r"^cannot read x: no$") as raised, explained("cannot read x", OSError):
+        raise OSError("no\nfile")
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize("error", [UserError("said"), KeyError("other")])
+def test_other_exceptions_pass(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, explained("cannot read x", OSError, ValueError):
+        raise error
+    assert raised.value is error

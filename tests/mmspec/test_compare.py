@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from mmspec import compare as module
-from mmspec.answer import Generation
 from mmspec.compare import compare, first_difference, next_token_scores
 from mmspec.core.target import Prompt
 from mmspec.engine.stats import Stats
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.targets.processor import Processor

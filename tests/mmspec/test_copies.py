@@ -1,12 +1,15 @@
-"""Copies of a pipeline by ``pickle`` and ``copy.deepcopy``: of every embedded model, drafter and option."""
+"""Copies of a pipeline by ``pickle`` and ``copy.deepcopy``, as Ray and multiprocessing send them to other processes."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +17,13 @@ import torch
 
 import mmspec
 from mmspec import plugins
+from mmspec.drafters.ngram import Ngram
 from mmspec.pipeline import Pipeline
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.embedded import samples
-from tests.tiny import byte_model, byte_tokenizer
+from tests.tiny import byte_model, byte_tokenizer, shared_model
 from tests.tiny.drafters import tiny_drafter, tiny_drafters
-
-pytestmark = pytest.mark.long
 
 WAYS: dict[str, Callable[[Any], Any]] = {"pickle": lambda x: pickle.loads(pickle.dumps(x)), "deepcopy": copy.deepcopy}
 EMBEDDED = {  # drafters in the models' folders, and those that need none
@@ -40,7 +42,7 @@ missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
 
 def asked(pipe: Pipeline, **changes: Any) -> dict[str, Any]:
     images = [samples() / "scene.png"] if hasattr(pipe.model.config, "vision_config") else None
-    return {"prompt": "one two one two", "images": images, "max_new_tokens": 12, "nodes": 6, **changes}
+    return {"prompt": "one,two,one,two", "images": images, "max_new_tokens": 12, "nodes": 6, **changes}
 
 
 def answer(pipe: Pipeline) -> tuple[list[int], int]:
@@ -84,13 +86,38 @@ OF_BYTES = {"mamba": {"vocab": 259}, "dflash": {"target_layer_ids": [0]}, "dspar
 """Settings that fit the model of bytes, which has 259 tokens and one layer."""
 
 
-@pytest.mark.parametrize("kind", [*tiny_drafters(), "recycle+ngram"])
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in (*tiny_drafters(), "recycle+ngram") if kind != "recycle"]
+
+
+@pytest.mark.parametrize("kind", ["recycle", *LONG])
 def test_every_drafter(kind: str) -> None:
     model = byte_model(2) if kind in ("early-exit", "kangaroo") else byte_model()  # a layer before the last
     drafter = tiny_drafter(kind, model, 40, **OF_BYTES.get(kind, {}))
     check_copies(Pipeline(TransformersTarget(model), Processor(byte_tokenizer()), drafter))
 
 
+@pytest.mark.parametrize("name", ["gemma2", "bamba"])
+def test_windows_and_recurrent_states(name: str) -> None:
+    check_copies(Pipeline(TransformersTarget(shared_model(name)), Processor(byte_tokenizer()), Ngram()))
+
+
+@pytest.mark.slow
+def test_another_process(tmp_path: Path) -> None:
+    pipe = Pipeline(TransformersTarget(shared_model("bamba")), Processor(byte_tokenizer()), Ngram())
+    (tmp_path / "pipe").write_bytes(pickle.dumps((pipe, asked(pipe))))
+    program = """
+import pickle, sys
+pipe, asked = pickle.load(open(sys.argv[1], "rb"))
+print(pipe.generate(**asked).token_ids)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, tmp_path / "pipe"], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(answer(pipe)[0])
+
+
+@pytest.mark.long
 def test_a_model_that_has_returned_hidden_states() -> None:
     """transformers' hooks for these are local functions, which it installs again in the copy."""
     pipe = mmspec.load("tiny-llava", device="cpu")
@@ -102,6 +129,7 @@ def test_a_model_that_has_returned_hidden_states() -> None:
     assert pipe.model(input_ids=ids, output_hidden_states=True).hidden_states is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_while_other_threads_decode(way: str) -> None:
     pipe = mmspec.load("tiny-llava", "flash+recycle", device="cpu")

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,19 @@ from safetensors.torch import save_file
 
 from mmspec import files
 from mmspec.errors import UserError
-from mmspec.files import alone, append_text, atomic, make_folder, read_rows, truncate_log, write_text
+from mmspec.files import (
+    alone,
+    append_text,
+    atomic,
+    cache_folder,
+    check_settings,
+    make_folder,
+    read_json,
+    read_lines,
+    read_rows,
+    truncate_log,
+    write_text,
+)
 from tests.process import ROOT
 
 WRITER = """
@@ -69,6 +81,47 @@ def write(kind: str, path: Path) -> None:
 
 def content(path: Path) -> str:
     return (path / "inside" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"MMSPEC_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/mmspec"),
+        ({"HOME": "/c"}, "/c/.cache/mmspec"),
+    ],
+)
+def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str) -> None:
+    for name in ("MMSPEC_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(folder)
+
+
+def run_alone(path: Path) -> None:
+    with alone(path.parent / ".lock", path):
+        pytest.fail("begun")
+
+
+UNWRITTEN = "cannot write .*/file/out: expected a place that can be written, received [^;]*$"
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda path: make_folder(path, pytest.fail), ".* expected a cache folder .*; MMSPEC_CACHE names another one$"),
+        (lambda path: make_folder(path, pytest.fail, ""), UNWRITTEN),
+        (lambda path: write_text(path, ""), UNWRITTEN),
+        (lambda path: append_text(path, ""), UNWRITTEN),
+        (run_alone, UNWRITTEN),
+    ],
+    ids=["folder of the cache", "folder", "file", "log", "run"],
+)
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, act: Callable[[Path], None], message: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=message):
+        act(tmp_path / "file" / "out")
 
 
 def test_permissions_are_those_of_other_new_files_and_folders(tmp_path: Path) -> None:
@@ -123,9 +176,21 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
         make_folder(tmp_path / "out", lambda part: pytest.fail("written twice"), new=True)
 
 
-def test_of_two_writers_of_a_new_folder_the_slower_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="out: expected a new folder, received one that exists"):
-        make_folder(tmp_path / "out", lambda part: write_text(tmp_path / "out" / "inside", "faster"), new=True)
+@pytest.mark.parametrize("new", [True, False])
+def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path, new: bool) -> None:
+    """The slower one is told if its folder must be new; a folder that is there is not written again."""
+
+    def told() -> AbstractContextManager[Any]:
+        return (
+            pytest.raises(UserError, match="out: expected a new folder, received one that exists")
+            if new
+            else nullcontext()
+        )
+
+    with told():
+        make_folder(tmp_path / "out", lambda part: write_text(tmp_path / "out" / "inside", "faster"), new=new)
+    with told():
+        make_folder(tmp_path / "out", lambda part: pytest.fail("written again"), new=new)
     assert content(tmp_path / "out") == "faster"
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -239,3 +304,27 @@ def test_rows_of_another_log_are_told(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"other": 2}\n')
     with pytest.raises(UserError, match=r"log\.jsonl, line 2: expected a row with a step"):
         truncate_log(tmp_path / "log.jsonl", 2)
+
+
+def test_lines_end_in_line_feeds_and_the_first_may_have_a_mark(tmp_path: Path) -> None:
+    """Windows writes both; a mark elsewhere is text."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\xef\xbb\xbftwo\r\nthree")
+    assert list(read_lines(tmp_path / "a.txt")) == [(1, "one\n"), (2, "\ufefftwo\n"), (3, "three")]
+
+
+def test_a_json_object_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"a":\n [1]}\n')
+    monkeypatch.setattr(files, "_MAX_JSON", file.stat().st_size)
+    assert read_json(file) == {"a": [1]}
+    for text, received in (("[1]", r"'\[1\]'"), ('{"a": [1, 2, 3]}', "a larger file")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"expected a JSON object.*, received {received}$"):
+            read_json(file)
+
+
+def test_a_run_is_resumed_with_its_own_settings(tmp_path: Path) -> None:
+    check_settings(tmp_path, {"rate": 0.1}, {"rate": 0.1, "new": 3})
+    message = r"holds a run with rate = 0.1: expected the same to resume it, received 0.2; choose another --out"
+    with pytest.raises(UserError, match=message):
+        check_settings(tmp_path, {"seed": 1, "rate": 0.1}, {"seed": 1, "rate": 0.2})

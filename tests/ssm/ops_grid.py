@@ -1,29 +1,28 @@
-"""One grid of awkward cases for every implementation of ``mmspec.ssm.ops``, compared with loops that follow parents.
+"""One grid of awkward cases for every implementation of ``mmspec.ssm.ops``, compared with recurrences step by step.
 
 ``python -m tests.ssm.ops_grid`` runs it on a CPU with the implementation that ``MMSPEC_KERNELS`` names. The Triton
 kernels need ``TRITON_INTERPRET=1`` from the start of the process for that, so tests run them in one of their own.
+
+Papers: Mamba-2 (arXiv 2405.21060), Gated DeltaNet (arXiv 2412.06464), Kimi Linear (arXiv 2510.26692), Mamba (arXiv
+2312.00752) and Griffin (arXiv 2402.19427), whose recurrences these are.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmspec.core.tree import TokenTree
 from mmspec.ssm import ops
-from tests.interpreter import mend_interpreter
-from tests.ssm import reference
-from tests.tiny import random_tree
+from tests.interpreter import filled_memory, run_grid
+from tests.tiny import random_tree, root_path
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,8 @@ CASES = [
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case, under the names of ``mmspec.ssm.ops``; ``deepest`` holds the longest path of each row."""
+    """The tensors of a case, under the names of ``mmspec.ssm.ops``; ``path`` has the longest path of a row, but none of
+    the second and the beginning of one of the others."""
 
     tree: TokenTree
     x: Tensor
@@ -90,7 +90,15 @@ class Inputs:
     conv_state: Tensor
     weight: Tensor
     bias: Tensor | None
-    deepest: Tensor
+    path: Tensor
+
+    @property
+    def scan(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.dt, self.a, self.b, self.c, self.d
+
+    @property
+    def scan_state(self) -> Tensor:
+        return _inside_nan(self.state)
 
     @property
     def delta(self) -> tuple[Tensor, ...]:
@@ -111,6 +119,8 @@ class Inputs:
     def delta_state(self) -> Tensor:
         """(batch, heads, key_dim, value_dim)"""
         return _inside_nan(self.state.transpose(2, 3).contiguous())
+
+    kda_state = delta_state
 
     @property
     def selective(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
@@ -140,9 +150,9 @@ class Inputs:
         return _inside_nan(self.state.sum(3).flatten(1))
 
 
-def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
+def draw(case: Case, device: str = "cpu") -> Inputs:
     """Random inputs. What lies around and between them in memory is NaN."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     rows = (case.batch, case.nodes)
     wide = case.heads * case.head_dim + 2 * case.groups * case.state
     channels = torch.randn(*rows, wide, generator=g).to(case.dtype)
@@ -167,21 +177,15 @@ def draw(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
         conv_state=_inside_nan(numbers(case.batch, wide, case.entries).to(case.dtype).to(device)),
         weight=numbers(wide, case.width).to(case.dtype).to(device),
         bias=numbers(wide).to(case.dtype).to(device) if case.skip else None,
-        deepest=paths_to(tree.parents, tree.depth.argmax(1)).to(device),
+        path=_paths(tree).to(device),
     )
 
 
-def paths_to(parents: Tensor, nodes: Tensor) -> Tensor:
-    """(batch, depth) int64: each row's path from its root to a node, padded with -1; -1 as the node: no path."""
-    paths = []
-    for row, end in enumerate(nodes.tolist()):
-        path: list[int] = []
-        while end >= 0:
-            path.insert(0, end)
-            end = int(parents[row, end])
-        paths.append(path)
-    depth = max(1, *map(len, paths)) if len(paths) > 1 else max(1, len(paths[0]))
-    return torch.tensor([path + [-1] * (depth - len(path)) for path in paths])
+def _paths(tree: TokenTree) -> Tensor:
+    """(batch, depth) int64, padded with -1; see ``Inputs``."""
+    paths = [root_path(tree, row, int(depth.argmax())) for row, depth in enumerate(tree.depth)]
+    paths[1:] = [path[: 2 * place] for place, path in enumerate(paths[1:])]
+    return torch.tensor([path + [-1] * (max(map(len, paths)) - len(path)) for path in paths])
 
 
 Values = tuple[Tensor | None, ...]
@@ -189,25 +193,33 @@ Values = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """A recurrence: its operations on a tree and along a path, with their references.
+    """A recurrence: its operations on a tree and along a path, and one step by its definition.
 
     Attributes:
         name: of the operations: ``tree_NAME`` and ``commit_NAME``.
-        inputs: what ``tree_NAME`` is given before the state.
-        state: a new copy of the state before the tree.
+        step: state of one row after a node, from the state before and what ``commit_NAME`` is given of the node.
+        read: output at a node, from the state after it and what ``tree_NAME`` is given of the node.
         committed: indices of the inputs that ``commit_NAME`` is given.
         constant: indices of the inputs that are not per node.
         levels: whether the tree is given by its levels.
-        dtype: that the reference computes in.
+        checked: indices of inputs whose shapes are checked, by the names in messages.
     """
 
     name: str
-    inputs: Callable[[Inputs], Values]
-    state: Callable[[Inputs], Tensor]
+    step: Callable[..., Tensor]
+    read: Callable[..., Tensor]
     committed: slice
+    checked: dict[str, int]
     constant: tuple[int, ...] = ()
     levels: bool = False
-    dtype: torch.dtype = torch.float64
+
+    def inputs(self, i: Inputs) -> Values:
+        """What ``tree_NAME`` is given before the state."""
+        return getattr(i, self.name)  # type: ignore[no-any-return]
+
+    def state(self, i: Inputs) -> Tensor:
+        """A new copy of the state before the tree."""
+        return getattr(i, f"{self.name}_state")  # type: ignore[no-any-return]
 
     def tree(self, values: Values, state: Tensor, ancestors: Tensor) -> Tensor:
         """Outputs at every node."""
@@ -218,34 +230,80 @@ class Rule:
         """Advance the state along each row's path."""
         getattr(ops, f"commit_{self.name}")(*values[self.committed], state, path)
 
+    def _after(self, values: Values, before: Tensor, row: int, node: int) -> tuple[Tensor, Values]:
+        at = tuple(
+            None if t is None else (t if place in self.constant else t[row, node]).double()
+            for place, t in enumerate(values)
+        )
+        return self.step(before, *at[self.committed]), at
+
     def expected_tree(self, values: Values, state: Tensor, parents: Tensor) -> Tensor:
-        """``tree`` by the reference."""
-        return getattr(reference, f"tree_{self.name}")(*values, state.to(self.dtype), parents).float()  # type: ignore[no-any-return]
+        """``tree`` by the definition, in float64: a node starts from its parent's state."""
+        rows = []
+        for row, above in enumerate(parents.tolist()):
+            states, outputs = [], []
+            for node, parent in enumerate(above):
+                before = state[row].double() if parent < 0 else states[parent]
+                after, at = self._after(values, before, row, node)
+                states.append(after)
+                outputs.append(self.read(after, *at))
+            rows.append(torch.stack(outputs))
+        return torch.stack(rows).float()
 
     def expected_commit(self, values: Values, state: Tensor, path: Tensor) -> Tensor:
-        """The state after ``commit``, by the reference."""
-        after = state.to(self.dtype, copy=True)
-        getattr(reference, f"commit_{self.name}")(*values[self.committed], after, path)
-        return after.float()
+        """The state after ``commit``, by the definition, in float64."""
+        states = list(state.double())
+        for row, nodes in enumerate(path.tolist()):
+            for node in nodes:
+                states[row] = states[row] if node < 0 else self._after(values, states[row], row, node)[0]
+        return torch.stack(states).float()
 
-    def nodes(self, values: Values, first: int, last: int) -> Values:
-        """The inputs of some nodes."""
-        return tuple(t if t is None or k in self.constant else t[:, first:last] for k, t in enumerate(values))
+
+def _each(grouped: Tensor, heads: Tensor) -> Tensor:
+    """One entry per head, of which consecutive ones share a group's."""
+    return grouped.repeat_interleave(len(heads) // len(grouped), 0)
+
+
+def _delta_step(s: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    k, s = _each(k, v)[:, :, None], torch.exp(g).view(len(v), -1, 1) * s
+    return s + k * (beta[:, None] * (v - (s * k).sum(1)))[:, None]
+
+
+def _scan_read(s: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None) -> Tensor:
+    each = (len(x), *[1] * (x.ndim - 1))  # heads of channels, or channels
+    y = (s * _each(c, x).view(*each, -1)).sum(-1)
+    return y if d is None else y + d.view(each) * x
 
 
 RULES = (
     Rule(
         "scan",
-        lambda i: (i.x, i.dt, i.a, i.b, i.c, i.d),
-        lambda i: _inside_nan(i.state),
+        lambda s, x, dt, a, b: (
+            torch.exp(dt * a)[:, None, None] * s + (dt[:, None] * x)[:, :, None] * _each(b, x)[:, None]
+        ),
+        _scan_read,
         slice(4),
+        {"dt": 1},
         constant=(2, 5),
-        dtype=torch.float32,
     ),
-    Rule("delta", lambda i: i.delta, lambda i: i.delta_state, slice(1, 5)),
-    Rule("kda", lambda i: i.kda, lambda i: i.delta_state, slice(1, 5)),
-    Rule("selective", lambda i: i.selective, lambda i: i.selective_state, slice(4), constant=(2, 5), levels=True),
-    Rule("lru", lambda i: i.lru, lambda i: i.lru_state, slice(2), levels=True),
+    Rule("delta", _delta_step, lambda s, q, k, v, *_: (s * _each(q, v)[:, :, None]).sum(1), slice(1, 5), {"beta": 4}),
+    Rule(
+        "kda",
+        _delta_step,
+        lambda s, q, *_: (s * q[:, :, None]).sum(1),
+        slice(1, 5),
+        {"k": 1, "g": 3, "beta": 4},
+    ),
+    Rule(
+        "selective",
+        lambda s, x, dt, a, b: torch.exp(dt[:, None] * a) * s + (dt * x)[:, None] * _each(b, x),
+        _scan_read,
+        slice(4),
+        {"dt": 1, "a": 2},
+        constant=(2, 5),
+        levels=True,
+    ),
+    Rule("lru", lambda s, x, a: a * s + x, lambda s, x, a: s, slice(2), {"a": 1}, levels=True),
 )
 
 
@@ -253,7 +311,7 @@ def check_tree(rule: Rule, case: Case, device: str = "cpu") -> None:
     """Outputs at every node; the state is only read."""
     i = draw(case, device)
     state = rule.state(i)
-    with patch("torch.empty", _nan_filled):
+    with filled_memory():
         y = rule.tree(rule.inputs(i), state, i.tree.ancestors)
     on = _on_cpu(i)
     assert y.dtype == torch.float32
@@ -262,11 +320,11 @@ def check_tree(rule: Rule, case: Case, device: str = "cpu") -> None:
 
 
 def check_commit(rule: Rule, case: Case, device: str = "cpu") -> None:
-    """The state after the deepest path of each row, the second row having none."""
-    i, path = _with_path(case, device)
+    """The state after a path of each row, the second row having none."""
+    i = draw(case, device)
     on, state = _on_cpu(i), rule.state(i)
-    rule.commit(rule.inputs(i), state, path)
-    _close(state, rule.expected_commit(rule.inputs(on), rule.state(on), path.cpu()), case)
+    rule.commit(rule.inputs(i), state, i.path)
+    _close(state, rule.expected_commit(rule.inputs(on), rule.state(on), on.path), case)
     if case.batch > 1:
         assert torch.equal(state[1].cpu(), rule.state(on)[1])
 
@@ -274,31 +332,28 @@ def check_commit(rule: Rule, case: Case, device: str = "cpu") -> None:
 def check_conv(case: Case, device: str = "cpu") -> None:
     """The convolution at every node, with and without its activation; the state is only read."""
     i = draw(case, device)
-    on = _on_cpu(i)
-    for options in ({}, {"activation": None}):
-        with patch("torch.empty", _nan_filled):
-            window = ops.conv_window(i.tree.parents, case.width)
-            z = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, **options)
-        conv = (on.channels, on.conv_state, on.weight, on.bias, on.tree.parents)
-        _close(z, reference.tree_conv(*conv, **options), case)
+    on, window = _on_cpu(i), ops.conv_window(i.tree.parents, case.width)
+    expected = torch.empty(on.channels.shape)
+    for row in range(case.batch):
+        for node in range(case.nodes):
+            inputs = torch.cat([on.conv_state[row].T, on.channels[row, root_path(on.tree, row, node)]])
+            expected[row, node] = (inputs[len(inputs) - case.width :] * on.weight.T.float()).sum(0)
+    expected += 0 if on.bias is None else on.bias
+    for activation, y in (("silu", F.silu(expected)), (None, expected)):
+        with filled_memory():
+            found = ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation=activation)
+        _close(found, y.to(case.dtype), case)
     assert torch.equal(i.conv_state.cpu(), on.conv_state)
 
 
 def check_conv_commit(case: Case, device: str = "cpu") -> None:
-    """The convolution's state after the deepest path of each row."""
-    i, path = _with_path(case, device)
-    on = _on_cpu(i)
-    ops.commit_conv(i.channels, i.conv_state, path)
-    reference.commit_conv(on.channels, on.conv_state, path.cpu())
-    assert torch.equal(i.conv_state.cpu(), on.conv_state)
-
-
-def _with_path(case: Case, device: str) -> tuple[Inputs, Tensor]:
+    """The convolution's state after a path of each row: the last inputs."""
     i = draw(case, device)
-    path = i.deepest.clone()
-    if case.batch > 1:
-        path[1] = -1
-    return i, path
+    on = _on_cpu(i)
+    ops.commit_conv(i.channels, i.conv_state, i.path)
+    for row, path in enumerate(on.path):
+        inputs = torch.cat([on.conv_state[row].T, on.channels[row, path[path >= 0]]])
+        assert torch.equal(i.conv_state[row].cpu(), inputs[-case.entries :].T)
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -310,17 +365,18 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def _close(found: Tensor, expected: Tensor, case: Case) -> None:
-    # Both sides compute in float32, sums of as many terms as the state is wide; what is rounded at the end may be one
-    # step apart.
+    # Sums have as many terms as the state is wide; what is rounded at the end may be one step apart.
     allowed = 1e-5 if found.dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found.cpu(), expected, rtol=allowed, atol=allowed * case.state**0.5)
 
 
 def _on_cpu(i: Inputs) -> Inputs:
     """Copies, so that what is changed in place stays known."""
-    tree = TokenTree(i.tree.tokens.cpu(), i.tree.parents.cpu(), check=False)
-    rest = {name: value for name, value in vars(i).items() if name != "tree"}
-    return Inputs(tree=tree, **{name: None if t is None else t.detach().cpu().clone() for name, t in rest.items()})
+    copies: dict[str, Any] = {"tree": TokenTree(i.tree.tokens.cpu(), i.tree.parents.cpu(), check=False)}
+    for field in fields(i)[1:]:
+        value = getattr(i, field.name)
+        copies[field.name] = None if value is None else value.cpu().clone()
+    return replace(i, **copies)
 
 
 def _strided(t: Tensor) -> Tensor:
@@ -337,49 +393,9 @@ def _inside_nan(t: Tensor) -> Tensor:
     return around[32:-32].view(t.shape)
 
 
-_empty = torch.empty
-
-
-def _nan_filled(*args: object, **options: object) -> Tensor:
-    return _empty(*args, **options).fill_(torch.nan)  # type: ignore[call-overload, no-any-return]
-
-
-class Allocations(TorchDispatchMode):
-    """The sizes, in elements, of what operations allocate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def storages(values: Any) -> dict[int, Tensor]:
-            flat = torch.utils._pytree.tree_leaves(values)
-            return {t.untyped_storage().data_ptr(): t for t in flat if isinstance(t, Tensor)}
-
-        result = func(*args, **(kwargs or {}))
-        known = storages([args, kwargs])
-        self.sizes += [t.untyped_storage().nbytes() // 4 for p, t in storages(result).items() if p not in known]
-        return result
-
-
-def main() -> int:
-    """Run the grid, and name what fails."""
-    failed = 0
-    mend_interpreter()
+if __name__ == "__main__":
     if os.environ.get("TRITON_INTERPRET"):
         from mmspec.ssm.ops import triton_selective
 
         triton_selective._TREE_TILE = 4096  # the interpreter takes as long for a program of any size
-    for case in CASES:
-        for name, check in CHECKS.items():
-            try:
-                check(case)
-            except Exception as error:  # whatever it is, the other cases say more
-                failed += 1
-                print(f"{name} {case}:\n{error}\n")
-    print(f"{len(CASES) * len(CHECKS) - failed} passed, {failed} failed")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main() > 0)
+    run_grid({f"{name} {case}": partial(check, case) for case in CASES for name, check in CHECKS.items()})

@@ -76,7 +76,7 @@ def check(model, inputs, drafter, **asked):
 # ---------------------------------------------------------------------- network
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 12])
+@pytest.mark.parametrize("length", [1, 5, 12])
 def test_a_sequence_read_at_once_equals_the_plain_loop(length, monkeypatch):
     monkeypatch.setattr(networks, "CHUNK", 5)
     network = mamba_network()
@@ -207,23 +207,8 @@ def test_drafting_leaves_the_committed_state_alone():
     assert 1 < first.max_depth <= 3
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
-    target = TransformersTarget(shared_model("llama"))
-    Mamba(mamba_network()).save(tmp_path, target)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"state": 5', '"state": 6'))
-    with pytest.raises(UserError, match=r"expected layers.0.conv \(4, 1, 24\), received \(4, 1, 22\)"):
-        make_drafter(str(tmp_path))
-    (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
-    with pytest.raises(UserError, match=r"config\.json: expected top_k, received none"):
-        make_drafter(str(tmp_path))
-    (tmp_path / "config.json").write_text(config.replace('"vocab_size": 101,\n    "hidden_size"', '"hidden_size"', 1))
-    with pytest.raises(UserError, match=r"config\.json: network: expected vocab_size, received none"):
-        make_drafter(str(tmp_path))
+def test_other_targets_are_named():
     with pytest.raises(UserError, match="share a vocabulary: the drafter has 60 tokens, the target 101"):
-        Mamba(mamba_network(60)).attach(target)
+        Mamba(mamba_network(60)).attach(TransformersTarget(shared_model("llama")))
     with pytest.raises(UserError, match="mamba needs a checkpoint"):
         make_drafter("mamba")

@@ -1,19 +1,26 @@
-"""Recurrences and convolutions over trees in torch, against loops that follow parents."""
+"""Recurrences and convolutions over trees in torch, against single steps by their definitions."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mmspec.core.tree import TokenTree
 from mmspec.ops import kernels
 from mmspec.ssm import ops
-from mmspec.ssm.ops import scan
-from tests.ssm import reference
-from tests.ssm.ops_grid import CASES, CHECKS, RULES, Allocations, Case, check_tree, draw, paths_to
+from mmspec.ssm.ops import scan, selective
+from mmspec.ssm.ops.delta import _lineages
+from tests.ssm.ops_grid import CASES, CHECKS, RULES, Case, check_commit, check_tree, draw
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
-CLOSE = dict(rtol=1e-5, atol=1e-5)
-rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-by_level = pytest.mark.parametrize("rule", [rule for rule in RULES if rule.levels], ids=lambda rule: rule.name)
+SCAN, DELTA, KDA, SELECTIVE, LRU = RULES
+
+
+def by_rule(*rules):
+    return pytest.mark.parametrize("rule", rules, ids=lambda rule: rule.name)
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -22,108 +29,128 @@ def test_trees_and_commits_follow_parents(case, check):
     check(case)
 
 
-def test_rows_of_a_large_batch_are_computed_one_by_one(monkeypatch):
+@pytest.mark.parametrize("nodes", [1, 9])
+def test_rows_of_a_large_batch_are_computed_one_by_one(nodes, monkeypatch):
     monkeypatch.setattr(scan, "_LARGE", 1)
-    check_tree(RULES[0], Case(batch=3, nodes=9, heads=4, groups=2))
-    check_tree(RULES[0], Case(batch=3, nodes=1, heads=4, groups=2))
+    check_tree(SCAN, Case(batch=3, nodes=nodes, heads=4, groups=2))
 
 
-@by_level
-def test_nodes_are_computed_alike_one_by_one(rule, monkeypatch):
-    """As with static shapes, where the host does not read the tree."""
+def test_tiles_of_channels(monkeypatch):
+    """Several tiles per group, the last one narrower."""
+    monkeypatch.setattr(selective, "_TILE", (1, 1))
+    monkeypatch.setattr(selective, "_NARROWEST", 5)
+    case = Case(batch=2, nodes=9, heads=4, groups=2)
+    check_tree(SELECTIVE, case)
+    check_commit(SELECTIVE, case)
+
+
+@by_rule(KDA, SELECTIVE, LRU)
+def test_with_static_shapes_the_host_does_not_read_the_tree(rule, monkeypatch):
+    """Otherwise there are as many levels as the deepest path has nodes."""
     i = draw(Case(nodes=20, batch=3))
-    expected = rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors)
+    ancestors, depth = i.tree.ancestors, int(i.tree.depth.max()) + 1
+    assert len(ops.depth_index(ancestors).nodes) == _lineages(ancestors).shape[2] == depth < 20
     monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    assert [nodes.tolist() for nodes in ops.depth_index(i.tree.ancestors).nodes] == [
-        [at, at + 20, at + 40] for at in range(20)
-    ]
-    torch.testing.assert_close(rule.tree(rule.inputs(i), rule.state(i), i.tree.ancestors), expected, **CLOSE)
+    assert len(ops.depth_index(ancestors).nodes) == _lineages(ancestors).shape[2] == 20
+    check_tree(rule, Case(nodes=20, batch=3))
 
 
-@rules
-def test_commit_at_every_node_of_a_tree(rule):
-    i = draw(Case(batch=1, nodes=12, heads=4, groups=2, head_dim=5, state=12))
-    for node in range(12):
-        path, state = paths_to(i.tree.parents, torch.tensor([node])), rule.state(i)
-        rule.commit(rule.inputs(i), state, path)
-        torch.testing.assert_close(state, rule.expected_commit(rule.inputs(i), rule.state(i), path), **CLOSE)
-
-
-@rules
-def test_a_step_without_drafts_after_several_were_accepted(rule):
-    """Steps of 4 accepted nodes, of 1 and of 1 end where a chain of 6 does."""
-    i = draw(Case("chain", batch=2, nodes=6))
-    parents = (torch.arange(6) - 1).expand(2, -1)
-    state, found = rule.state(i), []
-    for first, last in ((0, 4), (4, 5), (5, 6)):
-        values = rule.nodes(rule.inputs(i), first, last)
-        step = TokenTree(i.tree.tokens[:, first:last], parents[:, : last - first], check=False)
-        found.append(rule.tree(values, state, step.ancestors))
-        rule.commit(values, state, torch.arange(last - first).expand(2, -1))
-    expected = rule.expected_tree(rule.inputs(i), rule.state(i), parents)
-    torch.testing.assert_close(torch.cat(found, 1), expected, **CLOSE)
-
-
-@rules
-def test_rows_commit_paths_of_different_lengths(rule):
-    i = draw(Case("chain", batch=4, nodes=5, groups=2))
-    path, state = torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]]), rule.state(i)
-    rule.commit(rule.inputs(i), state, path)
-    torch.testing.assert_close(state, rule.expected_commit(rule.inputs(i), rule.state(i), path), **CLOSE)
-
-
-def test_the_convolution_s_state_after_paths_of_different_lengths_and_further_steps():
-    i = draw(Case("chain", batch=4, nodes=5, groups=2))
-    state, expected = i.conv_state.clone(), i.conv_state.clone()
-    for path in (torch.tensor([[0, 1, 2, 3], [-1] * 4, [0, -1, -1, -1], [0, 1, -1, -1]]), torch.zeros(4, 1).long()):
-        ops.commit_conv(i.channels, state, path)
-        reference.commit_conv(i.channels, expected, path)
-        assert torch.equal(state, expected)
-    window = ops.conv_window(i.tree.parents, 4)
-    found = ops.tree_conv(i.channels, state, i.weight, i.bias, window)
-    torch.testing.assert_close(found, reference.tree_conv(i.channels, state, i.weight, i.bias, i.tree.parents), **CLOSE)
-
-
-def test_great_sums_along_a_path_keep_small_differences():
-    """Two steps that forget everything stand before ones that forget little: the sums differ by a millionth part."""
-    case = Case("chain", batch=1, nodes=8, heads=1, strided=False)
-    i = draw(case)
-    i.dt[0, :, 0] = torch.tensor([3e4, 2e4, 0.01, 0.02, 0.03, 0.01, 0.02, 0.01])
+@by_rule(SCAN, DELTA, KDA)
+def test_great_sums_along_a_path_keep_small_differences(rule):
+    """Two steps that forget everything come before ones that forget little: the sums differ by a millionth part."""
+    i = draw(Case("chain", batch=1, nodes=8, heads=1, strided=False))
+    great = torch.tensor([3e4, 2e4, 0.01, 0.02, 0.03, 0.01, 0.02, 0.01])
     i.a.fill_(-1.0)
-    parents = (torch.arange(8) - 1)[None]
-    tree = TokenTree(i.tree.tokens, parents, check=False)
-    y = ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, tree.ancestors)
-    expected = reference.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, parents)
-    torch.testing.assert_close(y, expected, rtol=2e-6, atol=0.5)
-    state, after = i.state.clone(), i.state.clone()
-    ops.commit_scan(i.x, i.dt, i.a, i.b, state, torch.arange(8)[None])
-    reference.commit_scan(i.x, i.dt, i.a, i.b, after, torch.arange(8)[None])
-    torch.testing.assert_close(state, after, rtol=2e-6, atol=0.05)
+    values = rule.inputs(i)
+    if rule is SCAN:
+        i.dt[0, :, 0] = great
+    else:
+        g = values[3]
+        g[0, :, 0] = -great if g.ndim == 3 else -great[:, None]
+    parents, state, path = (torch.arange(8) - 1)[None], rule.state(i), torch.arange(8)[None]
+    close = dict(rtol=2e-6, atol=0.05 if rule is SCAN else 2e-6)  # D x and dt x reach 1e5
+    y = rule.tree(values, state, TokenTree(i.tree.tokens, parents, check=False).ancestors)
+    torch.testing.assert_close(y, rule.expected_tree(values, state, parents), **close)
+    rule.commit(values, state, path)
+    torch.testing.assert_close(state, rule.expected_commit(values, rule.state(i), path), **close)
 
 
-def test_nothing_of_the_size_of_a_state_is_allocated():
-    case = Case(batch=1, nodes=16, heads=8, head_dim=64, state=128, strided=False)
-    i = draw(case)
-    with Allocations() as scanned:
-        ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state, i.tree.ancestors)
-    with Allocations() as committed:
-        ops.commit_scan(i.x, i.dt, i.a, i.b, i.state, i.deepest)
-    outputs = case.nodes * case.heads * case.head_dim
-    assert 0 < max(scanned.sizes) <= outputs
-    assert 0 < max(committed.sizes) <= outputs
-    assert outputs < 0.13 * i.state.numel()
+@by_rule(DELTA, KDA)
+def test_equal_keys_and_the_highest_rates(rule):
+    """The system's inverse stays small, but not the powers of which a series would consist."""
+    i = draw(Case("chain", batch=1, nodes=63, heads=1))
+    q, k, v, g, beta = rule.inputs(i)
+    values = q, k[:, :1].expand_as(k), v, torch.zeros_like(g), torch.full_like(beta, 2.0)
+    parents, state = (torch.arange(63) - 1)[None], rule.state(i)
+    y = rule.tree(values, state, TokenTree(i.tree.tokens, parents, check=False).ancestors)
+    torch.testing.assert_close(y, rule.expected_tree(values, state, parents), rtol=1e-5, atol=1e-4)
 
 
-def test_wrong_shapes_are_named():
+class Allocations(TorchDispatchMode):
+    """The sizes, in elements, of what operations allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def storages(values: Any) -> dict[int, Tensor]:
+            return {t.untyped_storage().data_ptr(): t for t in tree_leaves(values) if isinstance(t, Tensor)}
+
+        result = func(*args, **(kwargs or {}))
+        known = storages([args, kwargs])
+        self.sizes += [t.untyped_storage().nbytes() // 4 for p, t in storages(result).items() if p not in known]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "scanned", "committed"),
+    [
+        (SCAN, {"head_dim": 64}, 16 * 8 * 64, 16 * 8 * 64),
+        (DELTA, {"groups": 8, "head_dim": 128}, 2 * 16 * 8 * 128, 16 * 8 * 128),  # keys and queries
+        (KDA, {"groups": 8, "head_dim": 128}, 2 * 16 * 8 * 128, 16 * 8 * 128),
+        (SELECTIVE, {"groups": 2, "head_dim": 256, "state": 16}, 17 * 512 * 16, 16 * 2048),  # a tile's states
+        (LRU, {"head_dim": 64}, 17 * 8 * 64, 16 * 8 * 64),  # outputs
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_nothing_of_the_size_of_all_states_is_allocated(rule, sizes, scanned, committed, monkeypatch):
+    monkeypatch.setattr(selective, "_TILE", (1, 1))
+    i = draw(Case(batch=1, heads=8, strided=False, **{"state": 128, **sizes}))
+    values, state = rule.inputs(i), rule.state(i)
+    levels = ops.depth_index(i.tree.ancestors)
+    assert len(levels.slots) == len(levels.sources)  # computed once, for all layers
+    with Allocations() as scan_sizes:
+        getattr(ops, f"tree_{rule.name}")(*values, state, levels if rule.levels else i.tree.ancestors)
+    with Allocations() as commit_sizes:
+        rule.commit(values, state, i.path)
+    assert 0 < max(scan_sizes.sizes) <= scanned
+    assert 0 < max(commit_sizes.sizes) <= committed
+
+
+@by_rule(*RULES)
+def test_wrong_shapes_are_named(rule):
     i = draw(Case())
-    with pytest.raises(ValueError, match=r"state must be \(2, 2, 16, 16\) torch.float32: got .* torch.bfloat16"):
-        ops.tree_scan(i.x, i.dt, i.a, i.b, i.c, i.d, i.state.bfloat16(), i.tree.ancestors)
-    with pytest.raises(ValueError, match="groups must divide heads: got 3 groups of 2 heads"):
-        ops.tree_scan(i.x, i.dt, i.a, i.b.repeat(1, 1, 3, 1), i.c, i.d, i.state, i.tree.ancestors)
-    with pytest.raises(ValueError, match="dt must be"):
-        ops.commit_scan(i.x, i.dt[:, :3], i.a, i.b, i.state, i.deepest)
+    values, state, ancestors = rule.inputs(i), rule.state(i), i.tree.ancestors
+    with pytest.raises(ValueError, match=r"state must be \(2, .*\) torch.float32: got .* torch.bfloat16"):
+        rule.tree(values, state.bfloat16(), ancestors)
     with pytest.raises(ValueError, match="state must be contiguous"):
-        ops.commit_scan(i.x, i.dt, i.a, i.b, i.state.transpose(2, 3), i.deepest)
+        rule.commit(values, state.transpose(0, 1).contiguous().transpose(0, 1), i.path)
+    for name, place in rule.checked.items():
+        wrong = list(values)
+        wrong[place] = wrong[place][:, :3]
+        with pytest.raises(ValueError, match=rf"{name} must be \(.*\): got \("):
+            rule.commit(tuple(wrong), state, i.path)
+    if rule in (SCAN, DELTA, SELECTIVE):
+        of_groups = 1 if rule is DELTA else 3
+        wrong = [*values]
+        wrong[of_groups] = wrong[of_groups].repeat(1, 1, 3, 1)
+        with pytest.raises(ValueError, match=r"groups must divide \w+: got 3 groups of"):
+            rule.tree(tuple(wrong), state, ancestors)
+
+
+def test_wrong_convolutions_are_named():
+    i = draw(Case())
     window = ops.conv_window(i.tree.parents, 4)
     with pytest.raises(ValueError, match=r"of width 4 must be .* 3 or more"):
         ops.tree_conv(i.channels, i.conv_state[:, :, :2], i.weight, i.bias, window)

@@ -6,46 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    BambaConfig,
-    CLIPVisionConfig,
-    DogeConfig,
-    FalconH1Config,
-    FalconMambaConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GraniteMoeHybridConfig,
-    JambaConfig,
-    KimiLinearConfig,
-    Lfm2Config,
-    Lfm2MoeConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaNextConfig,
-    LlavaNextVideoConfig,
-    LlavaOnevisionConfig,
-    Mamba2Config,
-    MiniMaxConfig,
-    MistralConfig,
-    NemotronHConfig,
-    OlmoHybridConfig,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLTextConfig,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen2VLTextConfig,
-    Qwen3_5Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-    Qwen3VLConfig,
-    Qwen3VLTextConfig,
-    RecurrentGemmaConfig,
-    SiglipVisionConfig,
-    Zamba2Config,
-)
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 
 VOCAB = 101
@@ -83,16 +43,18 @@ def _shrink(config_class: Any, **changes: Any) -> Any:
 
 
 TEXT_CONFIGS: dict[str, Any] = {
-    "llama": lambda: _shrink(LlamaConfig),
-    "mistral": lambda: _shrink(MistralConfig, sliding_window=None),
-    "mistral-window": lambda: _shrink(MistralConfig, sliding_window=5),
-    "qwen2": lambda: _shrink(Qwen2Config),
-    "qwen2-window": lambda: _shrink(Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen3": lambda: _shrink(Qwen3Config),
-    "gemma": lambda: _shrink(GemmaConfig),
-    "gemma2": lambda: _shrink(Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
-    "gemma3": lambda: _shrink(Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
-    "doge": lambda: _shrink(DogeConfig),
+    "llama": lambda: _shrink(transformers.LlamaConfig),
+    "mistral": lambda: _shrink(transformers.MistralConfig, sliding_window=None),
+    "mistral-window": lambda: _shrink(transformers.MistralConfig, sliding_window=5),
+    "qwen2": lambda: _shrink(transformers.Qwen2Config),
+    "qwen2-window": lambda: _shrink(
+        transformers.Qwen2Config, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": lambda: _shrink(transformers.Qwen3Config),
+    "gemma": lambda: _shrink(transformers.GemmaConfig),
+    "gemma2": lambda: _shrink(transformers.Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
+    "gemma3": lambda: _shrink(transformers.Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
+    "doge": lambda: _shrink(transformers.DogeConfig),
 }
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
@@ -101,8 +63,10 @@ _MIXER: dict[str, Any] = dict(
 )
 
 
-def _bamba(**changes: Any) -> BambaConfig:
-    return _shrink(BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes})
+def _bamba(**changes: Any) -> transformers.BambaConfig:
+    return _shrink(
+        transformers.BambaConfig, **{**_MIXER, "num_hidden_layers": 5, "attn_layer_indices": [1, 4], **changes}
+    )
 
 
 _DELTA: dict[str, Any] = dict(
@@ -126,10 +90,10 @@ def _qwen3_5(config_class: Any, **changes: Any) -> Any:
 
 
 GATED_DELTA_CONFIGS: dict[str, Any] = {
-    "qwen3_next": lambda: _shrink(Qwen3NextConfig, **_DELTA, **_EXPERTS),
-    "qwen3_5_text": lambda: _qwen3_5(Qwen3_5TextConfig),
-    "qwen3_5_moe_text": lambda: _qwen3_5(Qwen3_5MoeTextConfig, **_EXPERTS),
-    "olmo_hybrid": lambda: _shrink(OlmoHybridConfig, num_hidden_layers=4),
+    "qwen3_next": lambda: _shrink(transformers.Qwen3NextConfig, **_DELTA, **_EXPERTS),
+    "qwen3_5_text": lambda: _qwen3_5(transformers.Qwen3_5TextConfig),
+    "qwen3_5_moe_text": lambda: _qwen3_5(transformers.Qwen3_5MoeTextConfig, **_EXPERTS),
+    "olmo_hybrid": lambda: _shrink(transformers.OlmoHybridConfig, num_hidden_layers=4),
 }
 """Models with Gated DeltaNet layers: with fewer keys than values per layer, and as many (OLMo-Hybrid)."""
 
@@ -147,7 +111,7 @@ _LATENT: dict[str, Any] = dict(
 )
 KIMI_DELTA_CONFIGS: dict[str, Any] = {
     "kimi_linear": lambda: _shrink(
-        KimiLinearConfig,
+        transformers.KimiLinearConfig,
         **_LATENT,
         linear_head_dim=12,
         linear_num_heads=3,
@@ -181,9 +145,9 @@ def _inkling(config_class: Any, **changes: Any) -> Any:
 
 
 CONVOLUTION_CONFIGS: dict[str, Any] = {
-    "lfm2": lambda: _shrink(Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
+    "lfm2": lambda: _shrink(transformers.Lfm2Config, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": lambda: _shrink(
-        Lfm2MoeConfig,
+        transformers.Lfm2MoeConfig,
         num_hidden_layers=4,
         layer_types=["conv", "full_attention"] * 2,
         num_experts=4,
@@ -217,9 +181,14 @@ for _name, _config in {"lfm3": "Lfm3Config", "inkling2_text": "Inkling2TextConfi
 
 SELECTIVE_CONFIGS: dict[str, Any] = {
     "mamba": lambda: _shrink(transformers.MambaConfig, num_hidden_layers=3, state_size=8),
-    "falcon_mamba": lambda: _shrink(FalconMambaConfig, num_hidden_layers=3, state_size=8),
+    "falcon_mamba": lambda: _shrink(transformers.FalconMambaConfig, num_hidden_layers=3, state_size=8),
     "jamba": lambda: _shrink(
-        JambaConfig, num_hidden_layers=4, attn_layer_period=3, attn_layer_offset=1, num_experts=4, mamba_d_state=8
+        transformers.JambaConfig,
+        num_hidden_layers=4,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=8,
     ),
     "zamba": lambda: _shrink(
         transformers.ZambaConfig,
@@ -238,16 +207,16 @@ several scans each, before shared attention (Zamba)."""
 MIXER_CONFIGS: dict[str, Any] = {
     # Each token goes to both experts: in bfloat16, experts were measured to differ between two plain passes.
     "minimax": lambda: _shrink(
-        MiniMaxConfig, num_hidden_layers=4, block_size=4, num_local_experts=2, initializer_range=0.15
+        transformers.MiniMaxConfig, num_hidden_layers=4, block_size=4, num_local_experts=2, initializer_range=0.15
     ),
     "recurrent_gemma": lambda: _shrink(
-        RecurrentGemmaConfig, num_hidden_layers=4, attention_window_size=6, w_init_variance_scale=1.0
+        transformers.RecurrentGemmaConfig, num_hidden_layers=4, attention_window_size=6, w_init_variance_scale=1.0
     ),
 }
 """Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
 REFUSED: set[str] = set()
 """Models that mmspec refuses with the installed transformers."""
-if "layer_types" not in RecurrentGemmaConfig.attribute_map:  # transformers 5.17 names its layers otherwise
+if "layer_types" not in transformers.RecurrentGemmaConfig.attribute_map:  # transformers 5.17 names its layers otherwise
     del MIXER_CONFIGS["recurrent_gemma"]
     REFUSED.add("recurrent_gemma")
 
@@ -258,13 +227,13 @@ HYBRID_CONFIGS: dict[str, Any] = {
     **KIMI_DELTA_CONFIGS,
     **CONVOLUTION_CONFIGS,
     "mamba2": lambda: _shrink(
-        Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
+        transformers.Mamba2Config, num_hidden_layers=3, head_dim=16, num_heads=6, n_groups=2, state_size=8, chunk_size=8
     ),
     "bamba": _bamba,
     # transformers clamps step sizes to these limits in prefill only, not in token-by-token decoding.
     "bamba-limits": lambda: _bamba(time_step_limit=(0.4, 1.0)),
     "zamba2": lambda: _shrink(
-        Zamba2Config,
+        transformers.Zamba2Config,
         num_hidden_layers=5,
         # Attention reads states and embeddings concatenated; its adapters are as wide for keys as for queries.
         head_dim=24,
@@ -283,7 +252,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
         time_step_min=1e-9,
     ),
     "nemotron_h": lambda: _shrink(
-        NemotronHConfig,
+        transformers.NemotronHConfig,
         layers_block_type=[_RECURRENT, _ATTENDING, "mlp", _RECURRENT, "moe", _ATTENDING],
         mamba_num_heads=6,
         mamba_head_dim=16,
@@ -296,7 +265,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
         moe_shared_expert_intermediate_size=32,
     ),
     "falcon_h1": lambda: _shrink(
-        FalconH1Config,
+        transformers.FalconH1Config,
         num_hidden_layers=3,
         **{**_MIXER, "mamba_n_groups": 1, "mamba_n_heads": 4},
         mamba_d_ssm=64,
@@ -307,14 +276,14 @@ HYBRID_CONFIGS: dict[str, Any] = {
         ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
     ),
     "falcon_h1-norm": lambda: _shrink(
-        FalconH1Config,
+        transformers.FalconH1Config,
         **{**_MIXER, "mamba_n_heads": 4},
         mamba_d_ssm=64,
         mamba_rms_norm=True,
         mamba_norm_before_gate=False,
     ),
     "granitemoehybrid": lambda: _shrink(
-        GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridConfig,
         num_hidden_layers=4,
         **{**_MIXER, "mamba_n_groups": 1},
         layer_types=[_RECURRENT, _ATTENDING, _RECURRENT, _ATTENDING],
@@ -333,7 +302,7 @@ if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
     del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
 
 
-def _tower(config_class: Any = CLIPVisionConfig) -> Any:
+def _tower(config_class: Any = transformers.CLIPVisionConfig) -> Any:
     return config_class(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4
     )
@@ -356,49 +325,54 @@ def _qwen_vl(config_class: Any, text: Any, vision: dict[str, Any]) -> Any:
 
 
 VISION_CONFIGS: dict[str, Any] = {
-    "llava": lambda: LlavaConfig(
-        vision_config=_tower(), text_config=_shrink(LlamaConfig), image_token_index=IMAGE, image_seq_length=16
+    "llava": lambda: transformers.LlavaConfig(
+        vision_config=_tower(),
+        text_config=_shrink(transformers.LlamaConfig),
+        image_token_index=IMAGE,
+        image_seq_length=16,
     ),
-    "llava_bamba": lambda: LlavaConfig(
+    "llava_bamba": lambda: transformers.LlavaConfig(
         vision_config=_tower(), text_config=_bamba(), image_token_index=IMAGE, image_seq_length=16
     ),
-    "llava_next": lambda: LlavaNextConfig(
+    "llava_next": lambda: transformers.LlavaNextConfig(
         vision_config=_tower(),
-        text_config=_shrink(MistralConfig, sliding_window=None),
+        text_config=_shrink(transformers.MistralConfig, sliding_window=None),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
-    "llava_next_video": lambda: LlavaNextVideoConfig(
+    "llava_next_video": lambda: transformers.LlavaNextVideoConfig(
         vision_config=_tower(),
-        text_config=_shrink(LlamaConfig),
+        text_config=_shrink(transformers.LlamaConfig),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
     ),
-    "llava_onevision": lambda: LlavaOnevisionConfig(
-        vision_config=_tower(SiglipVisionConfig),
-        text_config=_shrink(Qwen2Config),
+    "llava_onevision": lambda: transformers.LlavaOnevisionConfig(
+        vision_config=_tower(transformers.SiglipVisionConfig),
+        text_config=_shrink(transformers.Qwen2Config),
         image_token_index=IMAGE,
         video_token_index=VIDEO,
         image_grid_pinpoints=[[16, 32], [32, 16]],
         vision_feature_layer=-1,
     ),
     "qwen2_vl": lambda: _qwen_vl(
-        Qwen2VLConfig,
-        _qwen_text(Qwen2VLTextConfig),
+        transformers.Qwen2VLConfig,
+        _qwen_text(transformers.Qwen2VLTextConfig),
         dict(depth=2, embed_dim=32, hidden_size=48, num_heads=2, patch_size=4, mlp_ratio=2),
     ),
     "qwen2_5_vl": lambda: _qwen_vl(
-        Qwen2_5_VLConfig,
-        _qwen_text(Qwen2_5_VLTextConfig),
+        transformers.Qwen2_5_VLConfig,
+        _qwen_text(transformers.Qwen2_5_VLTextConfig),
         _QWEN_VISION | dict(window_size=16, fullatt_block_indexes=[1]),
     ),
     "qwen3_vl": lambda: _qwen_vl(
-        Qwen3VLConfig,
-        _qwen_text(Qwen3VLTextConfig),
+        transformers.Qwen3VLConfig,
+        _qwen_text(transformers.Qwen3VLTextConfig),
         _QWEN_VISION | dict(depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16),
     ),
     "qwen3_5": lambda: _qwen_vl(
-        Qwen3_5Config, _qwen3_5(Qwen3_5TextConfig), _QWEN_VISION | dict(num_position_embeddings=16)
+        transformers.Qwen3_5Config,
+        _qwen3_5(transformers.Qwen3_5TextConfig),
+        _QWEN_VISION | dict(num_position_embeddings=16),
     ),
 }

@@ -14,7 +14,7 @@ import torch
 
 from mmspec import plugins
 from mmspec.core.drafter import Drafter
-from mmspec.drafters.datastore.build import build_store
+from mmspec.drafters.datastore import build_store
 from mmspec.drafters.registry import drafter_spec
 from mmspec.drafters.union import Union
 from tests.tiny.models import (

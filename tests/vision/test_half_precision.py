@@ -9,7 +9,7 @@ import torch
 
 from mmspec import accept_path, plugins
 from mmspec.core.budget import Budget
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.vision.drafters.msd import MSD, Flash
 from tests.drafting import network_for, plain_gain
 from tests.half import check_decoding, half_model, in_dtype, long_inputs

@@ -6,7 +6,6 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from mmspec.vision.images import load_image
-from mmspec.vision.media import MAX_PIXELS, describe, printable
+from mmspec.vision.media import MAX_PIXELS, printable
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 
@@ -68,8 +67,7 @@ def test_source_types(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(given), expected)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation(tmp_path: Path, orientation: int) -> None:
+def test_exif_orientation(tmp_path: Path) -> None:
     upright = picture()
     stored = {  # stored pixels of the upright image for each tag (Exif 2.32, 4.6.4)
         1: upright,
@@ -80,13 +78,14 @@ def test_exif_orientation(tmp_path: Path, orientation: int) -> None:
         6: np.rot90(upright, 1),
         7: upright[::-1, ::-1].transpose(1, 0, 2),
         8: np.rot90(upright, -1),
-    }[orientation]
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    for suffix in ("png", "tiff", "webp"):
-        path = tmp_path / f"a.{suffix}"
-        Image.fromarray(np.ascontiguousarray(stored)).save(path, exif=exif, lossless=True)
-        assert np.array_equal(pixels(path), upright)
+    }
+    for orientation, turned in stored.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        for suffix in ("png", "tiff", "webp"):
+            path = tmp_path / f"{orientation}.{suffix}"
+            Image.fromarray(np.ascontiguousarray(turned)).save(path, exif=exif, lossless=True)
+            assert np.array_equal(pixels(path), upright)
 
 
 def test_broken_exif_is_ignored(tmp_path: Path) -> None:
@@ -180,14 +179,9 @@ def test_first_frame_of_an_animation(tmp_path: Path, suffix: str) -> None:
     assert load_image(tmp_path / f"a.{suffix}").getpixel((4, 4)) == RED
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1), (9, 7)])
-def test_extreme_shapes(tmp_path: Path, size: tuple[int, int]) -> None:
-    Image.fromarray(picture(*size)).save(tmp_path / "a.png")
-    assert np.array_equal(pixels(tmp_path / "a.png"), picture(*size))
-
-
 ARRAYS: list[tuple[np.ndarray, np.ndarray]] = [
     (picture(), picture()),
+    (picture(1, 5000), picture(1, 5000)),
     (picture()[:, :, 0], np.repeat(picture()[:, :, :1], 3, axis=2)),
     (picture()[:, :, :1], np.repeat(picture()[:, :, :1], 3, axis=2)),
     (picture()[::-1, ::2], picture()[::-1, ::2]),
@@ -200,10 +194,9 @@ ARRAYS: list[tuple[np.ndarray, np.ndarray]] = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(ARRAYS)))
-def test_arrays(index: int) -> None:
-    array, expected = ARRAYS[index]
-    assert np.array_equal(pixels(array), expected)
+def test_arrays() -> None:
+    for array, expected in ARRAYS:
+        assert np.array_equal(pixels(array), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
@@ -263,17 +256,11 @@ def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "empty.png").touch()
     assert_user_error(tmp_path / "empty.png", "empty.png: expected an image, received an empty file")
     assert_user_error(b"", "<bytes>: expected an image, received no bytes")
-    (tmp_path / "text.png").write_text("Grüße\n" * 2000)
-    assert_user_error(tmp_path / "text.png", "text.png: expected an image, received text")
     assert_user_error(io.StringIO("text"), "binary mode, received one in text mode")
     assert_user_error(b"\x1aE\xdf\xa3" + bytes(100), "received a Matroska or WebM video; pass it as a video")
     assert_user_error(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
-    assert_user_error(b"%PDF-1.7\n\xff", "received a PDF document")
-    assert_user_error(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "a PostScript document; render"
-    )
     assert_user_error(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
     os.mkfifo(tmp_path / "pipe.png")
     assert_user_error(tmp_path / "pipe.png", "received a device or pipe")
@@ -282,7 +269,7 @@ def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", forbidden)
-    assert_user_error(tmp_path / "text.png", "cannot be opened (Permission denied)")
+    assert_user_error(tmp_path / "empty.png", "cannot be opened (Permission denied)")
 
 
 def test_source_names_in_messages(tmp_path: Path) -> None:
@@ -300,16 +287,10 @@ def save(suffix: str) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "tiff", "webp"])
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 0.9])
-def test_truncated(suffix: str, share: float) -> None:
-    data = save(suffix)
-    assert_user_error(data[: max(5, int(len(data) * share))], "expected", "received")
-
-
-@pytest.mark.parametrize("suffix", ["png", "jpeg", "gif", "bmp", "tiff", "webp"])
-def test_corrupt_data_raises_user_error_or_loads(suffix: str) -> None:
-    generator = np.random.default_rng(0)
-    whole = save(suffix)
+def test_damaged_data_raises_user_error_or_loads(suffix: str) -> None:
+    generator, whole = np.random.default_rng(0), save(suffix)
+    for share in (0.02, 0.1, 0.5, 0.9):
+        assert_user_error(whole[: max(5, int(len(whole) * share))], "expected", "received")
     for _ in range(60):
         data = bytearray(whole)
         for at in generator.integers(0, len(data) if generator.random() < 0.5 else 80, 4):
@@ -326,7 +307,7 @@ def bomb(width: int, height: int) -> bytes:
     return png(width, height, 8, 2, b"")
 
 
-@pytest.mark.parametrize("factor", [1.01, 1.9, 5])
+@pytest.mark.parametrize("factor", [1.01, 5])
 def test_decompression_bombs(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     side = int((MAX_PIXELS * factor) ** 0.5)
     assert_user_error(bomb(side, side), f"expected at most {MAX_PIXELS} pixels")
@@ -350,19 +331,3 @@ def test_no_descriptors_leak(tmp_path: Path) -> None:
             load_image(tmp_path / "good.png")
             assert_user_error(tmp_path / "bad.png", "received a broken one")
             assert psutil.Process().num_fds() == before
-
-
-@pytest.mark.parametrize(
-    ("make", "what"),
-    [
-        (lambda: save("png"), "a PNG image"),
-        (lambda: save("jpeg"), "a JPEG image"),
-        (lambda: save("webp"), "a WebP image"),
-        (lambda: b"RIFF\x00\x00\x00\x00WAVE", "a WAV audio file"),
-        (lambda: b"#EXTM3U\n\xe9", "text"),
-        (lambda: ("é" * 4096).encode()[:4096], "text"),
-        (lambda: b"", "an empty file"),
-    ],
-)
-def test_describe(make: Callable[[], bytes], what: str) -> None:
-    assert describe(make()) == what

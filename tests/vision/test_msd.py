@@ -13,14 +13,14 @@ from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
 from tests.drafting import check, network_for, plain_layer, states_of
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
-from tests.tiny.configs import VISION_CONFIGS
-from tests.tiny.models import eagle_network, text_inputs, vision_inputs
+from tests.tiny.models import eagle_network, vision_inputs
 
 # ---------------------------------------------------------------------- drafting
 
 
-@pytest.mark.parametrize("name", sorted(VISION_CONFIGS))
-def test_trees_follow_the_network_on_every_family(name):
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_trees_follow_the_network(name):
+    """Every family is tested with FLASH, whose entries are these where nothing is compressed."""
     model = shared_model(name)
     check(model, vision_inputs(name, 3), MSD(network_for(model), top_k=3, depth=3), new=8)
 
@@ -38,12 +38,6 @@ def test_visual_positions_may_have_a_projection_of_their_own():
     drafter = MSD(network_for(model, visual_states=True), top_k=3, depth=3)
     check(model, vision_inputs("llava", 2, images=2), drafter, new=6)
     assert not hasattr(network_for(model, visual_states=True, decoupled=False), "visual_fc")
-
-
-def test_norm_bias_and_text_only():
-    model = shared_model("qwen2")
-    network = network_for(model, input_norm=True, qkv_bias=True)
-    check(model, text_inputs(3), MSD(network, top_k=3, depth=3))
 
 
 def test_an_accepting_drafter_keeps_true_states():
@@ -68,7 +62,7 @@ def overfit(model, inputs):
     network = eagle_network(model)
     optimiser = torch.optim.Adam(network.parameters(), 3e-3)
     answer = len(said) - 2
-    for _ in range(150):
+    for _ in range(100):
         fed, losses = hidden, []
         for _ in range(2):  # true states, then its own guesses of them, as a tree feeds it
             outputs = plain_layer(network.requires_grad_(True), network.fc(torch.cat([embeds[1:], fed[:-1]], dim=-1)))
@@ -80,25 +74,6 @@ def overfit(model, inputs):
         sum(losses).backward()
         optimiser.step()
     return network
-
-
-def test_a_narrow_head_drafts_its_tokens_only():
-    model = shared_model("llava")
-    ids = torch.tensor([5, 9, 2, 40, 41, 60])
-    drafter = MSD(network_for(model), ids, top_k=10, depth=3)
-    check(model, vision_inputs("llava", 2), drafter)
-
-
-def test_decoupling_changes_what_visual_positions_say():
-    network = network_for(shared_model("llava"))
-    fused = network_for(shared_model("llava"), decoupled=False)
-    embeds, hidden = torch.randn(2, 1, 5, 48).unbind(0)
-    visual = torch.tensor([[False, True, True, False, False]])
-    apart = network.combine(embeds, hidden, visual)
-    assert torch.equal(apart[visual], embeds[visual])
-    together = fused.combine(embeds, hidden, visual)
-    assert torch.equal(together, network.combine(embeds, hidden, None))
-    assert torch.equal(together[~visual], apart[~visual])
 
 
 def test_a_tree_is_bounded_by_the_drafters_own_limits():
@@ -113,22 +88,9 @@ def test_a_tree_is_bounded_by_the_drafters_own_limits():
     assert (tree.nodes, tree.max_depth) == (10, 2)
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
-def test_damaged_checkpoints_and_wrong_targets_are_named(tmp_path):
+def test_wrong_targets_are_named():
     model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    drafter = MSD(network_for(model))
-    drafter.save(tmp_path, target)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"mlp": 64', '"mlp": 32'))
-    with pytest.raises(UserError, match=r"expected down.weight \(48, 32\), received \(48, 64\)"):
-        make_drafter(str(tmp_path))
-    (tmp_path / "config.json").write_text(config.replace('"top_k"', '"top"'))
-    with pytest.raises(UserError, match=r"config\.json: expected top_k, received none"):
-        make_drafter(str(tmp_path))
     with pytest.raises(UserError, match="hidden size 48: the drafter has 24"):
-        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(target)
+        MSD(MSDNetwork(MSDConfig(24, 2, 2, 12, 32))).attach(plugins.target_class(model.config)(model))
     with pytest.raises(UserError, match="msd needs a checkpoint"):
         make_drafter("msd")

@@ -8,7 +8,6 @@ import io
 import lzma
 import sqlite3
 import tarfile
-import wave
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,16 +86,6 @@ def sound(kind: str, codec: str) -> bytes:
     return data.getvalue()
 
 
-def wav() -> bytes:
-    data = io.BytesIO()
-    with wave.open(data, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(8000)
-        file.writeframes(bytes(8000))
-    return data.getvalue()
-
-
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "PDF": (lambda: saved("PDF"), "a PDF document; render its pages first, e.g. pdftoppm -png"),
     "PDF after other bytes": (lambda: b"\x00\x01\r\n" + saved("PDF"), "a PDF document; render its pages first"),
@@ -123,7 +112,9 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "gzip": (lambda: gzip.compress(jpeg()), "a gzip archive; unpack it first"),
     "bzip2": (lambda: bz2.compress(jpeg()), "a bzip2 archive; unpack it first"),
     "xz": (lambda: lzma.compress(jpeg()), "an xz archive; unpack it first"),
-    "WAV": (wav, "a WAV audio file"),
+    "WAV": (lambda: b"RIFF" + bytes(4) + b"WAVEfmt " + bytes(64), "a WAV audio file"),
+    "playlist": (lambda: b"#EXTM3U\n\xe9", "text"),
+    "text cut in a character": (lambda: ("é" * 4096).encode()[:4095], "text"),
     "FLAC": (lambda: sound("flac", "flac"), "a FLAC audio file"),
     "MP3": (lambda: sound("mp3", "libmp3lame"), "an MP3 audio file"),
     "SQLite": (database, "an SQLite data file"),
@@ -132,14 +123,14 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["png", "mp4"])
 @pytest.mark.parametrize("kind", FILES)
-def test_other_files(tmp_path: Path, kind: str, suffix: str) -> None:
+def test_other_files(tmp_path: Path, kind: str) -> None:
     make, what = FILES[kind]
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(make())
+    data, sources = make(), [tmp_path / "a.png", tmp_path / "a.mp4"]
+    for path in sources:
+        path.write_bytes(data)
     for load, expected in ((kind_of, "an image or a video"), (load_image, "an image"), (load_video, "a video")):
-        for source, name in ((path, str(path)), (make(), "<bytes>")):
+        for source, name in (*((path, str(path)) for path in sources), (data, "<bytes>")):
             with pytest.raises(UserError) as caught:
                 load(source)
             assert str(caught.value).startswith(f"{name}: expected {expected}, received {what}"), caught.value

@@ -7,12 +7,8 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, Qwen2Config
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import mmspec
 from mmspec import UserError, plugins
@@ -21,36 +17,14 @@ from mmspec.drafters import layouts as published
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.eagle import Eagle, EagleNetwork
 from mmspec.drafters.eagle3 import Eagle3
-from mmspec.drafters.hidden_state.layer import Rotary, rotary_frequencies
+from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
+from tests.published import LLAMA3, LLAVA, QWEN, QWEN2, VICUNA, WIDE, layer_of, tensors_of, write
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.models import vision_inputs
 
-TINY = dict(
-    hidden_size=48,
-    intermediate_size=40,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=1,
-    hidden_act="silu",
-    rope_scaling=None,
-    vocab_size=96,  # the tiny targets have 101
-)
-LLAVA = {**TINY, "model_type": "llava", "architectures": ["LlavaLlamaForCausalLM"], "rms_norm_eps": 1e-5}
-WIDE = {**LLAVA, "hidden_size": 60, "num_attention_heads": 6, "num_key_value_heads": 6}
-QWEN = {
-    **TINY,
-    "model_type": "qwen2_vl",
-    "architectures": ["Qwen2VLForConditionalGeneration"],
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
-}
-VICUNA = {**TINY, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6}
-LLAMA3 = {**VICUNA, "rope_theta": 500000.0, "bias": False}
-QWEN2 = {**TINY, "model_type": "qwen2", "qkv_bias": True, "rope_theta": 1e6}
 LAYOUTS = {"msd-7b": LLAVA, "msd-13b": WIDE, "msd-qwen": QWEN, "vicuna": VICUNA, "llama3": LLAMA3, "qwen2": QWEN2}
 
 # The published sizes, from the configurations of the three MSD drafters.
@@ -66,96 +40,15 @@ def read_msd(folder):
     return MSD.read_published(folder)
 
 
-def layer_of(config):
-    """A decoder layer of transformers as the drafter has it: without the first norm, but for MSD on Qwen2-VL."""
-    names = set(TINY) - {"rope_scaling"}
-    settings = {name: config[name] for name in names} | {"rms_norm_eps": config.get("rms_norm_eps", 1e-6)}
-    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
-    biased = config["model_type"].startswith("qwen")
-    made = (Qwen2Config if biased else LlamaConfig)(**settings, attn_implementation="eager")
-    layer = (Qwen2DecoderLayer if biased else LlamaDecoderLayer)(made, 0)
-    if config["model_type"] != "qwen2_vl":
-        layer.input_layernorm = nn.Identity()
-    return made, layer
-
-
-def tensors_of(config, device="cpu", dtype=torch.float32):
-    """What the authors' ``state_dict`` holds: embedding, ``fc`` and one layer."""
-    width = config["hidden_size"]
-    with torch.device(device):
-        modules = {
-            "embed_tokens": nn.Embedding(config["vocab_size"], width),
-            "fc": nn.Linear(2 * width, width, bias=config.get("bias", True)),
-            "layers.0": layer_of(config)[1],
-        }
-    g = torch.Generator().manual_seed(0)
-    tensors = {f"{at}.{name}": value for at, part in modules.items() for name, value in part.state_dict().items()}
-    if device == "meta":
-        return tensors
-    return {name: torch.randn(value.shape, generator=g).mul(0.2).to(dtype) for name, value in tensors.items()}
-
-
-def write(folder, config, tensors=None, kind="safetensors"):
-    """A folder as it lies on the hub."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(config) if tensors is None else tensors
-    (folder / "config.json").write_text(json.dumps(config))
-    if kind == "safetensors":
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    elif kind == "bin":
-        torch.save(tensors, folder / "pytorch_model.bin")
-    elif kind == "old bin":
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    else:
-        suffix, name = ("safetensors", "model") if kind == "shards" else ("bin", "pytorch_model")
-        put = save_file if kind == "shards" else torch.save
-        where = {}
-        for i, some in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), 1):
-            shard = f"{name}-{i:05}-of-00002.{suffix}"
-            put({tensor: tensors[tensor] for tensor in some}, folder / shard)
-            where |= dict.fromkeys(some, shard)
-        index = {"metadata": {}, "weight_map": where}
-        (folder / f"{name}.{suffix}.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def vispec_tensors():
-    width = TINY["hidden_size"]
-    more = {f"imadpt.{part}_proj.weight": torch.zeros(width, width) for part in "kvo"}
-    more |= {"imadpt.q": torch.zeros(2, 4, 12), "img_fc.weight": torch.zeros(width, 2 * width)}
-    return tensors_of(LLAVA) | more | {"img_fc.bias": torch.zeros(width)}
-
-
-def eagle3_tensors():
-    return {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
-
-
-# ---------------------------------------------------------------------- what is in a folder
-
-
-@pytest.mark.parametrize(
-    ("config", "tensors", "layout"),
-    [
-        *[(config, tensors_of, "msd") for config in (LLAVA, WIDE, QWEN)],
-        *[(config, tensors_of, "eagle") for config in (VICUNA, LLAMA3, QWEN2)],
-        ({**LLAVA, "model_type": "llava_next"}, lambda c: vispec_tensors(), "vispec"),
-        ({**VICUNA, "draft_vocab_size": 32}, lambda c: eagle3_tensors(), "eagle3"),
-        (LLAVA, lambda c: {"model.embed_tokens.weight": torch.zeros(2, 2)}, None),
-        ({**LLAVA, "mmspec_drafter": "msd"}, tensors_of, None),
-    ],
-)
-def test_layouts_are_recognised(config, tensors, layout, tmp_path):
-    for kind in ("safetensors", "bin"):
-        folder = write(tmp_path / kind, config, tensors(config), kind)
-        assert published.recognise(folder) == layout
-
-
 def test_a_folder_of_something_else_is_not_recognised(tmp_path):
     assert published.recognise(tmp_path / "nowhere") is None
     (tmp_path / "config.json").write_text("[1]")
     assert published.recognise(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps(LLAVA))
     assert published.recognise(tmp_path) is None
+    others = {"model.embed_tokens.weight": torch.zeros(2, 2)}
+    assert published.recognise(write(tmp_path / "others", LLAVA, others)) is None
+    assert published.recognise(write(tmp_path / "own", {**LLAVA, "mmspec_drafter": "msd"})) is None
 
 
 def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
@@ -164,8 +57,6 @@ def test_a_head_of_one_tensor_less_is_still_recognised(tmp_path):
     for name in tensors:
         rest = {other: value for other, value in tensors.items() if other != name}
         assert published.recognise(write(tmp_path, LLAVA, rest)) == "msd"
-        with pytest.raises(UserError, match=rf"tensors of layout msd, received missing {name}$"):
-            read_msd(tmp_path)
 
 
 # ---------------------------------------------------------------------- conversion
@@ -252,11 +143,6 @@ def test_rotary_and_norm_settings_come_from_the_configuration():
     assert MSD.convert(qwen, tensors_of(QWEN), "here")[0].rope_theta == 1e6
 
 
-def test_saved_rotary_frequencies_do_no_harm():
-    tensors = tensors_of(LLAVA) | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
-    assert "inv_freq" not in str(MSD.convert(LLAVA, tensors, "here")[1].keys())
-
-
 def test_an_eagle_head_may_leave_out_what_the_target_has():
     tensors = tensors_of(VICUNA)
     del tensors["embed_tokens.weight"]
@@ -284,60 +170,8 @@ def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
 # ---------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("name", sorted(tensors_of(LLAVA)))
-def test_wrong_shapes_are_named_with_both(name):
-    tensors = tensors_of(LLAVA)
-    right = tuple(tensors[name].shape)
-    tensors[name] = torch.zeros(*right[:-1], right[-1] + 1)
-    wrong = (*right[:-1], right[-1] + 1)
-    message = f"here: {name} must be {right} by config.json: got {wrong}"
-    with pytest.raises(UserError) as caught:
-        MSD.convert(LLAVA, tensors, "here")
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers.1.mlp.up_proj.weight": torch.zeros(1)}, "unknown layers.1.mlp.up_proj.weight"),
-        ({"fc.bias": None, "lm_head.weight": torch.zeros(1)}, "missing fc.bias; unknown lm_head.weight"),
-        ({"layers.0.self_attn.q_proj.bias": torch.zeros(48)}, "missing layers.0.self_attn.k_proj.bias, layers.0"),
-        ({"fc.bias": torch.zeros(48, dtype=torch.int8)}, "fc.bias must be a floating point tensor: got torch.int8"),
-    ],
-)
-def test_missing_and_unknown_tensors_are_named(changes, message):
-    tensors = {name: value for name, value in (tensors_of(LLAVA) | changes).items() if value is not None}
-    with pytest.raises(UserError) as caught:
-        MSD.convert(LLAVA, tensors, "here")
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_size": None}, "hidden_size must be a whole number >= 1: got None"),
-        ({"num_attention_heads": "4"}, "num_attention_heads must be a whole number >= 1: got '4'"),
-        ({"intermediate_size": True}, "intermediate_size must be a whole number >= 1: got True"),
-        ({"num_attention_heads": 96}, "head_dim must be a whole number in [2, 4096]: got 0"),
-        ({"num_key_value_heads": 3}, "kv_heads must divide heads: got 3 for 4"),
-        ({"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be > 0: got 'small'"),
-        ({"rope_theta": -1}, "rope_theta must be > 0: got -1"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "plain rotary positions, received 1 with rope scaling 'linear'",
-        ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "received 1 with rope scaling 'yarn'"),
-        ({"vocab_size": 95}, "embed_tokens.weight must be (95, 48) by config.json: got (96, 48)"),
-        ({"intermediate_size": 41}, "mlp.down_proj.weight must be (48, 41) by config.json: got (48, 40)"),
-    ],
-)
-def test_configurations_that_cannot_be_are_refused(changes, message):
-    with pytest.raises(UserError) as caught:
-        MSD.convert({**LLAVA, **changes}, tensors_of(LLAVA), "here")
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+def eagle3_tensors():
+    return {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
 
 
 @pytest.mark.parametrize(
@@ -423,18 +257,11 @@ def test_an_index_leads_nowhere_else(shard, tmp_path):
 # ---------------------------------------------------------------------- on targets
 
 
-@pytest.mark.parametrize(("name", "config"), [("llava", LLAVA), ("qwen2_vl", QWEN), ("llava", VICUNA)])
-@pytest.mark.parametrize("prefix", ["", "msd:", "eagle:"])
-def test_published_drafters_leave_the_output_as_it_is(name, config, prefix, tmp_path):
+@pytest.mark.parametrize("config", [LLAVA, QWEN, VICUNA])
+def test_a_name_before_the_folder_decides_what_it_is(config, tmp_path):
     folder = write(tmp_path, config, kind="bin")
-    model, inputs = shared_model(name), vision_inputs(name)
-    options = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
-    drafter = make_drafter(f"{prefix}{folder}")
-    decoupled = {"": config is not VICUNA, "msd:": True, "eagle:": False}[prefix]
-    assert isinstance(drafter, MSD) is decoupled
-    out = mmspec.generate(model, drafter=drafter, nodes=8, return_dict_in_generate=True, **inputs, **options)
-    assert torch.equal(out.sequences, model.generate(**inputs, **options))
-    assert out.stats[0].num_draft_tokens > 0
+    for prefix, decoupled in {"": config is not VICUNA, "msd:": True, "eagle:": False}.items():
+        assert isinstance(make_drafter(f"{prefix}{folder}"), MSD) is decoupled
 
 
 @torch.no_grad()

@@ -12,13 +12,13 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.sampler import Sampled
 from tests.targets import assert_trees_equal_paths, prompt_of
 from tests.tiny import shared_model
-from tests.tiny.cases import DRAFTERS_WITH_WEIGHTS, Case, compare_case
+from tests.tiny.cases import Case, compare_case
 from tests.tiny.configs import IMAGE, TINY_SIZES, VIDEO, VISION_CONFIGS
 from tests.tiny.models import video_inputs, vision_inputs, vision_model
 
 
 @pytest.mark.parametrize("name", VISION_CONFIGS)
-@pytest.mark.parametrize(("batch", "images"), [(1, 1), (1, 2), (3, 1), (1, 0)])
+@pytest.mark.parametrize(("batch", "images"), [(1, 2), (3, 1), (1, 0)])
 def test_every_node_equals_its_path(name, batch, images):
     assert_trees_equal_paths(shared_model(name), vision_inputs(name, batch, images), steps=2, nodes=6, seed=batch)
 
@@ -35,7 +35,6 @@ def test_eager_attention(name):
     ("batch", "images", "setting", "drafter"),
     [
         (1, 1, "greedy", "oracle"),
-        (3, 1, "greedy", "oracle"),
         (3, 2, "repetition-penalty", "oracle"),
         (3, 1, "no-repeat-ngram", "small"),
     ],
@@ -47,17 +46,17 @@ def test_greedy_tokens_equal_generate(name, batch, images, setting, drafter):
     assert reference.shape[1] > 20
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("drafter", ["oracle", *DRAFTERS_WITH_WEIGHTS])
+@pytest.mark.parametrize("drafter", ["recycle", "flash"])
 @pytest.mark.parametrize(
-    ("name", "batch", "images"), [("llava", 3, 2), ("llava_bamba", 3, 2), ("qwen2_vl", 3, 1), ("llama", 1, 0)]
+    ("batch", "images", "setting"),
+    [(1, 2, "greedy"), (3, 1, "greedy"), (2, 2, "repetition-penalty"), (2, 1, "sampled")],
 )
-@pytest.mark.parametrize("setting", ["greedy", "sampled", "sampled-filtered"])
-def test_drafting_changes_no_token(name, batch, images, setting, drafter):
-    case = Case(name, batch, images, 8, seed=5, setting=setting, drafter=drafter)
-    reference, difference = compare_case(shared_model(name), case, new_tokens=12)
+def test_vision_beside_gated_delta_net(batch, images, setting, drafter):
+    """Greedy tokens are those of `generate`, sampled ones those of plain decoding with the same seed."""
+    case = Case("qwen3_5", batch, images, 8, seed=3, setting=setting, drafter=drafter)
+    reference, difference = compare_case(shared_model("qwen3_5"), case, new_tokens=16)
     assert difference is None
-    assert reference.shape[1] > 8 + 3
+    assert reference.shape[1] > 16
 
 
 def test_sampled_outputs_differ_by_setting_and_a_changed_draw_is_noticed(monkeypatch):

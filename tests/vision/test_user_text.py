@@ -90,10 +90,8 @@ def test_chat_messages_with_typed_tokens(processor):
     assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
 
 
-def test_typed_image_token_generates(llava):
-    for images in ([], [_IMAGE]):
-        answer = llava.generate("Describe <image> and </s>.", images=images, max_new_tokens=4)
-        assert answer.stats.num_generated_tokens
+def test_a_typed_image_token_needs_no_image(llava):
+    assert llava.generate("Describe <image> and </s>.", max_new_tokens=4).stats.num_generated_tokens
 
 
 @pytest.fixture(params=[True, False], ids=["pad token", "no pad token"])

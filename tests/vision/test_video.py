@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -97,6 +96,15 @@ def even(count: int, step: int = 100, start: int = 0) -> list[int]:
     return [start + step * index for index in range(count)]
 
 
+def set_display_matrix(path: Path, a: int, b: int, c: int, d: int) -> Path:
+    """Of an MP4 or MOV: its place in a version 0 track header."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tkhd") + 44
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    return path
+
+
 def in_own_process(program: str, *arguments: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", program, *map(str, arguments)],
@@ -113,7 +121,6 @@ BFRAMES = {"preset": "ultrafast", "bf": "3", "b-pyramid": "none", "b-adapt": "0"
 IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010, 5300]
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 25, 50, 120])
 @pytest.mark.parametrize(
     ("suffix", "codec", "options"),
     [
@@ -126,25 +133,24 @@ IRREGULAR = [0, 40, 80, 900, 950, 1000, 1001, 1400, 3000, 3100, 3150, 5000, 5010
         ("ts", "libx264", BFRAMES),
     ],
 )
-def test_samples_the_displayed_frame(
-    tmp_path: Path, suffix: str, codec: str, options: dict[str, str] | None, count: int
-) -> None:
+def test_samples_the_displayed_frame(tmp_path: Path, suffix: str, codec: str, options: dict[str, str] | None) -> None:
     stamps = even(50)
-    video = load_video(encode(tmp_path / f"a.{suffix}", stamps, codec=codec, options=options), frames=count)
-    expected = on_screen(stamps, 5000, count)
-    assert [number_of(frame) for frame in video.frames] == expected
-    assert video.times == pytest.approx([stamps[i] / 1000 for i in expected], abs=1e-3)
-    assert video.duration == pytest.approx(5.0, abs=1e-3)
+    path = encode(tmp_path / f"a.{suffix}", stamps, codec=codec, options=options)
+    for count in (1, 3, 25, 50, 120):
+        video, expected = load_video(path, frames=count), on_screen(stamps, 5000, count)
+        assert [number_of(frame) for frame in video.frames] == expected
+        assert video.times == pytest.approx([stamps[i] / 1000 for i in expected], abs=1e-3)
+        assert video.duration == pytest.approx(5.0, abs=1e-3)
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-@pytest.mark.parametrize("count", [2, 7, 30])
-def test_variable_frame_rate(tmp_path: Path, suffix: str, count: int) -> None:
+def test_variable_frame_rate(tmp_path: Path, suffix: str) -> None:
     path = encode(tmp_path / f"a.{suffix}", IRREGULAR, options=BFRAMES, gop=4)
-    video = load_video(path, frames=count)
-    assert video.duration == pytest.approx(5.59, abs=0.3)
-    expected = on_screen(IRREGULAR, round(video.duration * 1000), count)
-    assert [number_of(frame) for frame in video.frames] == expected
+    for count in (2, 7, 30):
+        video = load_video(path, frames=count)
+        assert video.duration == pytest.approx(5.59, abs=0.3)
+        expected = on_screen(IRREGULAR, round(video.duration * 1000), count)
+        assert [number_of(frame) for frame in video.frames] == expected
 
 
 @pytest.mark.parametrize(("suffix", "backend"), [("mp4", "pyav"), ("mkv", "pyav"), ("mp4", "decord")])
@@ -168,14 +174,11 @@ def test_frame_rate_of_the_source(tmp_path: Path, suffix: str) -> None:
     assert load_video(path, frames=2).fps == pytest.approx(25)
 
 
-PAUSES = [0, 40, 80, 900, 950, 1000, 1400, 3000, 3100, 3150, 5000, 5300]
 KINDS: dict[str, dict[str, Any]] = {
     "B-frames": {"options": BFRAMES},
-    "variable frame rate": {"stamps": PAUSES, "options": BFRAMES},
-    "Matroska": {"suffix": "mkv", "stamps": PAUSES, "options": BFRAMES},
+    "variable frame rate": {"stamps": [0, 40, 80, 900, 950, 1000, 1400, 3000, 3100, 3150, 5000], "options": BFRAMES},
     "transport stream": {"suffix": "ts", "options": BFRAMES},
     "late start": {"suffix": "mkv", "stamps": even(20, start=700)},
-    "cut start": {"stamps": even(40, start=-1500), "mux": {"use_editlist": "1", "avoid_negative_ts": "disabled"}},
     "odd size": {"suffix": "avi", "codec": "mpeg4", "options": {}, "size": (75, 51), "tick": Fraction(1, 10)},
     "pixel aspect": {"size": (96, 48), "pixel_aspect": Fraction(3, 2)},
     "turned": {"size": (96, 48)},
@@ -188,10 +191,7 @@ def test_all_frames_equal_transformers_reading(tmp_path: Path, kind: str) -> Non
     given = {"stamps": even(20), "suffix": "mp4"} | KINDS[kind]
     path = encode(tmp_path / f"a.{given.pop('suffix')}", given.pop("stamps"), **given)
     if kind == "turned":
-        data = bytearray(path.read_bytes())
-        at = data.index(b"tkhd") + 44
-        data[at : at + 36] = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30)
-        path.write_bytes(data)
+        set_display_matrix(path, 0, ONE, -ONE, 0)
     frames, _ = read_video_pyav(str(path), lambda metadata: range(MAX_FRAMES))
     expected = [Image.fromarray(frame) for frame in frames]
     if kind == "pixel aspect":
@@ -313,15 +313,6 @@ def test_raw_stream_without_times_or_duration(tmp_path: Path) -> None:
     assert [number_of(frame) for frame in video.frames] == on_screen(even(30), 3000, 6)
 
 
-def test_animated_gif_and_png(tmp_path: Path) -> None:
-    pages = [Image.fromarray(paint(number)) for number in range(1, 9)]
-    for suffix in ("gif", "png"):
-        path = tmp_path / f"a.{suffix}"
-        pages[0].save(path, save_all=True, append_images=pages[1:], duration=100)
-        assert kind_of(path) == "video"
-        assert [number_of(frame) for frame in load_video(path, frames=4).frames] == [2, 4, 6, 8]
-
-
 @pytest.mark.parametrize("suffix", ["gif", "png", "mp4"])
 def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a.{suffix}"
@@ -339,6 +330,7 @@ def test_a_last_frame_that_stands(tmp_path: Path, suffix: str) -> None:
     else:
         pages = [Image.fromarray(paint(number)) for number in range(4)]
         pages[0].save(path, save_all=True, append_images=pages[1:], duration=[100, 100, 100, 900])
+    assert kind_of(path) == "video"
     video = load_video(path, frames=6)
     assert video.duration == pytest.approx(1.2, abs=1e-3)
     assert [number_of(frame) for frame in video.frames] == on_screen(even(4), 1200, 6) == [1, 3, 3, 3, 3, 3]
@@ -363,17 +355,12 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("turn", MATRICES)
-def test_display_matrix(tmp_path: Path, turn: str) -> None:
-    (a, b, c, d), transposition = MATRICES[turn]
+def test_display_matrix(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 48), options={"preset": "ultrafast", "qp": "0"})
     plain = load_video(path, frames=1).frames[0]
-    data = bytearray(path.read_bytes())
-    at = data.index(b"tkhd") + 44  # the matrix's place in a version 0 track header
-    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    path.write_bytes(data)
-    turned = load_video(path, frames=1).frames[0]
-    assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
+    for matrix, transposition in MATRICES.values():
+        turned = load_video(set_display_matrix(path, *matrix), frames=1).frames[0]
+        assert np.array_equal(np.asarray(turned), np.asarray(plain.transpose(transposition)))
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])
@@ -385,11 +372,9 @@ def test_pixels_that_are_not_square(
     if backend == "decord":
         pytest.importorskip("decord", reason="an optional dependency")
     path = encode(tmp_path / "a.mp4", even(6), size=(96, 64), pixel_aspect=Fraction(*aspect))
-    data = bytearray(path.read_bytes())
     if turned:
-        at = data.index(b"tkhd") + 44
-        data[at : at + 36] = struct.pack(">9i", 0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30)
-    frame = load_video(bytes(data), frames=6, backend=backend).frames[5]
+        set_display_matrix(path, 0, ONE, -ONE, 0)
+    frame = load_video(path.read_bytes(), frames=6, backend=backend).frames[5]
     assert frame.size == (shown[::-1] if turned else shown)
     assert number_of(frame.transpose(Image.Transpose.ROTATE_90) if turned else frame) == 5
 
@@ -445,11 +430,7 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
         pages[0].save(path, save_all=True, append_images=pages[1:], duration=100, icc_profile=profile)
         expected = [Image.fromarray(paint(number)) for number in range(1, 9)]
     else:
-        path = write_png_movie(tmp_path / "a.mov", pages, icc_profile=profile)
-        data = bytearray(path.read_bytes())
-        at = data.index(b"tkhd") + 44
-        data[at : at + 36] = struct.pack(">9i", -ONE, 0, 0, 0, ONE, 0, 0, 0, 1 << 30)
-        path.write_bytes(data)
+        path = set_display_matrix(write_png_movie(tmp_path / "a.mov", pages, icc_profile=profile), -ONE, 0, 0, ONE)
         expected = [ImageOps.mirror(Image.fromarray(paint(number))) for number in range(1, 9)]
     program = (
         "import gc, hashlib, sys\n"
@@ -463,13 +444,12 @@ def test_a_colour_profile(tmp_path: Path, kind: str) -> None:
     assert done.stdout.split() == [hashlib.md5(frame.tobytes()).hexdigest() for frame in expected]
 
 
-@pytest.mark.parametrize(
-    ("frames", "fps", "count"),
-    [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10), (4, None, 4)],
-)
-def test_number_of_frames(tmp_path: Path, frames: int | None, fps: float | None, count: int) -> None:
-    video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=frames, fps=fps)
-    assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
+def test_number_of_frames(tmp_path: Path) -> None:
+    path = encode(tmp_path / "a.mp4", even(50))
+    rates = [(None, None, 8), (None, 1.0, 5), (None, 2.5, 12), (None, 0.01, 1), (3, 10.0, 3), (100, 2.0, 10)]
+    for frames, fps, count in [*rates, (4, None, 4)]:
+        video = load_video(path, frames=frames, fps=fps)
+        assert [number_of(frame) for frame in video.frames] == on_screen(even(50), 5000, count)
 
 
 def test_short_videos_repeat_frames(tmp_path: Path) -> None:
@@ -509,21 +489,18 @@ def test_memory_does_not_grow_with_length(tmp_path: Path, monkeypatch: pytest.Mo
     assert grown < 12 << 20  # 3000 decoded frames would be 18 MiB as YUV and 37 MiB as RGB
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3, 0.5, 0.8])
 @pytest.mark.parametrize(
     ("suffix", "mux"), [("mp4", {}), ("mp4", {"movflags": "faststart"}), ("mkv", {}), ("webm", {}), ("avi", {})]
 )
-def test_truncated(tmp_path: Path, suffix: str, mux: dict[str, str], share: float) -> None:
+def test_truncated(tmp_path: Path, suffix: str, mux: dict[str, str]) -> None:
     codec = {"webm": "libvpx", "avi": "mpeg4"}.get(suffix, "libx264")
     options = {"webm": {"deadline": "realtime", "cpu-used": "8"}, "avi": {}}.get(suffix)
     tick = Fraction(1, 10) if suffix == "avi" else TICK  # with ticks of 1 ms, most of an AVI is its index
     whole = encode(tmp_path / f"whole.{suffix}", even(50), codec=codec, options=options, mux=mux, tick=tick)
-    data = whole.read_bytes()
-    cut = tmp_path / f"cut.{suffix}"
-    cut.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(UserError, match=r"cut\.\w+: expected .*received") as caught:
-        load_video(cut)
-    assert "\n" not in str(caught.value)
+    data, cut = whole.read_bytes(), tmp_path / f"cut.{suffix}"
+    for share in (0.02, 0.1, 0.3, 0.5, 0.8):
+        cut.write_bytes(data[: int(len(data) * share)])
+        assert_user_error(cut, f"cut.{suffix}: expected ")
 
 
 def test_truncated_after_the_last_sampled_frame(tmp_path: Path) -> None:
@@ -532,15 +509,12 @@ def test_truncated_after_the_last_sampled_frame(tmp_path: Path) -> None:
     assert [number_of(frame) for frame in load_video(tmp_path / "cut.mkv", frames=1).frames] == [25]
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
-@pytest.mark.parametrize("filler", [0, 255])
+@pytest.mark.parametrize(("suffix", "filler"), [("mp4", 255), ("mkv", 0)])
 def test_corrupt_data_in_the_middle(tmp_path: Path, suffix: str, filler: int) -> None:
-    path = encode(tmp_path / f"a.{suffix}", even(50))
-    data = bytearray(path.read_bytes())
+    data = bytearray(encode(tmp_path / f"a.{suffix}", even(50)).read_bytes())
     data[len(data) // 3 : len(data) // 2] = bytes([filler]) * (len(data) // 2 - len(data) // 3)
-    path.write_bytes(data)
     with pytest.raises(UserError, match=r"breaks after|broken"):
-        load_video(path, frames=40)
+        load_video(bytes(data), frames=40)
 
 
 def write_audio(path: Path, *, cover: bool = False) -> Path:
@@ -561,25 +535,12 @@ def assert_user_error(source: object, expected: str, **options: object) -> None:
 
 
 def test_sources_that_are_not_videos(tmp_path: Path) -> None:
-    assert_user_error(tmp_path / "none.mp4", "none.mp4: expected a video, received no such file")
-    assert_user_error(tmp_path, "received a folder")
-    assert_user_error("https://example.org/a.mp4", "received a URL")
-    assert_user_error(b"", "received no bytes")
-    assert_user_error(7, "received int")
-    (tmp_path / "empty.mp4").touch()
-    assert_user_error(tmp_path / "empty.mp4", "received an empty file")
-    (tmp_path / "text.mp4").write_text("not a film\n" * 1000)
-    assert_user_error(tmp_path / "text.mp4", "received text")
-    (tmp_path / "latin.txt").write_bytes("un été\n".encode("latin-1") * 1000)
-    assert_user_error(tmp_path / "latin.txt", "expected a video, received")
     (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile a.mp4\n")
     assert_user_error(tmp_path / "list.mp4", "received text")
-    (tmp_path / "noise.mp4").write_bytes(np.random.default_rng(0).bytes(5000))
-    assert_user_error(tmp_path / "noise.mp4", "expected a video, received unknown data")
+    assert_user_error(np.random.default_rng(0).bytes(5000), "expected a video, received unknown data")
     assert_user_error(write_audio(tmp_path / "sound.mp4"), "received audio only")
     Image.new("RGB", (8, 8)).save(tmp_path / "still.jpg")
     assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image")
-    assert_user_error(tmp_path / "still.jpg", "received a JPEG image; pass it as an image", backend="decord")
 
 
 def test_options_out_of_range(tmp_path: Path) -> None:
@@ -633,24 +594,18 @@ def test_file_name_is_not_read_as_a_protocol(tmp_path: Path, monkeypatch: pytest
     assert load_video("concat:a|b", frames=2).times == pytest.approx([0.5, 1.5])
 
 
-@pytest.mark.parametrize("options", [None, BFRAMES])
-def test_decord_equals_pyav(tmp_path: Path, options: dict[str, str] | None) -> None:
+@pytest.mark.parametrize("frames", [11, 20])
+def test_decord_equals_pyav(tmp_path: Path, frames: int) -> None:
+    """It rounds times to float32: with 20, of the starts of frames, 0.1 becomes 0.1000000015 > 0.1."""
     pytest.importorskip("decord", reason="an optional dependency")
-    path = encode(tmp_path / "a.mp4", even(40), options=options)
-    ours, theirs = load_video(path, frames=11), load_video(path, frames=11, backend="decord")
+    path = encode(tmp_path / "a.mp4", even(40), options=BFRAMES)
+    ours, theirs = load_video(path, frames=frames), load_video(path, frames=frames, backend="decord")
     assert [number_of(f) for f in theirs.frames] == [number_of(f) for f in ours.frames]
     assert theirs.times == pytest.approx(ours.times, abs=1e-4)
     assert theirs.duration == pytest.approx(ours.duration, abs=1e-4)
 
 
-def test_decord_rounding_at_the_start_of_a_frame(tmp_path: Path) -> None:
-    """decord rounds times to float32: 0.1 becomes 0.1000000015 > 0.1."""
-    pytest.importorskip("decord", reason="an optional dependency")
-    video = load_video(encode(tmp_path / "a.mp4", even(50)), frames=25, backend="decord")
-    assert [number_of(frame) for frame in video.frames] == list(range(1, 50, 2))
-
-
-@pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("mpg", "mpeg1video"), ("avi", "mpeg4")])
+@pytest.mark.parametrize(("suffix", "codec"), [("vob", "mpeg2video"), ("avi", "mpeg4")])
 def test_decord_refuses_packets_without_timestamps(tmp_path: Path, suffix: str, codec: str) -> None:
     pytest.importorskip("decord", reason="an optional dependency")
     options = {"bf": "2"} if codec == "mpeg4" else {}
@@ -702,12 +657,6 @@ def test_no_leaks_and_no_output(tmp_path: Path) -> None:
     )
     done = in_own_process(program, good, bad)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_no_warnings(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_video(encode(tmp_path / "a.mp4", even(10)))
 
 
 @pytest.mark.parametrize("backend", ["pyav", "decord"])

@@ -7,35 +7,18 @@ import math
 import pytest
 import torch
 
-from mmspec import SamplingParams, UserError
+from mmspec import SamplingParams
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.vispec import ViSpec
 from tests.drafting import check_drafts, plain_layer, states_of
+from tests.published import VISPEC, vispec_tensors, write
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import text_inputs, vision_inputs
-from tests.vision.test_published import LLAVA, QWEN2, tensors_of, write
-
-# Fields of JLKang/ViSpec-llava-v1.6-vicuna-7b-hf and ViSpec-Qwen2.5-VL-3B-Instruct
-LLAVA_NEXT = {**LLAVA, "model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
-LLAVA_NEXT |= {"pretraining_tp": 1, "pad_token_id": 0, "num_key_value_heads": 4}
-QWEN2_5 = {**QWEN2, "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
-QWEN2_5 |= {"use_sliding_window": False, "tie_word_embeddings": True, "num_key_value_heads": 4}
-CONFIGS = {"llava_next": LLAVA_NEXT, "llava": {**LLAVA_NEXT, "model_type": "llava"}, "qwen2_5_vl": QWEN2_5}
-
-
-def vispec_tensors(config):
-    g, width, heads = torch.Generator().manual_seed(1), config["hidden_size"], config["num_attention_heads"]
-    shapes = {"imadpt.q": (2, heads, width // heads), "img_fc.weight": (width, 2 * width), "img_fc.bias": (width,)}
-    shapes |= {f"imadpt.{part}_proj.weight": (width, width) for part in "kvo"}
-    if config.get("qkv_bias"):
-        shapes |= {f"imadpt.{part}_proj.bias": (width,) for part in "kv"}
-    image = {name: torch.randn(shape, generator=g) * 0.15 for name, shape in shapes.items()}
-    return {name: value * 0.5 for name, value in tensors_of(config).items()} | image  # no probability is 0
 
 
 def published(folder, name):
-    config = CONFIGS[name]
+    config = VISPEC[name]
     tensors = vispec_tensors(config)
     drafter = make_drafter(str(write(folder, config, tensors, "bin")))
     assert isinstance(drafter, ViSpec)
@@ -105,7 +88,7 @@ def check(model, inputs, drafter, tensors, **asked):
     return check_drafts(model, inputs, drafter, gains, **asked)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", VISPEC)
 @pytest.mark.parametrize(("batch", "images"), [(1, 1), (1, 2), (3, 1)])
 def test_trees_of_images(name, batch, images, tmp_path):
     drafter, tensors = published(tmp_path, name)
@@ -123,26 +106,3 @@ def test_trees_while_sampling(tmp_path):
     drafter, tensors = published(tmp_path, "llava_next")
     params = SamplingParams(temperature=1.0)
     check(shared_model("llava_next"), vision_inputs("llava_next", 2), drafter, tensors, params=params, new=8)
-
-
-def test_every_missing_and_every_further_tensor_is_named(tmp_path):
-    config = CONFIGS["qwen2_5_vl"]
-    tensors = vispec_tensors(config)
-    for number, name in enumerate(sorted(tensors.keys() - {"embed_tokens.weight"})):
-        rest = {other: value for other, value in tensors.items() if other != name}
-        with pytest.raises(UserError, match=rf"expected exactly the tensors of layout vispec.*missing {name}"):
-            make_drafter(f"vispec:{write(tmp_path / str(number), config, rest)}")
-    more = write(tmp_path / "more", config, tensors | {"imadpt.o_proj.bias": torch.zeros(48)})
-    with pytest.raises(UserError, match=r"received unknown imadpt.o_proj.bias"):
-        make_drafter(str(more))
-    queries = write(tmp_path / "queries", config, tensors | {"imadpt.q": torch.zeros(3, 4, 12)})
-    with pytest.raises(UserError, match=r"imadpt.q must be \(2, 4, 12\) by config.json: got \(3, 4, 12\)"):
-        make_drafter(str(queries))
-
-
-def test_other_kinds_are_refused(tmp_path):
-    config = CONFIGS["llava_next"]
-    with pytest.raises(UserError, match="expected exactly the tensors of layout vispec, received missing imadpt"):
-        make_drafter(f"vispec:{write(tmp_path / 'msd', LLAVA)}")
-    with pytest.raises(UserError, match=r"expected exactly the tensors of layout eagle, received unknown imadpt"):
-        make_drafter(f"eagle:{write(tmp_path / 'vispec', config, vispec_tensors(config))}")

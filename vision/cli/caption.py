@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mmspec.checks import POSITIVE
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import LOADING, OUT_FILE, Value, generation_options, read_stdin
 from mmspec.errors import UserError
 from mmspec.files import alone

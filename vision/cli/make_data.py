@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mmspec.checks import POSITIVE, SHARE, shown
-from mmspec.cli.help import Command
+from mmspec.cli.commands import Command
 from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, Value, derived, device_options
 from mmspec.errors import UserError
 from mmspec.files import alone, append_text, check_settings, read_json, read_rows, write_text
@@ -78,7 +78,7 @@ def make_data(
     from mmspec.cli.session import open_pipeline
     from mmspec.pipeline import Pipeline
     from mmspec.training.answering import AnswerGenerator, draw_prompts
-    from mmspec.training.recorded import Recorder
+    from mmspec.training.feature_cache import Recorder
 
     asked = [] if prompts is None else _read_prompts(prompts, images)
     console = Console(stderr=True)
@@ -151,7 +151,7 @@ def _answer_all(
 ) -> None:
     """Generates the answers of missing conversations, with a progress bar."""
     from mmspec.progress import show_progress
-    from mmspec.training.recorded import Recorder
+    from mmspec.training.feature_cache import Recorder
 
     start = time.perf_counter()
     with show_progress(console, "answering") as show:

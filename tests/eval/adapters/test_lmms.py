@@ -1,6 +1,7 @@
 """The lmms-eval adapter, with stand-ins for the names that it imports."""
 
 import sys
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from PIL import Image
 
 import mmspec
 from mmspec.errors import UserError
-from mmspec.eval.adapters.lmms import generation_keywords, manifest, messages_to_request
+from mmspec.eval.adapters import manifest
 from tests.model_folders import save_llava
 
 
@@ -37,23 +38,18 @@ def framework(monkeypatch):
         module = ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lmms_model", raising=False)
-    yield
-    sys.modules.pop("mmspec.eval.adapters.lmms_model", None)
+    monkeypatch.delitem(sys.modules, "mmspec.eval.adapters.lmms", raising=False)
+    yield import_module("mmspec.eval.adapters.lmms")
+    sys.modules.pop("mmspec.eval.adapters.lmms", None)
 
 
 def test_the_manifest_names_the_class(framework):
-    import importlib
-
     entry = manifest()
-    module, _, name = entry.chat_class_path.rpartition(".")
-    assert entry.model_id == "mmspec"
-    assert not getattr(importlib.import_module(module), name).is_simple
+    assert (entry.model_id, entry.chat_class_path) == ("mmspec", f"{framework.__name__}.MmspecLMM")
+    assert not framework.MmspecLMM.is_simple
 
 
 def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_path):
-    from mmspec.eval.adapters.lmms_model import MmspecLMM
-
     folder = str(save_llava(tmp_path / "llava"))
     pictures = [Image.new("RGB", (9, 9), (50 * k, 9, 9)) for k in range(5)]
     docs = [{"question": f"Picture {k}", "image": picture} for k, picture in enumerate(pictures)]
@@ -64,7 +60,7 @@ def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_pa
 
     options = [{"max_new_tokens": 6 + k % 2, "until": ["\n\n"]} for k in range(5)]
     requests = [SimpleNamespace(args=("", messages, options[k], k, "task", "test")) for k in range(5)]
-    model = MmspecLMM(pretrained=folder, drafter="recycle", nodes="4", batch_size="2", device=None)
+    model = framework.MmspecLMM(pretrained=folder, drafter="recycle", nodes="4", batch_size="2", device=None)
     model.task_dict = {"task": {"test": docs}}
     results = model.generate_until(requests)
     plain = mmspec.load(folder, drafter=None)
@@ -92,22 +88,17 @@ def test_answers_are_in_request_order_and_equal_plain_decoding(framework, tmp_pa
         ({"temperature": 0.7, "do_sample": False}, {"max_new_tokens": 1024, "temperature": 0.0, "stop": []}),
     ],
 )
-def test_generation_options_are_translated(given, wanted):
-    assert generation_keywords(given) == wanted
+def test_generation_options_are_translated(framework, given, wanted):
+    assert framework.generation_keywords(given) == wanted
 
 
-def test_beam_search_is_refused():
-    with pytest.raises(UserError, match=r"num_beams must be 1: .* got 4"):
-        generation_keywords({"num_beams": 4})
-
-
-def test_messages_are_translated_to_a_request():
+def test_messages_are_translated_to_a_request(framework):
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": [{"type": "video", "url": "v.mp4"}, {"type": "image", "url": "i.png"}]},
         {"role": "assistant", "content": "Yes."},
     ]
-    assert messages_to_request(messages) == {
+    assert framework.messages_to_request(messages) == {
         "prompt": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "video"}, {"type": "image"}]},
@@ -117,4 +108,6 @@ def test_messages_are_translated_to_a_request():
         "videos": ["v.mp4"],
     }
     with pytest.raises(UserError, match="messages may contain text, images and videos: got 'audio'"):
-        messages_to_request([{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])
+        framework.messages_to_request([{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}])
+    with pytest.raises(UserError, match=r"num_beams must be 1: .* got 4"):
+        framework.generation_keywords({"num_beams": 4})

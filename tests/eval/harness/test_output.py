@@ -1,7 +1,10 @@
-"""Tables, list options and results of the benchmarks."""
+"""Tables, list options and results of the benchmarks; SIGTERM ends them."""
 
 import io
 import json
+import os
+import signal
+import time
 
 import click
 import pytest
@@ -12,31 +15,30 @@ from rich.console import Console
 from mmspec.checks import listed
 from mmspec.cli.options import Value
 from mmspec.errors import UserError
-from mmspec.eval.harness.options import SIZES
-from mmspec.eval.harness.output import BenchmarkCommand, benchmark, git_commit, make_table, milliseconds, write_result
+from mmspec.eval.harness.output import (
+    SIZES,
+    BenchmarkCommand,
+    benchmark,
+    git_commit,
+    make_table,
+    milliseconds,
+    write_result,
+)
 from mmspec.sampling.params import SamplingParams
 
 
-def cells(table):
+def test_cells_are_format_strings_or_functions_and_sections_end_where_a_field_changes():
+    rows = [{"a": 1.234, "b": 0.5, "s": "x"}, {"a": None, "b": 0.25, "s": "x"}, {"b": 1.0, "s": "y"}]
+    table = make_table([("A", "{a:.1f}"), ("B", milliseconds("b", 0))], rows, sections=("s",))
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
-    lines = console.file.getvalue().splitlines()
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
-
-
-def test_cells_are_format_strings_or_functions():
-    rows = [{"a": 1.234, "b": 0.5}, {"a": None, "b": 0.25}, {"b": 1.0}]
-    assert cells(make_table([("A", "{a:.1f}"), ("B", milliseconds("b", 0))], rows)) == [
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line.strip("│").split("│")] for line in lines] == [
         ["1.2", "500"],
         ["", "250"],
         ["", "1000"],
     ]
-
-
-def test_sections_end_where_a_field_changes():
-    rows = [{"suite": name} for name in ("x", "x", "y", "z")]
-    table = make_table([("suite", "{suite}")], rows, sections=("suite",))
-    assert [row.end_section for row in table.rows] == [False, True, True, False]
+    assert [row.end_section for row in table.rows] == [False, True, False]
 
 
 @click.command(cls=BenchmarkCommand)
@@ -48,51 +50,61 @@ def command(sizes, temperatures):
     click.echo(json.dumps([sizes, temperatures]))
 
 
-def test_list_options_are_parsed_without_duplicates():
-    assert json.loads(CliRunner().invoke(command, []).output) == [[3, 1], [0.0, 0.5]]
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "status", "message"),
     [
-        (["--sizes", "2,0"], "each a whole number >= 1: got (2, 0)"),
-        (["--sizes", "2,x"], "each a whole number >= 1: got '2,x'"),
-        (["--sizes", ""], "each a whole number >= 1: got ''"),
-        (["--temperatures", "inf"], "each 0 or >= 0.0001: got (inf,)"),
-        (["--sizes", "9"], "nine is too many"),
+        ([], 0, "[[3, 1], [0.0, 0.5]]"),  # without duplicates
+        (["--sizes", "2,0"], 2, "each a whole number >= 1: got (2, 0)"),
+        (["--sizes", "2,x"], 2, "each a whole number >= 1: got '2,x'"),
+        (["--sizes", ""], 2, "each a whole number >= 1: got ''"),
+        (["--temperatures", "inf"], 2, "each 0 or >= 0.0001: got (inf,)"),
+        (["--sizes", "9"], 2, "nine is too many"),
     ],
 )
-def test_usage_errors_exit_with_status_2(options, message):
+def test_list_options(options, status, message):
     result = CliRunner().invoke(command, options)
-    assert result.exit_code == 2
+    assert result.exit_code == status
     assert message in result.output
 
 
-def test_results_are_written_atomically(tmp_path, monkeypatch):
-    out = tmp_path / "new" / "out.json"
-    write_result({"a": 1}, out)
-    assert json.loads(out.read_text()) == {"a": 1}
-    with pytest.raises(TypeError):
-        write_result({"a": object()}, out)
-    assert json.loads(out.read_text()) == {"a": 1}
-    assert [path.name for path in out.parent.iterdir()] == ["out.json"]
-
-
-def test_a_benchmark_prints_and_writes_its_result(tmp_path):
+def test_a_benchmark_prints_and_writes_its_result_atomically(tmp_path):
     @benchmark
     @click.option("--size", default=2)
     def measure(size: int) -> dict[str, int]:
         """Measure."""
         return {"size": size, "threads": torch.get_num_threads()}
 
-    before = torch.get_num_threads()
+    out, before = tmp_path / "new" / "out.json", torch.get_num_threads()
     try:
-        run = CliRunner().invoke(measure, ["--threads", "2", "--out", str(tmp_path / "a.json"), "--size", "5"])
+        run = CliRunner().invoke(measure, ["--threads", "2", "--out", str(out), "--size", "5"])
     finally:
         torch.set_num_threads(before)
-    assert json.loads(run.output) == json.loads((tmp_path / "a.json").read_text()) == {"size": 5, "threads": 2}
+    assert json.loads(run.output) == json.loads(out.read_text()) == {"size": 5, "threads": 2}
+    with pytest.raises(TypeError):
+        write_result({"a": object()}, out)
+    assert json.loads(out.read_text())["size"] == 5
+    assert [path.name for path in out.parent.iterdir()] == ["out.json"]
 
 
 def test_no_commit_where_git_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit() == ""
+
+
+def test_sigterm_ends_a_benchmark_as_an_exception_does():
+    """So that what it has started ends, too."""
+    ended, before = [], signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    @click.command(cls=BenchmarkCommand)
+    def study():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        finally:
+            ended.append(True)
+
+    try:
+        assert CliRunner().invoke(study).exit_code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended

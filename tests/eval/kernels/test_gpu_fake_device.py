@@ -18,8 +18,7 @@ from mmspec.eval import gpu
 from mmspec.eval.harness.drafters import parse_drafters
 from mmspec.eval.kernels import gpu_kernels, gpu_models
 from mmspec.eval.scale_up import drafters as scaled
-from mmspec.eval.scale_up.axes import Weights
-from mmspec.eval.scale_up.models import shape_of
+from mmspec.eval.scale_up.models import Weights, shape_of
 from mmspec.pipeline import Pipeline
 
 pytest.importorskip("triton")
@@ -41,12 +40,11 @@ def _empty(tensor, memo):
 @pytest.fixture
 def without_contents(monkeypatch):
     """Skips all checks of values, and reads all files before the fake device is in use."""
-    plan = FULL
     small = {
         name: mmspec.load(name, drafter=None, dtype="float32", device="cpu") for name in ("tiny-llava", "tiny-hybrid")
     }
     folders = {name: pipe.model.config.name_or_path for name, pipe in small.items()}
-    drafters = {specs: parse_drafters(specs, folders[name]) for name, specs in plan.shapes.values()}
+    drafters = {specs: parse_drafters(specs, folders[name]) for name, specs in gpu.SOURCES.values()}
     prompts = {}
     for hybrid, name in MODELS.items():
         for batch in (1, 2, 8):
@@ -59,7 +57,7 @@ def without_contents(monkeypatch):
     patch = monkeypatch.setattr
     patch(scaled.mmspec, "load", lambda name, **_: small[name])
     patch(scaled, "parse_drafters", lambda specs, folder: drafters[specs])
-    quick = {preset: shape_of(small[name].model.config.get_text_config()) for preset, (name, _) in plan.shapes.items()}
+    quick = {preset: shape_of(small[name].model.config.get_text_config()) for preset, (name, _) in gpu.SOURCES.items()}
     patch(gpu.GpuBenchmark, "shape", lambda self, preset: quick[preset] if self.quick else gpu.SHAPES[preset])
     patch(gpu_models, "gpu_requests", lambda hybrid, batch: [{"prompt": MODELS[hybrid]}] * batch)
     patch(Pipeline, "encode", encode)
@@ -108,7 +106,7 @@ def check_parts(plan, quick, monkeypatch):
         }
     failed = [row["where"] for rows in parts.values() for row in rows if "where" in row]
     assert not failed, failed[0]
-    for preset, (_, drafters) in plan.shapes.items():
+    for preset, (_, drafters) in gpu.SOURCES.items():
         methods = {row["method"] for row in parts[f"answers {preset}"]}
         assert {"plain", *(f"{name} adaptive" for name in drafters.split(","))} <= methods
     assert device.captured > 20

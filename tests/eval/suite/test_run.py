@@ -1,11 +1,9 @@
 """``mmspec eval``: equality, acceptance, output formats, and resuming a killed run."""
 
-import errno
 import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -15,14 +13,13 @@ from click.testing import CliRunner
 import mmspec
 from mmspec.drafters.registry import drafter_specs
 from mmspec.errors import UserError
-from mmspec.eval.suite import evaluator, methods
+from mmspec.eval.suite import evaluator
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.evaluator import Evaluator
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import write_report
-from mmspec.eval.suite.run import RunRecords, run_suite, suite_jobs
+from mmspec.eval.suite.run import RunRecords, answer_lines, run_suite
 from mmspec.eval.suite.settings import SuiteSettings
-from mmspec.eval.suite.spec_bench import answer_lines
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.vision.drafters.msd import MSD
@@ -51,13 +48,6 @@ def whole(folder, tmp_path_factory):
     """An uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     return out, run_suite(settings(folder), out)
-
-
-def test_progress_leaves_lines_in_a_log(folder, tmp_path, capfd):
-    few = settings(folder, methods="none", tasks=("scenes-captions", "scenes-questions"), limit=2, temperatures=(0.0,))
-    run_suite(few, tmp_path)
-    lines = [line.rpartition(",")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("measuring")]
-    assert lines == ["measuring: 0/2", "measuring: 1/2, scenes-captions", "measuring: 2/2, scenes-questions"]
 
 
 def without_times(value):
@@ -125,7 +115,7 @@ def test_acceptance_and_shares_of_time(whole):
     assert (refused["method"], refused["batch"]) == ("lookup", 2)
 
 
-def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path, monkeypatch, capfd):
     call, done = Evaluator.__call__, []
 
     def killed(self, job):
@@ -140,56 +130,33 @@ def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path
     path = tmp_path / "records.jsonl"
     path.write_text(path.read_text()[:-40])  # a kill in the middle of a line
     done.clear()
+    capfd.readouterr()
     monkeypatch.setattr("mmspec.eval.suite.run.write_report", lambda summary, folder: None)
     monkeypatch.setattr(Evaluator, "__call__", lambda self, job: done.append(job) or call(self, job))
     summary = run_suite(settings(folder), tmp_path)
     assert len(done) == 8 - 2
+    lines = [line.rpartition(",")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("measuring")]
+    assert (lines[0], lines[-1]) == ("measuring: 2/8", "measuring: 8/8, scenes-turns")
     assert without_times(records(tmp_path)) == without_times(records(whole[0]))
     plain = [{k: row[k] for k in ("method", "tokens", "acceptance", "equal")} for row in summary["rows"]]
     assert plain == [{k: row[k] for k in ("method", "tokens", "acceptance", "equal")} for row in whole[1]["rows"]]
     for file in (whole[0] / "answers").iterdir():
-        lines, others = (p.read_text().splitlines() for p in (file, tmp_path / "answers" / file.name))
-        assert [without_times(json.loads(line)) for line in lines] == [
-            without_times(json.loads(line)) for line in others
-        ]
-
-
-def test_other_settings_in_the_same_folder_are_refused(whole, folder):
+        ours, others = (p.read_text().splitlines() for p in (file, tmp_path / "answers" / file.name))
+        assert without_times(list(map(json.loads, ours))) == without_times(list(map(json.loads, others)))
+    monkeypatch.setattr("mmspec.eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
+    assert run_suite(settings(folder), tmp_path) == summary  # nothing is measured again
     with pytest.raises(UserError, match=r"holds a run with rounds = 1: expected the same to resume it, received 5"):
-        RunRecords(whole[0], {**json.loads((whole[0] / "settings.json").read_text()), "rounds": 5})
+        run_suite(settings(folder, rounds=5), tmp_path)
 
 
-def test_a_full_disk_is_told_and_the_records_before_it_stay(whole, folder, tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    shutil.copytree(whole[0], tmp_path / "run")
-    records = RunRecords(tmp_path / "run", json.loads((tmp_path / "run" / "settings.json").read_text()))
-    before = (tmp_path / "run" / "records.jsonl").read_text()
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"cannot write .*records\.jsonl: .*No space left on device"):
-        records.add(next(iter(records.records.values())))
-    assert (tmp_path / "run" / "records.jsonl").read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [(b"\xff", "UTF-8"), (b"[1]", "a JSON object"), (b'{"task": "a"}', "a record with batch, received none")],
-)
-def test_damaged_records_are_named(tmp_path, line, expected):
+def test_damaged_records_are_named(tmp_path):
     RunRecords(tmp_path, {})
-    (tmp_path / "records.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(UserError, match=rf"records\.jsonl, line 1: expected {expected}"):
+    (tmp_path / "records.jsonl").write_text('{"task": "a"}\n')
+    with pytest.raises(UserError, match=r"records\.jsonl, line 1: expected a record with batch, received none"):
         RunRecords(tmp_path, {})
     (tmp_path / "settings.json").write_bytes(b"[]")
     with pytest.raises(UserError, match=r"settings\.json: expected a JSON object"):
         RunRecords(tmp_path, {})
-
-
-def test_a_finished_run_is_not_measured_again(whole, folder, monkeypatch):
-    monkeypatch.setattr("mmspec.eval.suite.run.write_report", lambda summary, folder: None)
-    monkeypatch.setattr("mmspec.eval.suite.run.Evaluator", lambda plain: pytest.fail("loaded"))
-    assert run_suite(settings(folder), whole[0]) == whole[1]
 
 
 def test_answers_are_in_spec_benchs_format(whole):
@@ -202,9 +169,7 @@ def test_answers_are_in_spec_benchs_format(whole):
     assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
     # The prefill's token belongs to no step.
     assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"]) - 3
-
-
-def test_the_time_of_a_batch_is_divided_among_its_rows(whole):
+    # The time of a batch is divided among its rows.
     record = records(whole[0])[0]
     seconds = [one["total"] for one in record["turns"][0]["methods"]["none"]["seconds"]]
     lines = answer_lines(record, "none")
@@ -253,30 +218,21 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
     assert re.search(r"\| `none` \| 0 \| 1 \| scenes-captions 4000000, turn 0 \| 4 \| [\d.e-]+ \|", section)
 
 
-def test_jobs_cover_every_sample_once(folder):
-    jobs = suite_jobs(settings(folder), {"scenes-captions": 5, "scenes-turns": 4})
-    assert len(jobs) == 2 * (3 + 2)
-    assert len({json.dumps(job) for job in jobs}) == len(jobs)
-
-
 def test_method_specs(folder):
     target = mmspec.load(folder, drafter=None).target
-    found = {
-        method.name: method
-        for method in parse_methods("msd,msd@7,recycle@chain,c=msd@chain4,none,lookup,ngram@chain", target)
-    }
-    assert list(found) == ["generate", "none", "msd", "msd@7", "recycle@chain", "c", "lookup", "ngram@chain"]
-    assert [method.nodes for method in found.values()] == [0, 0, None, 7, None, 4, 0, None]
-    assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
-    lossy = parse_methods("recycle@6~1.5,msd~2", target)[2:]
-    assert [(one.name, one.nodes, one.lossy) for one in lossy] == [("recycle@6~1.5", 6, 1.5), ("msd~2", None, 2.0)]
-    assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     small = save_text_model(Path(folder).parent / "small")
+    specs = f"""msd,msd@7,recycle@chain,c=msd@chain4,none,lookup,ngram@chain,recycle@6~1.5,msd~2,small:{small}@chain,
+        assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}"""
+    found = {method.name: method for method in parse_methods(specs, target)}
+    assert {name: (method.nodes, method.lossy) for name, method in found.items()} == {
+        **{"generate": (0, 0), "none": (0, 0), "msd": (None, 0), "msd@7": (7, 0), "recycle@chain": (None, 0)},
+        **{"c": (4, 0), "lookup": (0, 0), "ngram@chain": (None, 0), "recycle@6~1.5": (6, 1.5), "msd~2": (None, 2)},
+        **{"small:small@chain": (None, 0), "assisted:small": (0, 0), "drafter-msd@3": (3, 0), "x": (None, 0)},
+    }
+    assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
+    assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     chains = [spec.name for spec in drafter_specs() if spec.alone and spec.chains]
-    named = parse_methods(f"small:{small}@chain,assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}", target)
-    assert [method.name for method in named][2:] == ["small:small@chain", "assisted:small", "drafter-msd@3", "x"]
-
     assert auto_methods(Path(folder))[3:] == ["msd", *alone, "msd@chain", *(f"{name}@chain" for name in chains)]
 
 
@@ -302,7 +258,6 @@ def test_transformers_assisted_decoding_of_a_text_model(tmp_path):
     rows = {row["method"]: row for row in summary["rows"]}
     assert rows["a"]["equal"] == 1
     assert rows["a"]["acceptance"]["mean_acceptance_length"] > 1  # the model is its own assistant
-    assert methods.BASELINE in rows
 
 
 def test_the_command(folder, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
-from mmspec.eval.suite.sample import Sample
+from mmspec.eval.suite.data import Sample
 from mmspec.eval.suite.summary import summarise
 
 TASK = "scenes-captions"

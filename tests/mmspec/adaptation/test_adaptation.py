@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.adaptation import heads
-from mmspec.adaptation.adaptation import Adaptation
-from mmspec.adaptation.heads import Ended, RecordedDrafter
+from mmspec.adaptation import adaptation
+from mmspec.adaptation.adaptation import Adaptation, Ended, RecordedDrafter, Store
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
@@ -21,9 +20,8 @@ from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.plugins import target_class
 from mmspec.sampling import defaults
-from mmspec.training import online
+from mmspec.training import tasks
 from mmspec.training.features import ConversationFeatures, collate
-from mmspec.training.tasks import drafter_optimisers
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import tiny_drafter
@@ -37,7 +35,7 @@ def _at_once(monkeypatch):
     """Idle work begins at once, and weights are replaced after few requests."""
     monkeypatch.setattr(engines, "IDLE_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(engines, "IDLE_TIME_SHARE", 1.0)
-    monkeypatch.setattr(heads, "REQUESTS", REQUESTS)
+    monkeypatch.setattr(adaptation, "REQUESTS", REQUESTS)
 
 
 def pipeline(name, drafter, adapt=None):
@@ -150,7 +148,7 @@ def test_a_batch_of_answers_takes_the_step_of_their_mean_loss(kind):
     for answer in answers:
         learner.learn(answer)  # the fifth begins another batch
     assert all(parameter.grad is None for parameter in pipe.model.parameters())
-    optimisers = drafter_optimisers(network, "muon", online._RATE)
+    optimisers = tasks.Optimisers(network, "muon", tasks._ONLINE_RATE)
     generator, losses = torch.Generator().manual_seed(0), []
     for answer in answers[:4]:
         generated = torch.arange(len(answer.tokens)) >= answer.prompt
@@ -190,44 +188,22 @@ def train(pipe):
             parameter += 0.01
 
 
+def learned(pipe):
+    return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
+
+
 def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_path):
+    """Learning goes on from those that have returned; later weights are compared with the weights in force."""
     pipe = adapting(folder=tmp_path)
     head, first = pipe.adaptation.heads[0], weights(pipe)
     train(pipe)
     ended(pipe, 2.0)
-    second = weights(pipe)
-    assert not same(first, second)
+    assert not same(first, weights(pipe))
     assert not list(tmp_path.glob("*/*"))  # not proven yet
     train(pipe)
     ended(pipe, 1.5)
     assert (head.replacements, head.rollbacks) == (1, 1)
     assert same(weights(pipe), first)
-    assert not list(tmp_path.glob("*/*"))
-    train(pipe)
-    ended(pipe, 2.0)
-    third = weights(pipe)
-    train(pipe)
-    ended(pipe, 2.1)
-    assert (head.replacements, head.rollbacks) == (3, 1)
-    (kept,) = tmp_path.glob("medusa/*")
-    again = adapting(folder=tmp_path)
-    assert same(weights(again), third)
-    assert kept.name == "00000000"
-
-
-def learned(pipe):
-    return [one.detach().clone() for one in pipe.adaptation.heads[0]._learner._network.parameters()]
-
-
-def test_learning_goes_on_from_the_weights_that_have_returned():
-    """Not from those that were worse, and what was learned since is compared with the weights in force."""
-    pipe = adapting()
-    head, first = pipe.adaptation.heads[0], weights(pipe)
-    train(pipe)
-    ended(pipe, 2.0)
-    train(pipe)
-    ended(pipe, 1.5)
-    assert head.rollbacks == 1
     assert same(learned(pipe), first)
     assert same(list(head.drafter.fresh.network.parameters()), first)
     train(pipe)
@@ -240,13 +216,21 @@ def test_learning_goes_on_from_the_weights_that_have_returned():
     assert head.rollbacks == 2
     assert same(weights(pipe), first)
     assert same(learned(pipe), first)
+    assert not list(tmp_path.glob("*/*"))
+    train(pipe)
+    ended(pipe, 1.8)  # still lower than before the fall
+    assert head.rollbacks == 3
+    assert same(weights(pipe), first)
     for length in (2.0, 2.1):
         before = weights(pipe)
         train(pipe)
         ended(pipe, length)
+    (kept,) = tmp_path.glob("medusa/*")
+    assert kept.name == "00000000"
+    assert same(weights(adapting(folder=tmp_path)), before)
     train(pipe)
     ended(pipe, 1.5)  # back by one replacement
-    assert head.rollbacks == 3
+    assert head.rollbacks == 4
     assert same(weights(pipe), before)
 
 
@@ -318,42 +302,35 @@ def test_a_copy_of_a_pipeline_drafts_alike_and_does_not_adapt():
     pipe.engine.drain()
 
 
-@pytest.mark.parametrize("kind", ["plain", "ngram"])
-def test_drafters_that_cannot_adapt_are_refused(kind):
-    with pytest.raises(UserError, match=f"adapt needs recycle, .* got {kind.replace('plain', 'none')}$"):
-        pipeline("llama", tiny_drafter(kind, shared_model("llama")), AdaptOptions())
-
-
-def test_sharded_targets_are_refused(monkeypatch):
-    monkeypatch.setattr(shared_model("llama"), "_tp_size", 2)
-    with pytest.raises(UserError, match="adapt learns in one process: got a target that is sharded over ranks"):
-        pipeline("llama", Recycle(), AdaptOptions())
-
-
-def test_other_options_are_checked(tmp_path):
+def test_what_cannot_adapt_is_refused(tmp_path, monkeypatch):
     model = shared_model("llama")
-    used = tiny_drafter("medusa", model)
+    target, used = target_class(model.config)(model), tiny_drafter("medusa", model)
     pipeline("llama", used)
-    with pytest.raises(UserError, match="adapt needs a drafter that no pipeline has used: got medusa"):
-        pipeline("llama", used, AdaptOptions())
-    with pytest.raises(UserError, match="space must be at least 32 MiB for these drafters: got 31"):
-        pipeline("llama", Recycle(), AdaptOptions(tmp_path, 31))
+    other = tiny_drafter("medusa", model, heads=2)
+    other.attach(target)
+    other.save(tmp_path / "shape" / "medusa" / "00000000", target)
+    (tmp_path / "name" / "medusa" / "00000000").mkdir(parents=True)
+    (tmp_path / "name" / "medusa" / "00000000" / "config.json").write_text("{}")
+    for drafter, options, message in (
+        (None, AdaptOptions(), "adapt needs recycle, .* got none$"),
+        (Ngram(), AdaptOptions(), "adapt needs recycle, .* got ngram$"),
+        (used, AdaptOptions(), "adapt needs a drafter that no pipeline has used: got medusa"),
+        (Recycle(), AdaptOptions(tmp_path, 31), "space must be at least 32 MiB for these drafters: got 31"),
+        (tiny_drafter("medusa", model), AdaptOptions(tmp_path / "shape"), "weights of the drafter's shape, received"),
+        (tiny_drafter("medusa", model), AdaptOptions(tmp_path / "name"), "expected weights of medusa, received None"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Adaptation(drafter, target, options)
+    monkeypatch.setattr(model, "_tp_size", 2)
+    with pytest.raises(UserError, match="adapt learns in one process: got a target that is sharded over ranks"):
+        Adaptation(Recycle(), target, AdaptOptions())
+
+
+def test_options_from_the_argument_of_load(tmp_path):
+    assert (AdaptOptions.of(False), AdaptOptions.of(True)) == (None, AdaptOptions())
+    assert AdaptOptions.of(str(tmp_path)) == AdaptOptions(tmp_path)
     with pytest.raises(UserError, match="adapt must be True, False, a folder or AdaptOptions: got int"):
         AdaptOptions.of(3)
-    assert AdaptOptions.of(str(tmp_path)) == AdaptOptions(tmp_path)
-    assert (AdaptOptions.of(False), AdaptOptions.of(True)) == (None, AdaptOptions())
-
-
-def test_stored_weights_of_another_shape_or_drafter_are_refused(tmp_path):
-    target = target_class(shared_model("llama").config)(shared_model("llama"))
-    other = tiny_drafter("medusa", shared_model("llama"), heads=2)
-    other.attach(target)
-    other.save(tmp_path / "medusa" / "00000000", target)
-    with pytest.raises(UserError, match="expected weights of the drafter's shape, received those of another"):
-        adapting(folder=tmp_path)
-    (tmp_path / "medusa" / "00000000" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="expected weights of medusa, received None"):
-        Adaptation(tiny_drafter("medusa", shared_model("llama")), target, AdaptOptions(tmp_path))
 
 
 def test_states_to_learn_from_are_bounded(monkeypatch):
@@ -363,7 +340,26 @@ def test_states_to_learn_from_are_bounded(monkeypatch):
         tokens(pipe, text_inputs(length=6, seed=seed))
     finish(pipe)
     assert len(head._buffer) >= 4
-    monkeypatch.setattr(heads, "_BUFFER", 1)
+    monkeypatch.setattr(adaptation, "_BUFFER", 1)
     tokens(pipe, text_inputs(length=6, seed=5))
     finish(pipe)
     assert len(head._buffer) == 1
+
+
+def test_a_generation_replaces_the_one_before_or_leaves_it(tmp_path):
+    store = Store(tmp_path / "a" / "store")
+    assert store.newest() is None
+    store.write(lambda folder: (folder / "x").write_text("first") and None)
+    first = store.newest()
+
+    def fail(folder):
+        (folder / "x").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write(fail)
+    assert (store.newest(), (first / "x").read_text()) == (first, "first")
+    store.write(lambda folder: (folder / "x").write_text("second") and None)
+    (newest,) = store.folder.iterdir()
+    assert newest == store.newest() != first
+    assert (newest / "x").read_text() == "second"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,18 +14,15 @@ from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
-from mmspec.drafters.recycle import Recycle
-from mmspec.engine.request_state import Wakeup
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
-from mmspec.vision.drafters.msd import Flash
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VIDEO, VOCAB
-from tests.tiny.models import msd_network, text_inputs, video_inputs, vision_inputs
+from tests.tiny.models import text_inputs, video_inputs, vision_inputs
 
 BYTES = 1 << 24
 
@@ -125,6 +121,13 @@ def test_keys_tell_media_apart():
 # ---------------------------------------------------------------------- answers
 
 
+def targets_of(model):
+    """A target that computes every prompt, and one that keeps their states."""
+    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
+    target.prefix_cache = PrefixCache(BYTES)
+    return plain, target
+
+
 def answered(target, drafter, prompt, sampling=None, nodes=6, new=8):
     """Tokens of a prompt's answer, and how many of the prompt's states were known."""
     sampler = defaults.sampler(SamplingParams(seed=3, **(sampling or {})))
@@ -165,8 +168,7 @@ RECURRENT = ["bamba", "mamba2", "qwen3_next", "llava_bamba", "qwen3_5"]
 @pytest.mark.parametrize("name", [*ATTENTION, *RECURRENT])
 def test_conversations_go_on_from_known_states(name):
     model, turns = prompts_of(name)
-    target = plugins.target_class(model.config)(model)
-    target.prefix_cache = PrefixCache(BYTES)
+    _, target = targets_of(model)
     before = 0
     for prompt, expected in turns:
         answer, known = answered(target, None, prompt)
@@ -177,33 +179,11 @@ def test_conversations_go_on_from_known_states(name):
     assert answered(target, None, turns[-1][0]) == (turns[-1][1], length - (name not in RECURRENT))
 
 
-@pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("kind", ["ngram", "recycle", "flash"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafters_know_the_whole_prompt(name, kind, temperature):
-    model, turns = prompts_of(name)
-    make = {
-        "ngram": Ngram,
-        "recycle": Recycle,
-        "flash": lambda: Flash(msd_network(model, slots=2, latents=2), top_k=3, depth=4),
-    }[kind]
-    drafters, targets = (make(), make()), [plugins.target_class(model.config)(model) for _ in range(2)]
-    targets[1].prefix_cache = PrefixCache(BYTES)
-    before = 0
-    for prompt, _ in turns:
-        sampling = {"temperature": temperature}
-        plain, mine = (answered(*pair, prompt, sampling) for pair in zip(targets, drafters, strict=True))
-        assert mine[0] == plain[0]
-        assert mine[1] >= before
-        before = prompt.input_ids.shape[1]
-
-
 @pytest.mark.parametrize("name", ["llama", "bamba", "llava", "qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_prefill_steps_are_those_of_a_whole_prompt(name):
     """Everything that a drafter may read, of a follow-up and of the same prompt again."""
     model, turns = prompts_of(name, 2)
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
+    plain, target = targets_of(model)
     plain.features = target.features = ["last", 1]
     prompts = [prompt for prompt, _ in turns]
     for prompt, known in zip((*prompts, prompts[1]), (0, *(one.input_ids.shape[1] for one in prompts)), strict=True):
@@ -219,25 +199,11 @@ def test_prefill_steps_are_those_of_a_whole_prompt(name):
                 torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_attention_goes_on_from_a_part_of_a_prompt_and_recurrence_does_not():
-    for name, parts in (("llama", (0, 15, 20)), ("bamba", (0, 0, 20))):
-        model = shared_model(name)
-        plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-        target.prefix_cache = PrefixCache(BYTES)
-        ids = text_inputs(1, 30)["input_ids"]
-        other = torch.cat([ids[:, :15], 100 - ids[:, 15:]], dim=1)
-        for tokens, known in zip((ids[:, :20], other, ids), parts, strict=True):
-            prompt = Prompt(tokens)
-            expected, _ = answered(plain, None, prompt)
-            assert answered(target, None, prompt) == (expected, known)
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
 def test_prompts_that_share_a_video_of_many_frames(name):
     """Up to text after it, whose positions may be below those of its last frames, or up to its own last token."""
     model = shared_model(name)
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
+    plain, target = targets_of(model)
     prompt = prompt_of(video_inputs(name))
     length, end = prompt.input_ids.shape[1], int((prompt.input_ids[0] == VIDEO).nonzero().max()) + 1
     for keep, known in ((length, 0), (length - 1, length - 1), (end, 0)):
@@ -245,31 +211,6 @@ def test_prompts_that_share_a_video_of_many_frames(name):
         ids[:, keep:] = 50
         one = Prompt(ids, None, prompt.inputs)
         assert answered(target, None, one) == (answered(plain, None, one)[0], known)
-
-
-@pytest.mark.parametrize("name", ["llama", "bamba"])
-@pytest.mark.parametrize("length", SIZES)
-def test_prompts_of_any_length_go_on(name, length):
-    """A prompt, one that it begins, the same one again; prefilled in chunks of 8 beside another sequence."""
-    model = shared_model(name)
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
-    ids = text_inputs(1, 40, 50 + length)["input_ids"]
-    prompts = [Prompt(ids[:, :size]) for size in (length, 2 * length, length)]
-    expected = [answered(plain, None, prompt, new=5)[0] for prompt in prompts]
-    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=8, chunk=8)
-    sampler, known = defaults.sampler(SamplingParams()), []
-    (busy,) = engine.add(Prompt(ids[:, 20:]), sampler, Stopper(60, criteria=[]))
-    for prompt, answer in zip(prompts, expected, strict=True):
-        (row,) = engine.add(prompt, sampler, Stopper(5, criteria=[]))
-        engine.wait(lambda row=row: row.done)
-        assert row.token_ids == answer
-        known.append(row.stats.num_cached_tokens)
-    assert not busy.done
-    engine.remove([busy])
-    # Of attention, the state after the first prompt is cut from that after its answer, and its last token is new.
-    last = length if name == "bamba" else length - 1
-    assert known == [0, length if length >= 8 else 0, last if last >= 8 else 0]
 
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen3_vl", "bamba"])
@@ -292,13 +233,11 @@ def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
 
 def test_another_image_computes_everything(monkeypatch):
     model = shared_model("llava")
-    target = plugins.target_class(model.config)(model)
-    target.prefix_cache = PrefixCache(BYTES)
+    plain, target = targets_of(model)
     first, second = (prompt_of(vision_inputs("llava", 1, 1)) for _ in range(2))
     first.attention_mask = second.attention_mask = None
     second.inputs = {"pixel_values": -first.inputs["pixel_values"]}
     answer, _ = answered(target, None, first)
-    plain = plugins.target_class(model.config)(model)
     assert answered(target, None, second) == (answered(plain, None, second)[0], 0)
     # The tower does not see a known image again.
     tower = model.base_model.vision_tower
@@ -309,8 +248,7 @@ def test_another_image_computes_everything(monkeypatch):
 def test_long_rest_in_chunks_beside_other_sequences():
     """A follow-up joins while another sequence decodes, its new tokens in several chunks."""
     model = shared_model("llama")
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
+    plain, target = targets_of(model)
     prompts = [Prompt(text_inputs(1, 20, seed)["input_ids"]) for seed in range(3)]
     prompts.append(followed(prompts[0], [], tuple(text_inputs(1, 40, 9)["input_ids"][0].tolist())))
     expected = [answered(plain, None, prompt, new=30)[0] for prompt in prompts]
@@ -327,8 +265,7 @@ def test_long_rest_in_chunks_beside_other_sequences():
 def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     """Rows of several lengths leave at different times, with draft tokens after their limits."""
     model, turns = prompts_of(name, 1)
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache = PrefixCache(BYTES)
+    plain, target = targets_of(model)
     engine = SteppedEngine(target, Ngram(), lambda batch, nodes: Budget(6, 3), max_num_seqs=8)
     prompts = [turns[0][0], *(followed(turns[0][0], [], (n, 5, n, 5, n)) for n in (3, 9))]
     sampler = defaults.sampler(SamplingParams())
@@ -350,8 +287,8 @@ def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
 def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
     """Different prompts are stacked, a copy of one is not; follow-ups go on from the answers."""
     model, turns = prompts_of(name, 1)
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    target.prefix_cache, prefill, batches = PrefixCache(BYTES), target.prefill_chunks, []
+    plain, target = targets_of(model)
+    prefill, batches = target.prefill_chunks, []
 
     def counted(prompt, *args):
         batches.append(len(prompt.input_ids))
@@ -374,26 +311,6 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         found, known = answered(target, None, again)
         assert found == answered(plain, None, again)[0]
         assert known >= again.input_ids.shape[1] - 5  # the last token of the answer and the question are new
-
-
-def test_threads_share_prefixes():
-    model = shared_model("llama")
-    plain, target = (plugins.target_class(model.config)(model) for _ in range(2))
-    pipe = mmspec.Pipeline(target, max_num_seqs=4, prefix_cache=BYTES)
-    first = text_inputs(1, 20)["input_ids"]
-    prompts = [Prompt(torch.cat([first, text_inputs(1, 6, seed)["input_ids"]], dim=1)) for seed in range(8)]
-    expected = [answered(plain, None, prompt)[0] for prompt in prompts]
-
-    def ask(prompt):
-        wakeup = Wakeup()
-        (row,) = pipe.add(prompt, defaults.sampler(SamplingParams()), Stopper(8, criteria=[]), on_change=wakeup)
-        wakeup.wait(lambda: row.done)
-        return row.token_ids, row.stats.num_cached_tokens
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ask, prompts * 3))
-    assert [tokens for tokens, _ in found] == expected * 3
-    assert sum(known > 0 for _, known in found) >= len(found) - 4
 
 
 def test_pipelines_check_the_option():

@@ -1,5 +1,6 @@
 """``mmspec train recycle`` on a stand-in model."""
 
+import itertools
 import json
 
 import pytest
@@ -60,20 +61,6 @@ def save_features(folder, target, text, dtype=torch.float32):
     return hidden
 
 
-def test_fills_a_table_from_recorded_features(tmp_path):
-    folder = str(save_text_model(tmp_path / "text"))
-    target = mmspec.load(folder, None, "cpu").target
-    text = list(range(5, 45))
-    hidden = save_features(tmp_path / "features", target, text)
-    train(folder, tmp_path / "r", "--recorded", str(tmp_path / "features"))
-    drafter = make_drafter(str(tmp_path / "r"))
-    assert drafter.entries == 39 + 38  # of one token and of two
-    likeliest = target.head(hidden)[10].detach().softmax(-1).max(-1)
-    token, p, _ = drafter._successors((text[9], text[10]))[0]
-    assert token == int(likeliest.indices)
-    assert p == pytest.approx(float(likeliest.values), abs=1e-3)
-
-
 def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(tmp_path):
     folder = str(save_text_model(tmp_path / "text"))
     target = mmspec.load(folder, None, "cpu").target
@@ -83,6 +70,7 @@ def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(
     for name, options in {"whole": (), "three": ("--contexts", "3")}.items():
         train(folder, tmp_path / name, "--recorded", str(tmp_path / "features"), *options)
         tables[name] = make_drafter(str(tmp_path / name))._table
+    assert tables["whole"].keys() == {(-1, token) for token in text[:-1]} | set(itertools.pairwise(text[:-1]))
     assert tables["three"] == {context: tables["whole"][context] for context in [(-1, 7), (-1, 8), (7, 8)]}
     for context, places in {(7, 8): [3, 8], (-1, 7): [2, 4, 7], (9, 8): [6]}.items():
         mean = torch.zeros_like(probs[0])
@@ -94,12 +82,12 @@ def test_entries_are_mean_probabilities_and_the_most_frequent_contexts_are_kept(
         assert found[0][0] == int(expected.indices[0])
 
 
-def test_contexts_without_recorded_features_raises_before_loading(tmp_path):
-    with pytest.raises(UserError, match="expected both, received no --recorded"):
-        train(str(tmp_path / "no model"), tmp_path / "r", "--contexts", "2", "--prompts", __file__)
-
-
-def test_one_source_is_given(tmp_path):
-    for options, received in (((), "neither"), (("--prompts", __file__, "--recorded", str(tmp_path)), "both")):
-        with pytest.raises(UserError, match=f"^expected one of --prompts and --recorded, received {received}$"):
+def test_options_that_exclude_each_other_are_refused_before_loading(tmp_path):
+    both = ("--prompts", __file__, "--recorded", str(tmp_path))
+    for message, *options in (
+        ("expected both, received no --recorded", "--contexts", "2", "--prompts", __file__),
+        ("^expected one of --prompts and --recorded, received neither$",),
+        ("^expected one of --prompts and --recorded, received both$", *both),
+    ):
+        with pytest.raises(UserError, match=message):
             train(str(tmp_path / "no model"), tmp_path / "r", *options)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree
-from mmspec.core.merge import merge
+from mmspec.core.tree import merge
 from mmspec.ops import kernels
 from tests.tiny import random_tree, root_path, valid_nodes
 

@@ -1,7 +1,6 @@
-"""Every registered drafter on a dense, a vision-language and a hybrid model: no draft changes the output.
+"""Every registered drafter: copies, chains, checkpoints, declarations, and the drafts of a row of a batch.
 
-Requests that join and leave are in ``tests/mmspec/engine/test_schedules.py``, static shapes and captured steps in
-``tests/mmspec/engine/test_static_shapes.py`` and ``tests/mmspec/ops/test_graphs.py``; they run every drafter, too.
+That no draft changes the output is tested by ``tests/mmspec/engine/test_matrix.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import copy
 import pickle
 import random
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -23,90 +23,52 @@ from mmspec.core.target import Prompt
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
-from mmspec.ops import kernels
-from tests.device import record_captures
-from tests.targets import prompt_of, row_of
+from tests import matrix
+from tests.targets import prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
-from tests.tiny.drafters import tiny_drafter, tiny_drafters
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.drafters import tiny_drafter
+from tests.tiny.models import vision_inputs
 
 VOCAB = 101
-DRAFTERS = [*tiny_drafters(), "recycle+ngram"]
 
-on_every_target = pytest.mark.parametrize("name", ["llama", "llava", "bamba"])
-every_drafter = pytest.mark.parametrize("kind", DRAFTERS)
+every_drafter = pytest.mark.parametrize("kind", matrix.DRAFTERS[1:])
 
 
-def inputs_for(name, batch):
-    return vision_inputs(name, batch) if name == "llava" else text_inputs(batch)
+def answer(model, drafter):
+    """Tokens of three prompts, which must be those of plain decoding."""
+    inputs = vision_inputs("llava", 3)
+    found = mmspec.generate(model, drafter=drafter, nodes=12, **OPTIONS, **inputs)
+    assert torch.equal(found, plain(model))
 
 
-def answer(model, drafter, inputs, **options):
-    torch.manual_seed(1)
-    options = {"max_new_tokens": 12, "eos_token_id": None, **options}
-    found = mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs)
-    return found[:, inputs["input_ids"].shape[1] :].tolist()
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-def expected(model, inputs, **options):
-    """Tokens of plain decoding: transformers' own if greedy."""
-    if options:
-        return answer(model, None, inputs, **options)
-    ids = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return ids[:, inputs["input_ids"].shape[1] :].tolist()
-
-
-# ---------------------------------------------------------------------- output
-
-
-@on_every_target
-@every_drafter
-def test_the_output_is_that_of_generate_in_a_batch_and_alone(name, kind):
-    model, inputs = shared_model(name), inputs_for(name, 3)
-    drafter, tokens = tiny_drafter(kind, model), expected(shared_model(name), inputs)
-    assert answer(model, drafter, inputs, do_sample=False) == tokens
-    alone = row_of(inputs, 1)
-    alone["attention_mask"] = torch.ones_like(alone["input_ids"])
-    assert answer(model, drafter, alone, do_sample=False) == tokens[1:2]
-
-
-@on_every_target
-@every_drafter
-def test_a_seed_samples_the_tokens_of_plain_decoding(name, kind):
-    model, inputs = shared_model(name), inputs_for(name, 2)
-    options = {"do_sample": True, "temperature": 1.2, "top_k": 30, "repetition_penalty": 1.3}
-    assert answer(model, tiny_drafter(kind, model), inputs, **options) == expected(model, inputs, **options)
-
-
-@on_every_target
-@every_drafter
-def test_trees_that_would_pass_the_context_limit(name, kind, monkeypatch):
-    model, inputs = shared_model(name), inputs_for(name, 1)
-    monkeypatch.setattr(model.config.get_text_config(), "max_position_embeddings", inputs["input_ids"].shape[1] + 12)
-    assert answer(model, tiny_drafter(kind, model), inputs, do_sample=False) == expected(model, inputs)
+@cache
+def plain(model):
+    return model.generate(**vision_inputs("llava", 3), **OPTIONS)
 
 
 @every_drafter
 def test_copies_of_a_drafter_in_use_draft_the_same(kind):
-    model, inputs = shared_model("llava"), inputs_for("llava", 1)
+    model = shared_model("llava")
     pipe = Pipeline(plugins.target_class(model.config)(model), None, tiny_drafter(kind, model))
-    target, drafter, tokens = pipe.target, pipe.drafter, expected(model, inputs)
-    assert answer(model, drafter, inputs, do_sample=False) == tokens
+    target, drafter = pipe.target, pipe.drafter
+    answer(model, drafter)
     for copied in (fork(drafter, target), fork(fork(drafter, target), target.fork())):
         assert copied is not drafter
-        assert answer(model, copied, inputs, do_sample=False) == tokens
-    sent = pickle.loads(pickle.dumps(pipe)).drafter
-    assert answer(model, sent, inputs, do_sample=False) == tokens
+        answer(model, copied)
+    answer(model, pickle.loads(pickle.dumps(pipe)).drafter)
 
 
 @pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.chains])
 def test_chains(kind):
-    model, inputs = shared_model("llava"), inputs_for("llava", 2)
+    model = shared_model("llava")
     drafter = tiny_drafter(kind, model)
     drafter.draft_chains(3)
     trees, propose = [], drafter.propose
     drafter.propose = lambda token, budget: trees.append(propose(token, budget)) or trees[-1]
-    assert answer(model, drafter, inputs, do_sample=False) == expected(model, inputs)
+    answer(model, drafter)
     for tree in trees:
         for row in range(len(tree.tokens)):
             parents = [int(tree.parents[row, node]) for node in valid_nodes(tree, row)]
@@ -116,12 +78,11 @@ def test_chains(kind):
 # ---------------------------------------------------------------------- checkpoints
 
 
-@on_every_target
 @pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.weights in ("optional", "required")])
-def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(name, kind, tmp_path):
-    model, inputs = shared_model(name), inputs_for(name, 1)
+def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(kind, tmp_path):
+    model = shared_model("llava")
     target, drafter = plugins.target_class(model.config)(model), tiny_drafter(kind, model, 40)
-    assert answer(model, drafter, inputs, do_sample=False) == expected(model, inputs)
+    answer(model, drafter)
     folder = tmp_path / f"drafter-{kind}"
     drafter.save(folder, target)
     for spec in (str(folder), f"{kind}:{folder}", kind):
@@ -130,7 +91,7 @@ def test_a_checkpoint_drafts_the_same_and_refuses_other_targets(name, kind, tmp_
         again.save(tmp_path / "again", target)
         for file in ("config.json", "model.safetensors"):
             assert kind == "recycle" or (tmp_path / "again" / file).read_bytes() == (folder / file).read_bytes()
-    assert answer(model, again, inputs, do_sample=False) == expected(model, inputs)
+    answer(model, again)
     other = shared_model("qwen3")
     with pytest.raises(UserError, match="the drafter was trained for") as caught:
         make_drafter(str(folder)).attach(plugins.target_class(other.config)(other))
@@ -147,17 +108,6 @@ def test_declarations_and_classes_agree():
             with pytest.raises(UserError, match=f"^{spec.name} needs a checkpoint: expected {spec.name}:FOLDER"):
                 make_drafter(spec.name)
         assert not spec.train or spec.train.split()[0] in plugins.names("train")
-
-
-@pytest.fixture(params=["varying", "static", "captured"])
-def shapes(request, monkeypatch):
-    if request.param == "captured":
-        record_captures(monkeypatch)
-    return request.param
-
-
-def run_at(shapes, monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: shapes != "varying")
 
 
 # ---------------------------------------------------------------------- trees
@@ -230,15 +180,11 @@ def path_of(tree, row, node):
     return tuple(tree.tokens[row, root_path(tree, row, node)[1:]].tolist())
 
 
-def prompts(name):
+def prompts():
     """Of different lengths; with no, one or two images."""
     for number in range(6):
-        if "llava" in name:
-            inputs = vision_inputs(name, 1, images=number % 3, seed=number)
-            inputs = {key: value for key, value in inputs.items() if value.numel()}
-        else:
-            inputs = text_inputs(1, 3 + 5 * number % 13, seed=number)
-        yield Drafted(3 + number, prompt_of(inputs))
+        inputs = vision_inputs("llava", 1, images=number % 3, seed=number)
+        yield Drafted(3 + number, prompt_of({key: value for key, value in inputs.items() if value.numel()}))
 
 
 def make(kind, model):
@@ -262,29 +208,39 @@ def _frozen(monkeypatch):
         monkeypatch.setattr(table, "_learn", lambda *_: None)
 
 
-@pytest.mark.long
+def in_some_mode():
+    """Some drafters in one mode; all in all modes in the long tests."""
+    some = ("recycle", "eagle3", "small", "dflash", "msd", "medusa", "suffix", "mtp", "recycle, per sequence")
+    for kind in [*matrix.DRAFTERS[1:], "recycle, per sequence"]:
+        for number, mode in enumerate(matrix.MODES):
+            marks = () if kind in some and number == some.index(kind) % 3 else pytest.mark.long
+            yield pytest.param(kind, mode, id=f"{kind}-{mode}", marks=marks)
+
+
 @pytest.mark.usefixtures("_frozen")
-@pytest.mark.parametrize("kind", [*DRAFTERS, "recycle, per sequence"])
-def test_a_sequence_is_drafted_as_if_it_were_alone(kind, shapes, monkeypatch):
-    """Rows join singly or together, leave in any order and change places; some steps are not drafted."""
+@pytest.mark.parametrize(("kind", "mode"), list(in_some_mode()))
+def test_a_sequence_is_drafted_as_if_it_were_alone(kind, mode, monkeypatch):
+    """Rows join singly or together, leave in any order and change places; some steps are not drafted. Alone, they are
+    drafted with varying shapes and without captures."""
     model, rnd = copy.deepcopy(shared_model("llava")).double(), random.Random(0)  # so that rounding decides nothing
-    run_at(shapes, monkeypatch)
-    batch, waiting, seen = Batch(model, kind), list(prompts("llava")), []
-    while waiting or batch.rows:
-        action = rnd.choice(["join", "leave", "step", "step", "step", "plain"])
-        if action == "join" and waiting:
-            alike = [one for one in waiting if one.prompt.inputs.keys() == waiting[0].prompt.inputs.keys()]
-            together = alike[: rnd.randint(1, 3)]
-            waiting = [one for one in waiting if one not in together]
-            batch.join(together)
-            seen += together
-        elif action == "leave" and batch.rows and (len(batch.rows) > 2 or not waiting):
-            rows = len(batch.rows)
-            batch.leave(rnd.sample(range(rows), max(0, rows - rnd.randint(0, 2))))
-        elif batch.rows:
-            batch.step(action != "plain")
-    if "recycle" not in kind:  # which drafts from a table of other limits where shapes are static
-        run_at("varying", monkeypatch)
+    batch, waiting, seen = Batch(model, kind), list(prompts()), []
+    with monkeypatch.context() as patch:
+        matrix.enter(mode, patch)
+        while waiting or batch.rows:
+            action = rnd.choice(["join", "leave", "step", "step", "step", "plain"])
+            if action == "join" and waiting:
+                alike = [one for one in waiting if one.prompt.inputs.keys() == waiting[0].prompt.inputs.keys()]
+                together = alike[: rnd.randint(1, 3)]
+                waiting = [one for one in waiting if one not in together]
+                batch.join(together)
+                seen += together
+            elif action == "leave" and batch.rows and (len(batch.rows) > 2 or not waiting):
+                rows = len(batch.rows)
+                batch.leave(rnd.sample(range(rows), max(0, rows - rnd.randint(0, 2))))
+            elif batch.rows:
+                batch.step(action != "plain")
+    if "recycle" in kind:  # which drafts from a table of other limits where shapes are static
+        matrix.enter(mode, monkeypatch)
     alone, compared = Batch(model, kind), 0
     for row in seen:
         again = Drafted(row.number, row.prompt)

@@ -11,10 +11,8 @@ import torch
 
 from mmspec import UserError
 from mmspec.core.budget import Budget
-from mmspec.drafters.datastore import build
-from mmspec.drafters.datastore.build import build_store
-from mmspec.drafters.datastore.drafter import Datastore
-from mmspec.drafters.datastore.index import DEPTH, SuffixIndex
+from mmspec.drafters import datastore
+from mmspec.drafters.datastore import DEPTH, Datastore, SuffixIndex, build_store
 from mmspec.plugins import target_class
 from tests.tiny import shared_model
 
@@ -41,9 +39,9 @@ def occurrences(texts, context):
 
 @pytest.mark.parametrize(("in_memory", "files", "vocab"), [(10**6, 200, VOCAB), (7, 3, VOCAB), (20, 2, 1 << 16)])
 def test_suffixes_are_in_order_and_found(tmp_path, monkeypatch, in_memory, files, vocab):
-    monkeypatch.setattr(build, "_IN_MEMORY", in_memory)
-    monkeypatch.setattr(build, "_FILES", files)
-    monkeypatch.setattr(build, "_CHUNK", 13)
+    monkeypatch.setattr(datastore, "_SORTED", in_memory)
+    monkeypatch.setattr(datastore, "_FILES", files)
+    monkeypatch.setattr(datastore, "_CHUNK", 13)
     texts = random_texts()
     config = build_store(iter(texts), vocab, "tiny", tmp_path / "store")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["config.json", "suffixes", "tokens"]

@@ -1,9 +1,9 @@
-"""DFlash drafts what transformers' implementation of its network does, on every kind of target, in every layout."""
+"""DFlash, JetSpec and DSpark draft what transformers' implementation of the network does, on every kind of target."""
 
 from __future__ import annotations
 
 import copy
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -12,15 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
-from mmspec.core.target import Prompt
-from mmspec.drafters import layouts
-from mmspec.drafters.dflash import DFlash, default_layer_ids, plain_embedding
-from mmspec.drafters.growth import grow_slots
+from mmspec.drafters.dflash import DFlash, default_layer_ids
+from mmspec.drafters.growth import grow_levels, grow_slots
+from mmspec.drafters.hidden_state import plain_embedding
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
-from mmspec.training.dflash import DFlashObjective
-from mmspec.training.features import Features
-from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, write
+from mmspec.targets.packing import pack_model
+from tests.compiled import needs_kernels
+from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, with_heads, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import dflash_network, text_inputs, vision_inputs
@@ -28,40 +27,63 @@ from tests.tiny.models import dflash_network, text_inputs, vision_inputs
 LAYOUTS = ["z-lab", "transformers", "speculators"]
 
 
-def drafter_of(tmp_path, plain, layout="z-lab", **changes):
-    """A drafter of the reference's weights, read from a folder; trees of three children per node."""
-    drafter = make_drafter(str(write(tmp_path, *published(plain, layout, **changes))))
+def loaded(tmp_path, config, tensors):
+    """A drafter read from a folder; trees of three children per node."""
+    drafter = make_drafter(str(write(tmp_path, config, tensors)))
     assert isinstance(drafter, DFlash)
     drafter.top_k = 3
     return drafter
 
 
+def drafter_of(tmp_path, plain, layout="z-lab", **changes):
+    """A drafter of the reference's weights."""
+    return loaded(tmp_path, *published(plain, layout, **changes))
+
+
+def _network(model, kind):
+    heads = {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
+    return dflash_network(model, window=0, sliding=[], from_anchor=True, **heads)
+
+
 # ---------------------------------------------------------------------- what is drafted
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_nodes_have_the_probabilities_of_the_reference(layout, tmp_path):
+HEADS = [
+    ("z-lab", {}),
+    ("z-lab", {"rank": 6, "confidence": "markov"}),
+    ("z-lab", {"rank": 0, "confidence": "state"}),
+    ("speculators", {"rank": 6, "confidence": "state"}),
+    ("speculators", {"rank": 6, "confidence": "none"}),
+    ("speculators", {"kind": "gated"}),
+    ("speculators", {"kind": "rnn"}),
+    ("z-lab", {"kind": "rnn", "from_anchor": False}),
+]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("layout", "heads"), HEADS, ids=str)
+def test_nodes_have_the_probabilities_of_the_reference(layout, heads, static, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     plain = reference()
-    check_blocks(shared_model("llama"), text_inputs(3), drafter_of(tmp_path, plain, layout), plain, skip=(1, 4))
+    config, tensors = published(plain, layout)
+    if heads:
+        config, tensors = with_heads(config, tensors, **heads)
+    drafter = loaded(tmp_path, config, tensors)
+    network, kind = drafter.network.config, {"rank": 6, "confidence": "markov", "kind": "vanilla", "from_anchor": True}
+    expected = tuple({**kind, **heads}.values()) if heads else (0, "none", "vanilla", False)
+    assert (network.markov_rank, network.confidence, network.markov_type, network.from_anchor) == expected
+    asked = {"tensors": tensors, "skip": (1, 4), "depth": BLOCK}
+    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, **asked)
 
 
-def test_nodes_while_sampling(tmp_path):
-    plain = reference()
-    params = SamplingParams(temperature=1.0)
-    check_blocks(shared_model("llama"), text_inputs(3), drafter_of(tmp_path, plain), plain, params=params)
-
-
-@pytest.mark.parametrize("name", ["llava", "llava_next", "qwen2_5_vl", "qwen3_vl"])
-def test_nodes_after_images(name, tmp_path):
+@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "qwen3_vl", "qwen3_5_text", "bamba"])
+def test_nodes_after_images_and_of_hybrids_while_sampling(name, tmp_path):
     """Of a target with several position axes, the largest is a token's position."""
-    plain = reference()
-    check_blocks(shared_model(name), vision_inputs(name, 2), drafter_of(tmp_path, plain), plain, new=8)
-
-
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "lfm2"])
-def test_nodes_of_hybrids(name, tmp_path):
     plain = reference(target_layer_ids=[0])
-    check_blocks(shared_model(name), text_inputs(3), drafter_of(tmp_path, plain), plain, new=8)
+    inputs = text_inputs(3) if name in ("qwen3_5_text", "bamba") else vision_inputs(name, 2)
+    config, tensors = with_heads(*published(plain, "z-lab"), kind="rnn")
+    drafter, params = loaded(tmp_path, config, tensors), SamplingParams(temperature=1.0)
+    check_blocks(shared_model(name), inputs, drafter, plain, tensors=tensors, new=8, params=params)
 
 
 def test_scaled_positions_and_layers_without_windows(tmp_path):
@@ -71,16 +93,18 @@ def test_scaled_positions_and_layers_without_windows(tmp_path):
     check_blocks(shared_model("llama"), text_inputs(2), drafter, plain)
 
 
-def test_a_draft_vocabulary_with_an_output_layer_of_its_own(tmp_path):
+@pytest.mark.parametrize("dspark", [False, True])
+def test_a_draft_vocabulary_with_an_output_layer_of_its_own(dspark, tmp_path):
     plain, ids = reference(), torch.arange(4, 80, 2)
     config, tensors = published(plain, "speculators", draft_vocab_size=len(ids))
+    if dspark:
+        config, tensors = with_heads(config, tensors, outputs=len(ids))
     head = torch.nn.Linear(WIDTH, len(ids), bias=False)
     tensors["lm_head.weight"], tensors["d2t"] = head.weight.detach(), ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
-    drafter = make_drafter(str(write(tmp_path, config, tensors)))
-    drafter.top_k = 3
+    drafter = loaded(tmp_path, config, tensors)
     assert torch.equal(drafter.draft_ids, ids)
-    check_blocks(shared_model("llama"), text_inputs(2), drafter, plain, ids=ids.tolist(), head=head)
+    check_blocks(shared_model("llama"), text_inputs(2), drafter, plain, tensors=tensors, ids=ids.tolist(), head=head)
 
 
 def test_an_embedding_of_its_own_may_have_fewer_tokens_than_the_target(tmp_path):
@@ -128,143 +152,78 @@ def test_trees_are_the_most_probable_paths_on_the_host_and_with_static_shapes(sp
         assert host.log_probs[row, 1:].tolist() == pytest.approx(sorted(every, reverse=True)[:nodes], abs=1e-4)
 
 
+@pytest.mark.parametrize(("name", "static"), [("causal_head", False), ("causal", True), ("is_causal", False)])
+def test_causal_blocks(name, static, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    plain = reference()
+    config, tensors = published(plain, "z-lab")
+    (config if name == "is_causal" else config["dflash_config"])[name] = True
+    drafter = loaded(tmp_path, config, tensors)
+    assert drafter.network.config.causal == [0, 1]
+    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, causal=True)
+
+
+def test_layers_with_a_window_are_causal_alone(tmp_path):
+    config, tensors = published(reference(), "speculators", sliding_window_non_causal=False)
+    assert loaded(tmp_path, config, tensors).network.config.causal == [1]
+    assert loaded(tmp_path, {**config, "causal": False}, tensors).network.config.causal == []
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 40])
+def test_levels_give_the_most_probable_paths(nodes):
+    """Where the beam is as wide as a level, of all paths; with static shapes the same."""
+    g = torch.Generator().manual_seed(nodes)
+    shares = torch.randn(4, 6, 6, generator=g).log_softmax(-1)  # level, parent, child
+
+    def children(level, parents, above):
+        log_probs, tokens = shares[level][parents].sort(-1, descending=True)
+        return tokens, log_probs
+
+    def every(last, level, gain):
+        for child in range(6) if level < 4 else ():
+            yield gain + float(shares[level, last, child])
+            yield from every(child, level + 1, gain + float(shares[level, last, child]))
+
+    tree = grow_levels(torch.tensor([2, 5]), children, Budget(nodes, 4), 6**3, depth=4, nodes=64)
+    for row, root in enumerate((2, 5)):
+        best = sorted(every(root, 0, 0.0), reverse=True)[:nodes]
+        assert tree.log_probs[row, 1:].tolist() == pytest.approx(best, abs=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_trees_beside_quantised_weights(kind):
+    """A vanilla head's tree is a call of the kernels, equal to the one that the others have from torch."""
+    model = copy.deepcopy(shared_model("llama"))
+    pack_model(model, "int8")
+    inputs, options = text_inputs(3), {"max_new_tokens": 12, "eos_token_id": None}
+    plain = mmspec.generate(model, drafter=None, **options, **inputs)
+    drafter = DFlash(_network(model, kind), top_k=3, total_tokens=12)
+    trees = []
+
+    def propose(token, budget):
+        trees.append([grow(token, budget)])
+        native, drafter._markov = drafter._markov, None
+        trees[-1].append(grow(token, budget))
+        drafter._markov = native
+        return trees[-1][0]
+
+    grow, drafter.grow = drafter.grow, propose
+    found = mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs)
+    assert (drafter._markov is not None) == (kind == "vanilla")
+    assert torch.equal(found, plain)
+    assert len(trees) > 2
+    for ours, theirs in trees:
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.parents, theirs.parents)
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
+
+
 def test_default_layers_are_evenly_spaced():
     assert [default_layer_ids(layers) for layers in (36, 6, 3, 1)] == [[1, 9, 17, 25, 33], [1, 2, 3], [0, 1, 2], [0]]
 
 
-# ---------------------------------------------------------------------- against generate of transformers
-
-
-class Passes:
-    """Tokens that each verify pass of a model emitted, from the length of its cache at each."""
-
-    def __init__(self, model):
-        self._lengths: list[int] = []
-        model.register_forward_pre_hook(self._note, with_kwargs=True)
-
-    def _note(self, module, args, kwargs):
-        self._lengths.append(kwargs["past_key_values"].get_seq_length())
-
-    @property
-    def emitted(self):
-        return [after - before for before, after in pairwise(self._lengths[1:])]
-
-
-def trained(model, prompts, steps):
-    """A drafter that has learnt a target's answers by heart."""
-    target = plugins.target_class(model.config)(model)
-    network = dflash_network(model, window=0, sliding=[], block_size=8, target_layer_ids=[0, 1])
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.ones_like(parameter) if parameter.ndim == 1 else parameter / 2)
-        tokens = model.generate(prompts, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    target.features = ("last", *network.config.features(2))
-    found = target.prefill(Prompt(tokens), 1).features
-    layers = torch.cat([found[name] for name in network.config.features(2)], dim=-1).clone()
-    keep = torch.ones_like(tokens, dtype=torch.bool)
-    answer = keep & (torch.arange(tokens.shape[1]) >= prompts.shape[1])
-    batch = Features(tokens, found["last"].clone(), layers[..., :0], ~keep, answer, keep, layers)
-    optimiser, generator = torch.optim.Adam(network.parameters(), 5e-3), torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        optimiser.zero_grad()
-        DFlashObjective(anchors=16)(network, target, batch, generator=generator).total.backward()
-        optimiser.step()
-    return DFlash(network)
-
-
-def test_a_trained_chain_accepts_what_generate_accepts_and_a_tree_more(tmp_path):
-    model, prompts = copy.deepcopy(shared_model("llama")), text_inputs(4, 6)["input_ids"].clamp(min=3)
-    model.get_output_embeddings().weight.data *= 3.0  # the same answers, of which the target is surer
-    drafter = trained(model, prompts, 90)
-    layouts.write(drafter, model.config, tmp_path, "z-lab")
-    config = drafter.network.config
-    plain = reference(
-        num_hidden_layers=2,
-        layer_types=["full_attention"] * 2,
-        block_size=8,
-        target_layer_ids=[0, 1],
-        rms_norm_eps=1e-6,
-        head_dim=config.head_dim,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        intermediate_size=config.mlp,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-    )
-    state, layout = drafter.network.state_dict(), layouts.LAYOUTS["dflash"]
-    plain.load_state_dict(layouts.unstack(state, layouts.published_names(state, layout.names, layout.prefixes), config))
-    lengths = {}
-    for kind in ("chain", "tree"):
-        mine = make_drafter(str(tmp_path))
-        if kind == "chain":
-            mine.draft_chains(7)
-        lengths[kind] = []
-        for prompt in prompts:
-            options = {"input_ids": prompt[None], "max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
-            out = mmspec.generate(
-                model, drafter=mine, nodes=7 if kind == "chain" else 14, return_dict_in_generate=True, **options
-            )
-            lengths[kind].append(out.stats[0].accept_lengths)
-            if kind == "chain":
-                passes = Passes(model)
-                expected = model.generate(assistant_model=plain, speculation_type="dflash", pad_token_id=0, **options)
-                assert out.sequences.tolist() == expected.tolist()
-                model._forward_pre_hooks.clear()
-                # The last pass is not followed by another one.
-                assert out.stats[0].accept_lengths[:-1] == passes.emitted
-    mean = {kind: sum(map(sum, found)) / sum(map(len, found)) for kind, found in lengths.items()}
-    assert mean["chain"] > 1.5
-    assert mean["tree"] > mean["chain"] + 0.1
-
-
-# ---------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_tensor_missing_further_or_misshapen_is_named(layout, tmp_path):
-    config, tensors = published(reference(), layout)
-    for name, value in tensors.items():
-        rest = {other: tensor for other, tensor in tensors.items() if other != name}
-        for changed, said in (
-            (rest, f"missing {name}"),
-            (tensors | {f"{name}.more": value.clone()}, f"unknown {name}.more"),
-            (tensors | {name: value[:-1].clone()}, f"{name} must be "),
-            (tensors | {name: value.int()}, f"{name} must be a floating point tensor"),
-        ):
-            with pytest.raises(UserError, match=said) as caught:
-                make_drafter(f"dflash:{write(tmp_path, config, changed)}")
-            assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("block_size", 1, "block_size must be a whole number in \\[2, 64\\]: got 1"),
-        ("block_size", None, "block_size must be a whole number >= 1: got None"),
-        ("mask_token_id", None, "mask_token_id must be a whole number >= 0: got None"),
-        ("target_layer_ids", None, "layer_ids must be a list of layers: got None"),
-        ("target_layer_ids", [], "layer_ids must (be a list|name 1 to 64) "),
-        ("target_layer_ids", [1, -3], "layer_ids must (be a list|name 1 to 64) "),
-        ("layer_types", ["full_attention"], "layer_types must be 2 of sliding_attention and full_attention"),
-        ("layer_types", ["full_attention", "chunked"], "layer_types must be 2 of sliding_attention"),
-        ("sliding_window", None, "sliding_window must be a whole number >= 1: got None"),
-        ("num_hidden_layers", None, "num_hidden_layers must be a whole number >= 1: got None"),
-        ("hidden_act", "gelu", "hidden_act must be 'silu': got 'gelu'"),
-        ("attention_bias", True, "attention_bias must be unset or false: got True"),
-        ("causal_head", 1, "causal_head must be True or False: got 1"),
-        ("use_swa", True, "use_swa must be unset or false: got True"),
-    ],
-)
-def test_configurations_that_cannot_be_are_refused_by_name(layout, field, value, said, tmp_path):
-    config, tensors = published(reference(), layout)
-    if layout == "speculators" and field == "target_layer_ids":
-        field = "aux_hidden_state_layer_ids"
-    for place in (config, config.get("dflash_config"), config.get("transformer_layer_config")):
-        if place is not None and (place is config or field in place):
-            place[field] = value
-    with pytest.raises(UserError, match=said) as caught:
-        make_drafter(f"dflash:{write(tmp_path, config, tensors)}")
-    assert "\n" not in str(caught.value)
+# ---------------------------------------------------------------------- checkpoints and targets
 
 
 def test_a_block_size_may_be_nested(tmp_path):
@@ -301,12 +260,28 @@ def test_a_width_that_is_not_the_targets_is_refused(layout, tmp_path):
         drafter.attach(plugins.target_class(other.config)(other))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("other", ["msd", "eagle", "eagle3", "mtp"])
-def test_other_drafters_do_not_read_blocks(layout, other, tmp_path):
-    folder = write(tmp_path, *published(reference(), layout))
-    with pytest.raises(UserError) as caught:
-        make_drafter(f"{other}:{folder}")
-    assert "\n" not in str(caught.value)
-    if other in ("msd", "eagle"):
-        assert f"received a DFlash drafter: use dflash:{folder}" in str(caught.value)
+def test_defaults_of_speculators_and_of_flat_configurations(tmp_path):
+    config, tensors = with_heads(*published(reference(), "speculators"), rank=256)
+    for name in ("sample_from_anchor", "markov_rank", "enable_confidence_head", "confidence_head_with_markov"):
+        del config[name]
+    network = loaded(tmp_path / "a", config, tensors).network.config
+    assert (network.from_anchor, network.markov_rank, network.confidence) == (True, 256, "markov")
+    config, tensors = with_heads(*published(reference(), "z-lab"))
+    own = config.pop("dflash_config")  # deepseek-ai/DeepSpec
+    config = {**config, **own, "architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
+    del config["sample_from_anchor"]
+    network = loaded(tmp_path / "b", config, tensors).network.config
+    assert (network.from_anchor, network.markov_rank, network.confidence) == (True, 6, "markov")
+
+
+def test_a_type_without_a_markov_head_is_refused():
+    with pytest.raises(UserError, match="markov_rank must be positive for a gated Markov head: got 0"):
+        dflash_network(shared_model("llama"), markov_type="gated")
+
+
+def test_a_markov_head_of_other_draft_tokens_than_the_output_layers_is_refused(tmp_path):
+    config, tensors = with_heads(*published(reference(), "z-lab"))
+    drafter, model = loaded(tmp_path, config, tensors), shared_model("llama")
+    drafter.draft_ids = torch.arange(50)
+    with pytest.raises(UserError, match="markov_outputs must be the 50 draft tokens: got 101"):
+        drafter.attach(plugins.target_class(model.config)(model))

@@ -397,61 +397,6 @@ def test_recycle_forgets_another_vocabulary():
 # ---------------------------------------------------------------------- a small model
 
 
-def test_small_drafts_what_the_model_itself_would_say():
-    """Drafting for itself, everything on the likeliest path is accepted."""
-    model, inputs = shared_model("llama"), text_inputs(3, 9)
-    options = dict(max_new_tokens=25, do_sample=False, eos_token_id=None)
-    out = mmspec.generate(
-        model, drafter=Small(model, top_k=1), nodes=4, return_dict_in_generate=True, **inputs, **options
-    )
-    for stats in out.stats:
-        assert stats.accept_lengths[:-1] == [5] * (len(stats.accept_lengths) - 1)
-    assert torch.equal(out.sequences, model.generate(**inputs, **options))
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_smalls_path_probabilities_are_its_own_models(top_k):
-    model = shared_model("qwen3")
-    drafter, target = Small(model, top_k=top_k), TransformersTarget(shared_model("llama"))
-    drafter.attach(target)
-    rows = [[5, 6, 7, 8], [9, 10, 11, 12]]
-    prompt = Prompt(torch.tensor(rows))
-    output = target.prefill(prompt, 30)
-    for row, token in zip(rows, (20, 21), strict=True):
-        row.append(token)
-    drafter.begin(prompt, output, rows)
-    for new in ([], [[30, 31, 32], [33, 34]], [[40]], [[41]]):
-        if new:
-            observe(drafter, rows, new)
-        if new == [[40]]:
-            continue  # a step without a draft
-        tree = drafter.propose(torch.tensor([row[-1] for row in rows]), Budget(9, 3))
-        assert_well_formed(tree)
-        for b, row in enumerate(rows):
-            for path, gain in zip(paths(tree, b), tree.path_probs[b], strict=True):
-                with torch.no_grad():
-                    log_p = model(torch.tensor([row + path])).logits[0].log_softmax(-1)
-                expected = sum(float(log_p[len(row) - 1 + i, t]) for i, t in enumerate(path))
-                assert gain == pytest.approx(float(torch.tensor(expected).exp()), rel=1e-3, abs=1e-6)
-        if len(new) == 2:
-            drafter.select([1])
-            rows = rows[1:]
-
-
-def observe(drafter, rows, emitted):
-    """A step that emits these tokens, of which all but the last were drafted as a chain."""
-    nodes = max(map(len, emitted))
-    choices = torch.tensor([new + [0] * (nodes - len(new)) for new in emitted])
-    tokens = torch.cat([torch.tensor([[row[-1]] for row in rows]), choices[:, :-1]], dim=1)
-    for b, new in enumerate(emitted):
-        tokens[b, len(new) :] = 99  # which is not accepted
-        rows[b] += new
-    tree = TokenTree(tokens, torch.arange(-1, nodes - 1).expand_as(tokens))
-    verdict = accept_path(tree, choices)
-    assert [tokens for _, tokens in verdict.host] == emitted
-    drafter.observe(tree, verdict, TargetOutput(torch.zeros(1), {}))
-
-
 def test_a_drafter_of_fewer_tokens_serves_and_of_more_is_refused():
     torch.manual_seed(0)
     fewer, more = (LlamaForCausalLM(LlamaConfig(**{**TINY_SIZES, "vocab_size": size})).eval() for size in (50, 120))

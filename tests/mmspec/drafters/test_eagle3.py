@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts what its network says, on every kind of target: trees against plain loops without a cache."""
+"""EAGLE-3, EAGLE-4 and P-EAGLE: trees on every kind of target against the network without a cache; checkpoints."""
 
 from __future__ import annotations
 
@@ -12,127 +12,142 @@ import mmspec
 from mmspec import SamplingParams, UserError, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import output_of
-from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
-from mmspec.drafters.hidden_state.layer import rotary_of
+from mmspec.drafters.checkpoint import load_network
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
+from mmspec.drafters.layer import rotary_of
 from mmspec.drafters.registry import make_drafter
-from tests.draft_checks import chain_of_five
+from mmspec.ops import kernels
+from mmspec.targets.packing import pack_drafter
 from tests.eagle3 import (
+    DRAFT,
+    EAGLE4,
     GEMMA4,
     GPT_OSS,
     LLAMA3,
+    PEAGLE,
+    PEAGLE_FLAT,
     QWEN2_5_VL,
+    QWEN3,
     QWEN3_VL,
     VOCAB,
-    PlainHead,
     check_head,
     cut,
     head_tensors,
     states_read,
-    write_head,
 )
+from tests.published import write
 from tests.targets import prompt_of, row_of
 from tests.tiny import shared_model
 from tests.tiny.models import eagle3_network, text_inputs, vision_inputs
 
 NEW = {"norm_before_residual": False, "fc_norm": True, "norm_output": True}  # EAGLE-3.1
 SPECULATORS = {"norm_before_fc": True, "norm_output": True, "num_hidden_layers": 2}
+FOUR = cut(EAGLE4, [0, 1, 2], sliding_window=5, num_candidates=9, draft_vocab_size=VOCAB)
+
+
+def convert(config, tensors):
+    return Eagle3.convert(config, tensors, "here")
+
+
+def sliding(config):
+    layer = config["transformer_layer_config"] | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+    return {**config, "transformer_layer_config": layer}
+
+
 CASES = {
     "A": (cut(LLAMA3), "A", [0, 1, 2]),
     "A-embedding": (cut(LLAMA3), "A", [0, 1, 2]),
     "A-3.1": (cut(LLAMA3, [2, 0, 1, 1], **NEW), "A", [2, 0, 1, 1]),
+    "A-parallel": (cut(PEAGLE_FLAT), "A", [0, 1, 2]),
     "B": (cut(GEMMA4, [0, 1, 2]), "B", [0, 1, 2]),
     "B-two-layers": (cut(GEMMA4, [0, 1], **SPECULATORS), "B", [0, 1]),
+    "B-window": (sliding(cut(GEMMA4, [0, 1, 2], num_hidden_layers=2)), "B", [0, 1, 2]),
+    "B-parallel": (cut(PEAGLE, [0, 1], fc_norm=True, norm_output=True, num_hidden_layers=2), "B", [0, 1]),
+    "B-parallel-window": (sliding(cut(PEAGLE, [0, 1])), "B", [0, 1]),
     "C": (cut(GPT_OSS, [1, 2, 1]), "C", [1, 2, 1]),
+    "EAGLE-4": (FOUR, "C", [0, 1, 2]),
 }
+STATIC = ["A-parallel", "B-window", "B-parallel-window", "EAGLE-4"]
 
 
 def head(tmp_path, config, layout="A", embedding=False, kind="safetensors", at=""):
     """A loaded drafter, and the tensors of its checkpoint."""
     tensors = head_tensors(config, layout, embedding=embedding)
-    folder = write_head(tmp_path, config, tensors, kind)
+    folder = write(tmp_path, config, tensors, kind)
     drafter = make_drafter(f"eagle3:{folder}{at}" if at else str(folder))
     assert isinstance(drafter, Eagle3)
     drafter.top_k = 3
     return drafter, tensors
 
 
-# ---------------------------------------------------------------------- the network
+# ---------------------------------------------------------------------- what is drafted
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-@pytest.mark.parametrize("name", CASES)
-def test_logits_of_every_level_are_those_of_plain_loops(name, kind, tmp_path):
-    """A chain of five levels, all logits over the draft vocabulary."""
-    (config, layout, reads), model = CASES[name], shared_model("llama")
-    drafter, tensors = head(tmp_path, config, layout, name == "A-embedding", kind)
-    inputs, first = text_inputs(1, 9), 7
-    path, seen = chain_of_five(drafter, model, inputs, first)
-    states, positions = states_read(model, row_of(inputs, 0), [], reads)
-    plain = PlainHead(config, tensors, model.get_input_embeddings())
-    tokens = torch.tensor([*inputs["input_ids"][0, 1:].tolist(), first])
-    with torch.no_grad():
-        expected = plain.levels(tokens, states, positions, path[:-1])
-    for ours, theirs in zip(seen, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
-    assert path == [int(plain.ids[logits.argmax()]) for logits in expected]
+@pytest.mark.parametrize(("name", "static"), [(name, static) for name in CASES for static in {False, name in STATIC}])
+def test_nodes_have_the_probabilities_of_the_network_without_a_cache(name, static, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    config, layout, reads = CASES[name]
+    drafter, tensors = head(
+        tmp_path, config, layout, name == "A-embedding", "bin" if name == "A-3.1" else "safetensors"
+    )
+    assert drafter.network.config.mask_token_id == {"A-parallel": 98}.get(name, 99 if "parallel" in name else None)
+    check_head(shared_model("llama"), text_inputs(3), drafter, config, tensors, reads, skip=(1, 4), new=8)
 
 
-@pytest.mark.parametrize("switch", ["norm_before_residual", "norm_output"])
-def test_switches_without_tensors_of_their_own_change_what_is_drafted(switch, tmp_path):
-    trees = []
-    for value in (False, True):
-        config = cut(LLAMA3, **{switch: value})
-        drafter, _ = head(tmp_path / str(value), config)
-        model = shared_model("llama")
-        target = plugins.target_class(model.config)(model)
-        drafter.attach(target)
-        prompt = prompt_of(text_inputs())
-        target.features = drafter.features
-        drafter.begin(prompt, target.prefill(prompt, 16), [[*prompt.input_ids[0].tolist(), 7]])
-        trees.append(drafter.propose(torch.tensor([7]), Budget(12, 4)).log_probs)
-    assert not torch.allclose(trees[0], trees[1])
-
-
-# ---------------------------------------------------------------------- targets
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
-@pytest.mark.parametrize("case", ["A", "B-two-layers"])
-def test_text(name, case, tmp_path):
-    (config, layout, reads), model = CASES[case], shared_model(name)
-    drafter, tensors = head(tmp_path, config, layout)
-    check_head(model, text_inputs(3), drafter, config, tensors, reads, skip=(1, 4))
-
-
-def test_text_while_sampling(tmp_path):
-    (config, layout, reads), model = CASES["A-3.1"], shared_model("llama")
-    drafter, tensors = head(tmp_path, config, layout)
-    check_head(model, text_inputs(3), drafter, config, tensors, reads, params=SamplingParams(temperature=1.0))
-
-
-@pytest.mark.parametrize("name", ["llava", "llava_next", "llava_bamba"])
-def test_images_are_placeholder_tokens(name, tmp_path):
-    config, model = cut(LLAMA3, [0, 1, 1]), shared_model(name)
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3_5_text", "falcon_mamba"])
+def test_text_and_hybrids_while_sampling(name, tmp_path):
+    config, model, params = cut(LLAMA3), shared_model(name), SamplingParams(temperature=1.0)
     drafter, tensors = head(tmp_path, config)
-    check_head(model, vision_inputs(name, 3), drafter, config, tensors, [0, 1, 1], new=8)
+    reads = drafter.network.config.inputs_read(model.config.get_text_config().num_hidden_layers)
+    check_head(model, text_inputs(3), drafter, config, tensors, reads, new=8, params=params)
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("qwen3_vl", QWEN3_VL), ("qwen2_5_vl", QWEN2_5_VL), ("qwen2_vl", LLAMA3)]
+    ("name", "case"),
+    [
+        ("llava", "EAGLE-4"),
+        ("llava_next", "B-parallel"),
+        ("qwen3_vl", cut(QWEN3_VL, [1, 2, 0])),
+        ("qwen2_5_vl", cut(QWEN2_5_VL, [1, 2, 0])),
+        ("qwen2_vl", cut(LLAMA3, [1, 2, 0])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_positions_of_images_are_the_targets_with_sections(name, published, tmp_path):
-    config, model = cut(published, [1, 2, 0]), shared_model(name)
-    drafter, tensors = head(tmp_path, config)
-    check_head(model, vision_inputs(name, 3), drafter, config, tensors, [1, 2, 0], new=8)
-    check_head(model, text_inputs(2), drafter, config, tensors, [1, 2, 0], new=6)
+def test_images(name, case, tmp_path):
+    """They are placeholder tokens, at the target's positions where the head has sections for their axes."""
+    config, layout, reads = CASES[case] if isinstance(case, str) else (case, "A", [1, 2, 0])
+    drafter, tensors = head(tmp_path, config, layout)
+    check_head(shared_model(name), vision_inputs(name, 2), drafter, config, tensors, reads, new=7)
 
 
-@pytest.mark.parametrize("name", ["bamba", "qwen3_5_text", "lfm2", "falcon_mamba"])
-def test_hybrids(name, tmp_path):
-    config, model = cut(LLAMA3), shared_model(name)
-    layers = model.config.get_text_config().num_hidden_layers
-    drafter, tensors = head(tmp_path, config)
-    check_head(model, text_inputs(3), drafter, config, tensors, drafter.network.config.inputs_read(layers), new=8)
+@pytest.mark.parametrize("given", [{"num_candidates": 30}, {"candidate_head": {"num_candidates": 30}}, {}])
+def test_candidates_are_the_configurations(given):
+    config = {name: value for name, value in FOUR.items() if name != "num_candidates"}
+    network = Eagle3.convert({**config, **given}, head_tensors(config, "C"), "here")[0]
+    expected = (30 if given else VOCAB, 20, 5, [0, 1, 2])  # without a number, 256 at most
+    assert (network.candidates, network.head_rank, network.window, network.reads) == expected
+
+
+@torch.no_grad()
+def test_candidates_are_scored_exactly_beside_packed_weights():
+    network = eagle3_network(shared_model("llama"), head=40, head_rank=20, candidates=9)
+    state = torch.randn(2, 3, 48, dtype=torch.bfloat16)
+    exact = state.float() @ network.lm_head.weight.bfloat16().float().T
+    pack_drafter(network, state, "bfloat16")
+    found = network.retrieve(state)
+    kept = found > -torch.inf
+    assert bool((kept.sum(-1) == 9).all())
+    torch.testing.assert_close(found[kept].float(), exact[kept], atol=2e-2, rtol=1e-2)
+
+
+def test_a_mask_must_be_a_token_and_is_of_one_pass_only(tmp_path):
+    drafter, _ = head(tmp_path / "a", {**CASES["B-parallel"][0], "mask_token_id": 101}, "B")
+    model, config = shared_model("llama"), cut(PEAGLE_FLAT)
+    with pytest.raises(UserError, match="mask_token_id must be a token below 101: got 101"):
+        drafter.attach(plugins.target_class(model.config)(model))
+    tensors = head_tensors(config)
+    del tensors["mask_hidden"]
+    assert make_drafter(str(write(tmp_path / "b", config, tensors))).network.config.mask_token_id is None
 
 
 # ---------------------------------------------------------------------- the layers that are read
@@ -150,7 +165,7 @@ def test_default_layers_are_eagles():
 def test_layers_may_be_given_with_the_folder(tmp_path):
     config, model = cut(GPT_OSS), shared_model("qwen3_vl")
     drafter, tensors = head(tmp_path / "a", config, "C", at="@2,0,1")
-    check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [2, 0, 1], new=6)
+    check_head(model, text_inputs(2), drafter, config, tensors, [2, 0, 1], new=6)
     assert drafter.features == (output_of(1), 0, 1)
     drafter, tensors = head(tmp_path / "b", config, "C", at="@outputs:0,1,0")
     check_head(model, vision_inputs("qwen3_vl", 2), drafter, config, tensors, [0, 1, 0], outputs=True, new=6)
@@ -222,7 +237,7 @@ def test_placeholders_outside_of_the_table_are_fed_as_token_0(tmp_path):
 
 def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
     """A video's positions exceed its tokens by far; those of a text that joins do not."""
-    monkeypatch.setattr("mmspec.drafters.hidden_state.drafter.AHEAD", 1)
+    monkeypatch.setattr("mmspec.drafters.hidden_state.AHEAD", 1)
     model = shared_model("qwen3_vl")
     target = plugins.target_class(model.config)(model)
     drafter = Eagle3(eagle3_network(model), torch.arange(40), top_k=3, depth=3, total_tokens=9)
@@ -238,9 +253,6 @@ def test_rows_that_join_leave_the_positions_of_others_in_the_table(monkeypatch):
         output.positions[..., 6:] += last - 11
         drafter.begin(prompt, output, [[*prompt.input_ids[0].tolist(), int(token[number])]])
     assert drafter.propose(token, ample).nodes == 10
-
-
-# ---------------------------------------------------------------------- whole answers
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -281,3 +293,137 @@ def test_interleaved_position_axes_are_those_of_qwen3_vl():
         torch.testing.assert_close(ours[0][:, :, 0, part], cos[..., part], atol=tolerance, rtol=0)
         torch.testing.assert_close(ours[1][:, :, 0, part], sin[..., part], atol=tolerance, rtol=0)
     assert torch.equal(ours[1][..., :64], -ours[1][..., 64:])
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "embedding", "parameters"),
+    [
+        (LLAMA3, "A", False, 424_689_664),
+        (QWEN3, "A", False, 399_523_840),
+        (QWEN3_VL, "A", True, 607_201_280),
+        (QWEN2_5_VL, "A", False, 402_798_592),
+        (GEMMA4, "B", True, 2_235_061_248),
+        (GPT_OSS, "C", False, 307_641_600),
+    ],
+)
+def test_heads_of_full_size_have_the_expected_shapes(config, layout, embedding, parameters):
+    tensors = head_tensors(config, layout, embedding=embedding, device="meta")
+    network, ours, draft_ids, verifier = convert(config, tensors)
+    with torch.device("meta"):
+        expected = {name: value.shape for name, value in Eagle3Network(network).state_dict().items()}
+    assert {name: value.shape for name, value in ours.items()} == expected
+    assert sum(value.numel() for value in ours.values()) == parameters
+    layer = {**config, **config.get("transformer_layer_config", {})}
+    assert (verifier["hidden_size"], verifier["vocab_size"]) == (layer["hidden_size"], layer["vocab_size"])
+    assert network.head_dim == layer.get("head_dim", 128)
+    assert torch.equal(draft_ids, torch.arange(32000) + tensors["d2t"])
+
+
+def test_switches_and_layers_come_from_the_configuration():
+    def read(config):
+        return convert(config, head_tensors(config, "B"))[0]
+
+    plain = read(cut(LLAMA3))
+    assert (plain.reads, plain.states, plain.rope["rope_theta"], plain.norm_eps) == ([], 3, 10000.0, 1e-5)
+    assert not any(
+        getattr(plain, name) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    )
+    gemma = read(cut(GEMMA4))
+    assert (gemma.reads, gemma.norm_before_residual, gemma.head_dim) == ([2, 30, 57], True, 16)
+    assert read(cut(GPT_OSS)).reads == [2, 12, 22]  # given as layers whose outputs are read
+    assert read({**cut(LLAMA3), "aux_hidden_states_layer_ids": [1, 11, 21]}).reads == [2, 12, 22]
+    assert read({**cut(LLAMA3), "eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}).reads == []
+    nested = {**cut(LLAMA3), "norm_before_fc": True}
+    assert read(nested).norm_before_fc
+    del nested["norm_before_fc"]
+    nested["eagle_config"] = {"norm_before_fc": True}
+    tensors = head_tensors({**nested, "norm_before_fc": True}, "C")
+    assert convert(nested, tensors)[0].norm_before_fc
+    sections = read(cut(QWEN3_VL)).rope
+    assert (sections["mrope_section"], sections["mrope_interleaved"], sections["rope_theta"]) == ([4, 2, 2], True, 5e6)
+
+
+def test_the_targets_window_in_a_flat_configuration_is_not_read():
+    config = {**cut(LLAMA3), "layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
+    assert convert(config, head_tensors(config))[0].window == 0
+
+
+# ---------------------------------------------------------------------- targets
+
+
+def attach(config, tmp_path, name="llama", layout="A", **options):
+    model = shared_model(name)
+    drafter = make_drafter(str(write(tmp_path, config, head_tensors(config, layout, **options))))
+    drafter.attach(plugins.target_class(model.config)(model))
+    return drafter
+
+
+def test_a_head_of_another_target_is_refused_by_name(tmp_path):
+    with pytest.raises(
+        UserError, match=r"trained for a target of .* of type qwen3: got LlamaForCausalLM .* of type llama$"
+    ):
+        attach(cut(QWEN3), tmp_path / "a")
+    attach(cut(QWEN3), tmp_path / "a", "qwen3")
+    named = cut(GEMMA4, [0, 1, 2])
+    named["speculators_config"]["verifier"]["architectures"] = ["Gemma4ForConditionalGeneration"]
+    message = "trained for google/gemma-4-31B-it of .* of class Gemma4ForConditionalGeneration: got LlamaForCausalLM"
+    with pytest.raises(UserError, match=message):
+        attach(named, tmp_path / "b", layout="B")
+    with pytest.raises(
+        UserError, match="hidden size 48 and 260 tokens: got LlamaForCausalLM with hidden size 48 and 101"
+    ):
+        attach(cut(LLAMA3, vocab_size=260), tmp_path / "c")
+    with pytest.raises(UserError, match="hidden size 64 and 101 tokens: got LlamaForCausalLM with hidden size 48"):
+        attach(cut(LLAMA3, hidden_size=64), tmp_path / "d")
+
+
+def test_a_head_may_be_narrower_than_its_target(tmp_path):
+    config = cut(LLAMA3, hidden_size=32, target_hidden_size=48)
+    attach(config, tmp_path / "a", embedding=True)
+    with pytest.raises(UserError, match="hidden size 48: the drafter reads states of 48 and embeddings of 32"):
+        attach(config, tmp_path / "b")
+
+
+def test_a_head_may_use_the_targets_output_layer(tmp_path):
+    model, config = shared_model("llama"), cut(LLAMA3)
+    tensors = head_tensors(config)
+    with_own = load_network(Eagle3Network, *convert(config, tensors)[:2], tmp_path)
+    ids = torch.arange(DRAFT) + tensors["d2t"]
+    weight = model.get_output_embeddings().weight.detach()
+    own = {**tensors, "lm_head.weight": weight[ids].clone()}
+    del tensors["lm_head.weight"]
+    scores = []
+    state = torch.randn(1, 2, 48)
+    for number, some in enumerate((own, tensors)):
+        drafter = make_drafter(str(write(tmp_path / str(number), config, some)))
+        drafter.attach(plugins.target_class(model.config)(model))
+        scores.append(drafter._scores(state))
+    torch.testing.assert_close(*scores)
+    assert scores[0].shape == (1, 2, DRAFT)
+    assert with_own.config.head == DRAFT
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_for_fewer_tokens_never_drafts_the_others(own, tmp_path):
+    """As those for LLaVA-1.5's 32,000 tokens, of which transformers' has 64 more."""
+    config = cut(LLAMA3, vocab_size=60, draft_vocab_size=60)
+    tensors = head_tensors(config, "C")
+    if not own:
+        del tensors["lm_head.weight"]
+    model = shared_model("llama")
+    target = plugins.target_class(model.config)(model)
+    drafter = make_drafter(str(write(tmp_path / "a", config, tensors)))
+    drafter.attach(target)
+    assert torch.equal(drafter.draft_ids, torch.arange(60))
+    assert drafter._scores(torch.randn(1, 48)).shape == (1, 60)
+    drafter.save(tmp_path / "b", target)
+    assert torch.equal(make_drafter(str(tmp_path / "b")).draft_ids, torch.arange(60))
+
+
+def test_a_whole_draft_vocabulary_needs_no_numbers(tmp_path):
+    config = cut(LLAMA3, draft_vocab_size=101)
+    tensors = head_tensors(config, "C")
+    assert "d2t" not in tensors
+    assert convert(config, tensors)[2] is None
+    assert convert(config, tensors | {"d2t": torch.zeros(101).long(), "t2d": torch.ones(101).bool()})[2] is None
+    assert torch.equal(convert(config, tensors | {"d2t": 100 - 2 * torch.arange(101)})[2], torch.arange(100, -1, -1))

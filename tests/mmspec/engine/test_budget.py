@@ -19,15 +19,6 @@ def test_costs_are_interpolated_and_carried_on():
     assert [table(n) for n in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 2.75, 3.0, 3.5])
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("place", [0, 2])
-def test_times_are_positive_and_finite(seconds, place):
-    times = [1.0, 2.0, 3.0]
-    times[place] = seconds
-    with pytest.raises(ValueError, match="times must be positive"):
-        CostTable((1, 2, 4), tuple(times))
-
-
 def test_width_is_the_cheapest_that_fits():
     dear_when_small = CostTable((1, 2, 4, 8, 16), (1.4, 1.5, 1.2, 1.0, 1.3))
     assert [dear_when_small.width(n) for n in (1, 2, 4, 8, 9, 16, 40)] == [8, 8, 8, 8, 9, 16, 40]
@@ -104,14 +95,11 @@ def test_comes_close_to_the_enumerated_best_size(cost, acceptance, claim):
     assert simulate(budget, 600, acceptance, cost, claim=claim, seed=1) < 1.15 * best_fixed(cost, acceptance, 0.02)
 
 
-def test_takes_all_that_is_free_and_nothing_that_is_too_dear():
+def test_takes_all_that_is_free_up_to_its_limit_and_nothing_that_is_too_dear():
     gains = [0.9**i for i in range(1, 30)]
     assert adaptive(FREE).take([gains]) >= 8
     assert adaptive(STEEP).take([[0.2, 0.1, 0.05]]) == 0
     assert adaptive(FLAT).take([[]]) == 0
-
-
-def test_never_takes_more_than_its_limit():
     for limit in (0, 1, 7):
         assert adaptive(FREE, nodes=limit).take([[0.99] * 50]) <= limit
 
@@ -184,18 +172,6 @@ def test_rows_that_have_finished_teach_nothing():
         alone.observe(same + 1, [list(range(same + 1))], 0.0, FREE(1))
         assert size == same > 0
     assert both._correct(0.5) == pytest.approx(alone._correct(0.5))
-
-
-def test_one_more_drafter_pass_must_pay():
-    budget = adaptive()
-    assert budget.least_gain < 0.1  # its price is not known yet
-    for _ in range(2):  # a first draft also makes up for the steps before
-        budget.drafts()
-        budget.take([[0.5]])
-        budget.observe(1, [[0]], 0.5, 1.0)
-    budget.drafts()
-    assert budget.least_gain < 0.95
-    assert not budget.least_gain < 0.01
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -324,15 +300,6 @@ def test_what_every_step_takes_makes_nodes_cheaper():
     assert sizes[1] > sizes[0]
 
 
-def test_a_hiccup_is_not_the_price_of_a_tree():
-    budget = adaptive()
-    simulate(budget, 200, 0.9)
-    before = simulate(budget, 50, 0.9, seed=3)
-    budget.take([[0.8**i for i in range(1, 9)]])
-    budget.observe(9, [list(range(9))], 50.0, 500.0)
-    assert simulate(budget, 50, 0.9, seed=3) < 1.2 * before
-
-
 @pytest.mark.parametrize(
     ("tokens", "seconds", "message"),
     [
@@ -341,23 +308,13 @@ def test_a_hiccup_is_not_the_price_of_a_tree():
         ((1, 4, 2), (0.5, 0.6, 0.7), "sizes must ascend from 1"),
         ((1, 2), (0.5,), "with a time each"),
         ((1, 2), (0.5, 0.0), r"^times must be positive: got \(0.5, 0.0\)$"),
-        ((1, 2), (0.5, float("nan")), "times must be positive"),
+        *(((1, 2, 4), (one, 2.0, 3.0), "times must be positive") for one in (0.0, -1.0)),
+        *(((1, 2, 4), (1.0, 2.0, one), "times must be positive") for one in (float("inf"), float("nan"))),
     ],
 )
 def test_refuses_tables_that_say_nothing(tokens, seconds, message):
     with pytest.raises(ValueError, match=message):
         CostTable(tokens, seconds)
-
-
-def test_one_slow_draft_is_not_the_last():
-    """What drafting costs is learnt by drafting: a first draft that took very long must not forbid all others."""
-    budget = adaptive()
-    simulate(budget, 1, 0.9, draft_seconds=40.0)
-    for seed in range(8):
-        budget.begin()
-        simulate(budget, 60, 0.9, seed=seed)
-    budget.begin()
-    assert simulate(budget, 300, 0.9) < 0.6 * FLAT(1)
 
 
 def test_drafting_in_vain_becomes_rare():
@@ -489,10 +446,8 @@ def sizes_of(budget, rng, acceptance, cost, draft_seconds, slower=1.0, steps=0, 
     return sizes
 
 
-@pytest.mark.parametrize("slower", [3.0, 10.0])
-@pytest.mark.parametrize("draft_seconds", [0.02, 0.2])
-@pytest.mark.parametrize("acceptance", [0.6, 0.7, 0.8])
-@pytest.mark.parametrize("plain", [0, 20])
+@pytest.mark.parametrize(("slower", "draft_seconds"), [(3.0, 0.2), (10.0, 0.02), (10.0, 0.2)])
+@pytest.mark.parametrize(("acceptance", "plain"), [(0.6, 0), (0.8, 20)])
 def test_drafting_recovers_from_a_busy_moment_within_a_hundred_tokens(slower, draft_seconds, acceptance, plain):
     """20 draft steps on a slower machine, and a hundred tokens on the usual one."""
     for cost in (FLAT, DEARER):
@@ -506,14 +461,6 @@ def test_drafting_recovers_from_a_busy_moment_within_a_hundred_tokens(slower, dr
             step(slower=slower, drafts=20)
             step(tokens=100)
             assert sum(step(steps=40)) >= 0.45 * sum(before)
-
-
-def test_a_hiccup_of_drafting_is_not_the_last_draft_of_a_request():
-    budget = adaptive()
-    drafted(budget, [0.8**i for i in range(1, 13)], 0, FLAT, 40.0)
-    step = partial(sizes_of, budget, random.Random(0), 0.9, FLAT, 0.02)
-    step(tokens=100)
-    assert min(step(steps=30)) > 0
 
 
 # ---------------------------------------------------------------------- time of a step

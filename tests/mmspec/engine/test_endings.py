@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from transformers import LogitsProcessor
 
-from mmspec import plugins
 from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import Budget
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
 from mmspec.sampling.sampler import Sampler
+from tests import matrix
 from tests.decoding import SteppedEngine
 from tests.drafters import assert_forgotten, assert_idle
-from tests.targets import prompt_of
-from tests.tiny import shared_model
-from tests.tiny.configs import VISION_CONFIGS
-from tests.tiny.drafters import tiny_drafter, tiny_drafters
-from tests.tiny.models import text_inputs, vision_inputs
 
-NEW, CHUNK = 6, 8
-NEED_IMAGES = ("vispec", "flash", "mtp")
+NEW = 6
+DEFAULT = ("plain", "recycle", "suffix", "eagle3", "dflash", "early-exit", "msd", "recycle+ngram")
 CASES = [
-    *[("llama", name, "varying") for name in ("plain", *tiny_drafters(), "recycle+ngram") if name not in NEED_IMAGES],
+    *[
+        pytest.param("llava" if name in ("vispec", "flash") else "llama", name, "varying", marks=marks)
+        for name in matrix.DRAFTERS
+        for marks in [() if name in DEFAULT else pytest.mark.long]
+    ],
     *[("llama", name, "static") for name in ("plain", "recycle", "small", "mamba", "msd")],
     *[("llama", name, "cached") for name in ("plain", "ngram")],
     *[("bamba", name, "cached") for name in ("plain", "mamba")],
-    *[("llava", name, "varying") for name in ("eagle3", "vispec", "flash")],
-    ("qwen3_5", "mtp", "varying"),
 ]
 
 
-@cache
-def prompts(name):
-    """Two, of several chunks."""
-    made = [vision_inputs(name, images=1, seed=n) if name in VISION_CONFIGS else text_inputs(1, 20, n) for n in (1, 2)]
-    return [prompt_of(inputs) for inputs in made]
-
-
-@cache
-def answers(name):
-    """Tokens of each prompt's answer, decoded plainly by an engine of its own."""
-    found = []
-    for prompt in prompts(name):
-        engine = SteppedEngine(plugins.target_class(shared_model(name).config)(shared_model(name)), None, budget(0))
-        (row,) = engine.add(prompt, Sampler(), Stopper(40))
-        engine.wait(lambda row=row: row.done)
-        found.append(row.token_ids)
-    return found
-
-
-def budget(nodes):
-    return lambda batch, asked: Budget(nodes, 4)
+def requests(name):
+    """Two prompts of several chunks, and the first tokens of their answers."""
+    some = [matrix.asked(name, "greedy", number) for number in (3, 4, 5)]
+    return [(one.prompt, one.tokens[:NEW]) for one in some if len(one.tokens) >= NEW][:2]
 
 
 def step(engine):
@@ -232,19 +210,21 @@ ENDINGS = [
 def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
     if kind == "static":
         monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    model = shared_model(name)
-    target = plugins.target_class(model.config)(model)
+    target = matrix.new_target(name)
     if kind == "cached":
         target.prefix_cache = PrefixCache(1 << 24)
-    engine = SteppedEngine(target, tiny_drafter(drafter, model), budget(9), max_num_seqs=4, chunk=CHUNK)
-    expected, ended = [answer[:NEW] for answer in answers(name)], []
+    budget = Budget(9, 4)
+    engine = SteppedEngine(
+        target, matrix.drafter_of(drafter, target.model), lambda batch, asked: budget, max_num_seqs=4, chunk=8
+    )
+    (prompts, expected), ended = zip(*requests(name), strict=True), []
     for ending in ENDINGS:
-        ended += ending(engine, prompts(name)[0], monkeypatch)
+        ended += ending(engine, prompts[0], monkeypatch)
         assert_idle(engine)
-        rows = [row for prompt in prompts(name) for row in engine.add(prompt, Sampler(), Stopper(NEW))]
+        rows = [row for prompt in prompts for row in engine.add(prompt, Sampler(), Stopper(NEW))]
         engine.wait(lambda rows=rows: all(row.done for row in rows))
         assert (ending, [row.error for row in rows]) == (ending, [None, None])
-        assert (ending, [row.token_ids for row in rows]) == (ending, expected)
+        assert (ending, [row.token_ids for row in rows]) == (ending, [*expected])
         assert_idle(engine)
         ended += rows
     assert all(sequence.done for sequence in ended)

@@ -268,19 +268,33 @@ def test_any_budget_says_the_same(nodes):
             assert [row.token_ids for row in result] == [said_plainly(table, row, 30) for row in rows], name
 
 
-def test_random_numbers_come_from_the_seed_alone():
-    table, rows = table_model(VOCAB), [[1, 2], [3, 4]]
+def sampled(table, rows, drafter, seed=5):
+    """150 tokens per row, more than one block of random numbers has."""
+    sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
+    result, steps = run(table, rows, drafter, Stopper(150), sampler, Budget(20, 8))
+    return [row.token_ids for row in result], steps
 
-    def sampled(seed):
-        sampler = Sampler(do_sample=True, generator=torch.Generator().manual_seed(seed))
-        result, _ = run(table, rows, drafters(table, rows, 40, 0)["oracle"], Stopper(30), sampler)
-        return [row.token_ids for row in result]
 
-    torch.manual_seed(1)
-    first = sampled(5)
-    torch.manual_seed(2)
-    assert sampled(5) == first
-    assert sampled(6) != first
+@pytest.mark.parametrize("batch", [1, 3])
+def test_random_numbers_come_from_the_seed_alone(batch):
+    table, rows = table_model(VOCAB), [[1, 2], [3, 4], [5, 6]][:batch]
+    plain, _ = sampled(table, rows, None)
+    assert [len(row) for row in plain] == [150] * batch
+    for seed in range(3):
+        torch.manual_seed(seed)
+        drafted, steps = sampled(table, rows, Oracle(plain, vocab=VOCAB, seed=seed, nodes=20))
+        assert drafted == plain
+        assert len(steps) < 140
+    assert sampled(table, rows, None, seed=6)[0] != plain
+
+
+def test_no_random_number_is_used_twice():
+    """Where all tokens are equally likely, equal tokens mean equal numbers."""
+    tokens, _ = sampled(torch.zeros(VOCAB, VOCAB, VOCAB), [[1, 2], [1, 2]], None)
+    first, second = (torch.tensor(row) for row in tokens)
+    assert float((first == second).float().mean()) < 0.3
+    for shift in range(1, 75):
+        assert float((first[shift:] == first[:-shift]).float().mean()) < 0.35
 
 
 class Drawn:
@@ -304,7 +318,7 @@ class Drawn:
     def observe(self, tree, verdict, output): ...
 
 
-@pytest.mark.parametrize("name", ["plain", "oracle", "drawn", "recycle"])
+@pytest.mark.parametrize("name", ["oracle", "drawn"])
 def test_samples_are_distributed_as_plain_ones(name):
     """Four tokens of a vocabulary of four, 6,000 rows: chi-square against the chain rule, processors included."""
     vocab, batch, new = 4, 6000, 4
@@ -312,12 +326,10 @@ def test_samples_are_distributed_as_plain_ones(name):
     params = SamplingParams(temperature=0.8, top_k=3)
     random_references = random.Random(0)
     drafter = {
-        "plain": lambda: None,
         "oracle": lambda: Oracle(
             [[random_references.randrange(vocab) for _ in range(9)] for _ in range(batch)], vocab=vocab, nodes=5
         ),
         "drawn": lambda: Drawn(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(9)).softmax(-1), 3),
-        "recycle": lambda: Recycle(top_k=2),
     }[name]()
     sampler = Sampler(defaults.processors(params), do_sample=True, generator=torch.Generator().manual_seed(11))
     result, _ = run(table, [[1, 2]] * batch, drafter, Stopper(new), sampler, Budget(5, 3))

@@ -8,41 +8,24 @@ import torch
 from mmspec import SamplingParams, TokenTree, accept_path, ops, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.target import Prompt
-from mmspec.engine import warm_up
+from mmspec.engine import speculation
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampled, Sampler
+from tests import matrix
 from tests.decoding import decode
-from tests.mmspec.ops.test_graphs import DRAFTERS, drafter_for
 from tests.tiny import byte_tokenizer, shared_model
-from tests.tiny.configs import VISION_CONFIGS
-from tests.tiny.models import text_inputs, vision_inputs
+from tests.tiny.models import text_inputs
 
 pytest.importorskip("triton")
 from tests.fake_cuda import fake_cuda, on_fake_cuda, to_cuda
 
 pytestmark = pytest.mark.long
 
-HYBRIDS = (
-    "mamba2",
-    "bamba",
-    "falcon_h1",
-    "zamba2",
-    "qwen3_5_text",
-    "olmo_hybrid",
-    "kimi_linear",
-    "falcon_mamba",
-    "zamba",
-    "lfm2",
-    "recurrent_gemma",
-    "zaya",
-    "llava_bamba",
-)
-CASES = [("llava", kind) for kind in DRAFTERS]
-CASES += [(name, "ngram") for name in ("qwen2-window", "gemma3", "llava_next", *HYBRIDS)]
+CASES = [case for case in matrix.STATIC if case[0] not in ("llama", "bamba") or case[1] == "ngram"]
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
 
 
@@ -51,8 +34,8 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, top_k=9)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_an_answer(name, kind, batch, params, monkeypatch):
     model = copy.deepcopy(shared_model(name))
-    drafter = drafter_for(kind, model)
-    inputs = vision_inputs(name, batch) if name in VISION_CONFIGS else text_inputs(batch)
+    drafter = matrix.drafter_of(kind, model, "captured")
+    inputs = matrix.inputs_of(name, 2, batch)
     sampler = Sampler(defaults.processors(params), do_sample=params.do_sample)
     with fake_cuda(monkeypatch) as device:
         to_cuda(model)
@@ -76,13 +59,13 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
 @pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "recycle"), ("bamba", "small")])
 def test_an_answer_after_the_warm_up(name, kind, monkeypatch):
     model = copy.deepcopy(shared_model(name))
-    drafter = drafter_for(kind, model)
-    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: 1 << 30)
+    drafter = matrix.drafter_of(kind, model, "captured")
+    monkeypatch.setattr(speculation, "_free_bytes", lambda device: 1 << 30)
     with fake_cuda(monkeypatch) as device:
         to_cuda(model)
         target = plugins.target_class(model.config)(model)
         drafter.attach(target)
-        warm_up.warm_up(target, drafter, 1, 64, [Budget(7)])
+        speculation.warm_up(target, drafter, 1, 64, [Budget(7)])
         captured = device.captured
         assert captured
         prompt = Prompt(on_fake_cuda(text_inputs(1)["input_ids"]))

@@ -150,8 +150,21 @@ def test_names_that_are_nearly_right(pipe, function, message):
 
 
 def test_what_is_left_goes_to_the_target():
-    (request,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 5})
-    assert (request.inputs, request.params.top_k, request.options.num_draft_tokens) == ({"frames": 3}, 2, 5)
+    (request,) = parse([{"prompt": "a"}], {"frames": 3, "top_k": 2, "nodes": 0})
+    assert (request.inputs, request.params.top_k) == ({"frames": 3}, 2)
+    options = {"num_draft_tokens": 0, "trace": False, "chat_template": True, "max_time": None, "logprobs": None}
+    assert {name: getattr(request.options, name) for name in options} == options
+
+
+def test_chat_messages_have_items_of_every_type():
+    items = [
+        {"type": "text", "text": "a"},
+        *({"type": kind} for kind in ("image", "video")),
+        *({"type": kind, kind: url} for kind in ("image_url", "video_url") for url in ("a.png", {"url": "a.png"})),
+    ]
+    messages = [{"role": "system", "content": "b"}, {"role": "user", "content": items}]
+    (request,) = parse([{"prompt": messages}], {})
+    assert request.content == {"prompt": messages}
 
 
 def test_nodes_is_another_name_of_num_draft_tokens():

@@ -3,6 +3,7 @@ import torch
 from transformers import StoppingCriteria
 
 from mmspec import UserError
+from mmspec.engine import stopping
 from mmspec.engine.stopping import Stopper
 from tests.tiny import byte_tokenizer
 
@@ -91,6 +92,13 @@ def test_each_row_has_room_up_to_the_context_limit():
     assert Stopper(5).limit(1000) == 5
     history = list(range(8))
     assert stopper.append(history, 8, [20, 21, 22]) == ([20, 21], "length")
+
+
+def test_time_counts_from_the_first_token(monkeypatch):
+    """The row ends with the first token after it."""
+    times = iter([10.0, 10.0, 12.0, 12.5])
+    monkeypatch.setattr(stopping, "clock", lambda: next(times))
+    assert feed(Stopper(50, max_time=2.0), list(range(10, 20)), [1, 4, 5]) == ([10, 11, 12], "length")
 
 
 def test_stop_strings_need_a_tokenizer():

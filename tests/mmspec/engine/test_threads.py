@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import product
 
 import pytest
@@ -87,32 +88,62 @@ def in_thread(function, *arguments, **keywords):
         return pool.submit(function, *arguments, **keywords).result(timeout=300)
 
 
-def shared_pipelines(kind):
+def shared_pipelines(kind, **keywords):
     drafter = Recycle()
     if kind == "pipeline":
-        return [pipeline(drafter)] * 3
+        return [pipeline(drafter, **keywords)] * 3
     if kind == "target":
         one = target()
-        return [Pipeline(one, PROCESSOR, made) for made in (drafter, Ngram(), None)]
+        return [Pipeline(one, PROCESSOR, made, **keywords) for made in (drafter, Ngram(), None)]
     if kind == "drafter":
-        return [pipeline(drafter), pipeline(Union([drafter, Ngram()])), pipeline(drafter)]
-    return [pipeline(drafter), pipeline(Ngram()), pipeline()]  # one model, everything else apart
+        return [pipeline(made, **keywords) for made in (drafter, Union([drafter, Ngram()]), drafter)]
+    return [pipeline(made, **keywords) for made in (drafter, Ngram(), None)]  # one model, everything else apart
+
+
+@cache
+def mixed_requests():
+    """Greedy and seeded sampling, and stop strings, with the answer that each has alone."""
+    rng, plain, found = random.Random(1), pipeline(), []
+    for _ in range(12):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+            seed=rng.randrange(3),
+            max_new_tokens=rng.randrange(1, 20),
+            stop=rng.choice([None, "e"]),
+        )
+        prompt = rng.choice(PROMPTS)
+        answer = plain.generate(prompt, params=params)
+        found.append((prompt, params, (answer.text, answer.token_ids)))
+    return found
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "target", "drafter", "model"])
-def test_threads_get_the_answers_that_they_would_get_alone(kind, alone):
-    pipes = shared_pipelines(kind)
+def test_threads_get_the_answers_that_they_would_get_alone(kind):
+    """Streams, whole answers and batches; slots for a few of them only."""
+    pipes = shared_pipelines(kind, max_num_seqs=5)
 
-    def ask(pipe, prompt, number):
-        if number % 2:
-            return streamed(pipe.stream(prompt, **KEYWORDS))
-        return pipe.generate(prompt, **KEYWORDS).token_ids
+    def ask(number):
+        pipe, found = pipes[number % len(pipes)], []
+        for place in random.Random(number).sample(range(12), 12):
+            prompt, params, expected = mixed_requests()[place]
+            if place % 3 == 0:
+                pieces = list(pipe.stream(prompt, params=params))
+                found.append((("".join(piece.text for piece in pieces), streamed(pieces)), expected))
+            elif place % 3 == 1:
+                answer = pipe.generate(prompt, params=params)
+                found.append(((answer.text, answer.token_ids), expected))
+            else:
+                for answer in pipe.generate_batch([{"prompt": prompt, "params": params}] * 2):
+                    found.append(((answer.text, answer.token_ids), expected))
+        return found
 
-    jobs = list(product(pipes, PROMPTS, range(2)))
+    mixed_requests()
     with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(ask, *job) for job in jobs]
-        for (_, prompt, _), answer in zip(jobs, answers, strict=True):
-            assert answer.result(timeout=300) == alone[prompt]
+        answers = [pool.submit(ask, number) for number in range(6)]
+        for answer in answers:
+            assert all(found == expected for found, expected in answer.result(timeout=300))
+    assert not any(pipe.engine.core.running for pipe in pipes)
 
 
 def test_threads_of_the_hook(alone):
@@ -128,49 +159,6 @@ def test_threads_of_the_hook(alone):
         answers = [pool.submit(ask, *job) for job in jobs]
         for (prompt, _), answer in zip(jobs, answers, strict=True):
             assert answer.result(timeout=300) == alone[prompt]
-
-
-def test_8_threads_with_24_requests_each():
-    """Greedy and seeded sampling, streams and whole answers, stop strings; slots for a few of them only."""
-    pipe = pipeline(Recycle(), max_num_seqs=5)
-    rng = random.Random(1)
-    asked = [
-        (
-            rng.choice(PROMPTS),
-            SamplingParams(
-                temperature=rng.choice([0.0, 0.9]),
-                repetition_penalty=rng.choice([1.0, 1.2]),
-                seed=rng.randrange(3),
-                max_new_tokens=rng.randrange(1, 20),
-                stop=rng.choice([None, "e"]),
-            ),
-        )
-        for _ in range(24)
-    ]
-    plain = pipeline()
-    expected = [plain.generate(prompt, params=params) for prompt, params in asked]
-
-    def ask(number):
-        found = []
-        for at in random.Random(number).sample(range(24), 24):
-            prompt, params = asked[at]
-            if at % 3 == 0:
-                pieces = list(pipe.stream(prompt, params=params))
-                found.append((at, "".join(piece.text for piece in pieces), streamed(pieces)))
-            elif at % 3 == 1:
-                answer = pipe.generate(prompt, params=params)
-                found.append((at, answer.text, answer.token_ids))
-            else:
-                for answer in pipe.generate_batch([{"prompt": prompt, "params": params}] * 2):
-                    found.append((at, answer.text, answer.token_ids))
-        return found
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(ask, number) for number in range(8)]
-        for answer in answers:
-            for at, text, ids in answer.result(timeout=300):
-                assert (text, ids) == (expected[at].text, expected[at].token_ids)
-    assert not pipe.engine.core.running
 
 
 def test_threads_decode_together():
@@ -192,33 +180,16 @@ def test_threads_decode_together():
     assert max(passes) > 1
 
 
-@pytest.mark.parametrize("kind", ["target", "drafter"])
+@pytest.mark.parametrize("kind", ["pipeline", "target", "drafter"])
 def test_another_pipeline_answers_beside_a_stream_that_nobody_reads(kind, alone):
     first, second, _ = shared_pipelines(kind)
     stream, piece = begun(first)
     assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
     assert streamed(second.stream(PROMPTS[2], **KEYWORDS)) == alone[PROMPTS[2]]
-    assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
-
-
-def test_requests_beside_an_unfinished_stream(alone):
-    pipe = pipeline(Recycle())
-    stream, piece = begun(pipe)
-    assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
-    assert streamed(pipe.stream(PROMPTS[2], **KEYWORDS)) == alone[PROMPTS[2]]
     ids = torch.tensor([byte_tokenizer()(PROMPTS[3])["input_ids"]])
-    said = mmspec.generate(pipe.model, ids, drafter=pipe, do_sample=False, max_new_tokens=12, nodes=6)
+    said = mmspec.generate(second.model, ids, drafter=second, do_sample=False, max_new_tokens=12, nodes=6)
     assert said[0, ids.shape[1] :].tolist() == alone[PROMPTS[3]]
-    assert streamed([piece, *stream]) == alone[PROMPTS[1]]
-
-
-@pytest.mark.parametrize("drafter", [None, Recycle()])
-def test_zipped_streams(drafter, alone):
-    pipe = pipeline(drafter)
-    streams = [pipe.stream(prompt, **KEYWORDS) for prompt in PROMPTS]
-    rounds = list(itertools.zip_longest(*streams))
-    for prompt, pieces in zip(PROMPTS, zip(*rounds, strict=True), strict=True):
-        assert streamed(piece for piece in pieces if piece) == alone[prompt]
+    assert streamed([piece, *stream]) == alone[PROMPTS[1]]  # it did not notice
 
 
 def test_async_streams(alone):
@@ -266,19 +237,24 @@ def test_an_error_of_one_request_leaves_the_others_alone(alone):
     with pytest.raises(RuntimeError, match="own"):
         pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
     with pytest.raises(RuntimeError, match="own"):
+        list(pipe.stream(PROMPTS[0], **KEYWORDS, logits_processor=[fails]))
+    with pytest.raises(RuntimeError, match="own"):
         pipe.generate(PROMPTS[0], **KEYWORDS, stopping_criteria=[lambda ids, _: fails(ids, torch.tensor([False]))])
     assert streamed([first, *stream]) == alone[PROMPTS[1]]
+    assert free(pipe)
 
 
-def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
+@pytest.mark.parametrize("part", ["target.forward_tree", "threads.end_step"])
+def test_a_failed_pass_ends_its_requests_and_no_later_ones(part, monkeypatch, alone):
     pipe = pipeline(Recycle())
     stream, _ = begun(pipe)
+    owner, name = part.split(".")
 
-    def fails(tree):
+    def fails(*_):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipe.target, "forward_tree", fails)
+        patch.setattr(getattr(pipe.engine, owner), name, fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             pipe.generate(PROMPTS[0], **KEYWORDS)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -286,42 +262,20 @@ def test_a_failed_pass_ends_its_requests_and_no_later_ones(monkeypatch, alone):
     assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
 
 
-def test_streams_of_pipelines_with_targets_of_their_own_may_be_mixed(alone):
-    one, other = pipeline(Ngram()), pipeline()  # of one model
-    pairs = list(zip(one.stream(PROMPTS[1], **KEYWORDS), other.stream(PROMPTS[1], **KEYWORDS), strict=False))
-    assert pairs  # how many depends on the readers: pieces that wait are joined
-    (first, head), (second, _) = begun(one), begun(other, PROMPTS[2])
-    list(second)
-    assert streamed([head, *first]) == alone[PROMPTS[1]]
-
-
-@pytest.mark.parametrize("end", ["drop", "close", "close elsewhere", "error", "error inside", "exhaust"])
+@pytest.mark.parametrize("end", ["drop", "close", "close elsewhere", "error", "exhaust"])
 def test_what_ends_a_stream_frees_the_pipeline(end, alone):
     pipe = pipeline(Recycle())
-    if end == "error inside":
-
-        def fails(ids, scores):
-            if ids.shape[1] > 3:
-                raise RuntimeError("a processor's own")
-            return scores
-
-        with pytest.raises(RuntimeError, match="own"):
-            list(pipe.stream(PROMPTS[0], **KEYWORDS, logits_processor=[fails]))
-        with pytest.raises(RuntimeError, match="own"):
-            pipe.generate(PROMPTS[0], **KEYWORDS, logits_processor=[fails])
-    elif end == "error":
-        stream, _ = begun(pipe)
+    stream, _ = begun(pipe)
+    if end == "error":
         with pytest.raises(RuntimeError, match="consumer"):
             stream.throw(RuntimeError("the consumer's own"))
-    else:
-        stream, _ = begun(pipe)
-        if end == "close":
-            stream.close()
-        elif end == "close elsewhere":
-            in_thread(stream.close)
-        elif end == "exhaust":
-            assert list(stream)[-1].finish_reason is not None
-        del stream
+    elif end == "close":
+        stream.close()
+    elif end == "close elsewhere":
+        in_thread(stream.close)
+    elif end == "exhaust":
+        assert list(stream)[-1].finish_reason is not None
+    del stream
     assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
     assert free(pipe)
 
@@ -351,41 +305,6 @@ def test_a_stream_moves_between_threads(alone):
     rest.join()
     assert answer.token_ids == alone[PROMPTS[0]]
     assert streamed([first, second, *found]) == alone[PROMPTS[1]]
-
-
-@pytest.mark.parametrize("last", ["this thread", "a dead thread"])
-def test_another_thread_that_has_not_finished_is_waited_for(last, alone):
-    """Whoever drove the other pipeline last: a thread whose request is still unfinished will go on."""
-    first, second, _ = shared_pipelines("target")
-    going, found = threading.Event(), []
-
-    def slowly():
-        for piece in first.stream(PROMPTS[1], **KEYWORDS):
-            found.append(piece)
-            going.set()
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=slowly)
-    thread.start()
-    assert going.wait(120)
-    short = KEYWORDS | {"max_new_tokens": 1}
-    if last == "this thread":
-        first.generate(PROMPTS[2], **short)
-    else:
-        in_thread(first.generate, PROMPTS[2], **short)
-    assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
-    thread.join()
-    assert streamed(found) == alone[PROMPTS[1]]
-
-
-def test_tasks_that_wait_in_threads(alone):
-    pipe = pipeline(Recycle())
-
-    async def ask():
-        return await asyncio.gather(*(asyncio.to_thread(pipe.generate, prompt, **KEYWORDS) for prompt in PROMPTS))
-
-    for prompt, answer in zip(PROMPTS, asyncio.run(ask()), strict=True):
-        assert answer.token_ids == alone[prompt]
 
 
 @pytest.mark.parametrize("from_where", ["logits_processor", "stopping_criteria"])

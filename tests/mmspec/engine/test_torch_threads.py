@@ -1,4 +1,4 @@
-"""Torch's threads beside other programs: their number follows the delays of steps, idle ones do not spin for long."""
+"""Torch's threads beside other programs: their number follows the delays of steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ import torch
 from mmspec import Pipeline
 from mmspec.engine import threads
 from mmspec.engine.threads import ThreadCount, TorchThreads
-from mmspec.ops.threads import kernel_threads, limit_torch
+from mmspec.ops.cpu import kernel_threads, limit_torch
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer
 
 BUSY, NOISY, QUIET = (1.0, 0.9), (1.0, 0.1), (1.0, 0.01)  # seconds of steps, and of their threads' delays
-
-SPINNING = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +93,34 @@ def test_a_limit_is_that_of_its_thread():
     assert (torch.get_num_threads(), kernel_threads()) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("adapts", "limits", "counts", "asked"),
+    [(True, True, [2, 1, 1, 2], [1, 2]), (True, False, [2, 2, 2, 2], [1]), (False, True, [2, 2, 2, 2], [])],
+    ids=["adapts", "torch has no limits by thread", "does not adapt"],
+)
+@pytest.mark.parametrize("counted", [True, False], ids=["counted delays", "no counts"])
+def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked, monkeypatch):
+    """Without the system's counts, the time in which the worker does not compute is a delay."""
+    now, given = {"wall": 0.0, "computed": 0.0}, []
+    monkeypatch.setattr(threads, "clock", lambda: now["wall"])
+    monkeypatch.setattr(threads, "thread_time", lambda: now["computed"])
+    # One more thread in each window, which has waited as long as the worker.
+    delayed = {}
+    monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
+    monkeypatch.setattr(threads, "limit_torch", lambda count, kernels: given.append((count, kernels)) or limits)
+    chosen, found = TorchThreads(adapts), []
+    chosen.begin()
+    for wall, computed in [(0.2, 0.1), (0.2, 0.1), (1.0, 0.9), (2.0, 1.98)]:
+        chosen.start_step()
+        now["wall"] += wall
+        now["computed"] += computed
+        delayed[f"of {now['wall']}"] = round(1e9 * max(0.0, wall - computed))
+        chosen.end_step()
+        found.append(chosen.count)
+    assert found == counts
+    assert given == [(count, 2) for count in asked]
+
+
 def test_an_engine_beside_other_programs_lowers_its_own_number(monkeypatch):
     """With recorded delays: first long ones, then none."""
     delays = iter(range(0, 10**15, 10**12))
@@ -147,30 +173,3 @@ def test_delays_are_those_of_threads_that_wait_for_a_processor():
         os.sched_setaffinity(0, allowed)
     mine = str(threading.get_native_id())
     assert threads._delays()[mine] - before.get(mine, 0) > 1e8
-
-
-def policies(program, **variables):
-    environment = {name: value for name, value in os.environ.items() if name not in SPINNING} | variables
-    program = f"import os, sys\n{program}\nprint(*(os.environ.get(name, '') for name in {SPINNING}), sep=',')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
-
-
-def test_programs_bound_spinning_before_torch_is_loaded():
-    assert (
-        policies("from mmspec.cli.app import main\nassert 'torch' not in sys.modules\nmain(['--version'])") == ",1000,1"
-    )
-    study = "import contextlib, runpy\nsys.argv = ['eval', '--help']\nwith contextlib.suppress(SystemExit):\n"
-    assert policies(study + "    runpy.run_module('mmspec.eval', run_name='__main__')") == ",1000,1"
-
-
-def test_the_user_s_settings_take_precedence():
-    program = "from mmspec.cli.app import main\nmain(['--version'])"
-    assert policies(program, OMP_WAIT_POLICY="active") == "active,,"
-    assert policies(program, GOMP_SPINCOUNT="7") == ",7,"
-
-
-def test_a_library_changes_no_settings():
-    assert policies("import mmspec\nmmspec.load('tiny-hybrid', device='cpu')") == ",,"
-    assert policies("import torch\nfrom mmspec.cli.app import main\nmain(['--version'])") == ",,"

@@ -1,32 +1,27 @@
-"""One device-to-host copy per step: counted on a CPU, forbidden by torch on a GPU."""
+"""One device-to-host copy per step: which processors need more, and steps in which torch forbids others on a GPU.
 
-import copy
+On a CPU, ``tests/mmspec/engine/test_matrix.py`` counts them.
+"""
 
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from mmspec import SamplingParams, plugins
-from mmspec.core.budget import Budget, CostTable
+from mmspec import SamplingParams
+from mmspec.core.budget import Budget
 from mmspec.core.verify import Verdict
-from mmspec.engine.budget import SteadyBudget
 from mmspec.engine.stopping import Stopper
-from mmspec.ops import kernels
 from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampler
+from tests import matrix
 from tests.decoding import decode
 from tests.device import as_launches, on_a_gpu, waiting
-from tests.mmspec.ops.test_graphs import CASES as CAPTURED
-from tests.mmspec.ops.test_graphs import drafter_for
 from tests.mmspec.sampling.test_sampler import PROCESSORS, VOCAB, histories_and_tree, rows_of
 from tests.targets import prompt_of
-from tests.tiny import shared_model
-from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
 
-CASES = [*CAPTURED, ("qwen2-window", "ngram")]
 SAMPLING = {
     "greedy": lambda: Sampler(),
     "top-k": lambda: Sampler(defaults.processors(SamplingParams(temperature=0.8, top_k=20)), do_sample=True),
@@ -42,49 +37,18 @@ SAMPLING = {
 }
 
 
-def steps(name, kind, batch, sampling, budget, device="cpu"):
-    """An answer step by step; the first of the rows ends early."""
-    model = shared_model(name) if device == "cpu" else copy.deepcopy(shared_model(name)).to(device)
-    target, drafter = plugins.target_class(model.config)(model), drafter_for(kind, model)
+def steps(name, kind, batch, sampling, budget):
+    """An answer step by step on a GPU; the first of the rows ends early."""
+    target = matrix.new_target(name, "cuda")
+    drafter = matrix.drafter_of(kind, target.model, "captured")
     if drafter is not None:
         drafter.attach(target)
-    inputs = on_a_gpu(vision_inputs(name, batch) if "llava" in name else text_inputs(batch), device)
+    inputs = on_a_gpu(matrix.inputs_of(name, 2, batch), "cuda")
     stopper = Stopper(60, criteria=[])
     for rows in decode(target, drafter, prompt_of(inputs), SAMPLING[sampling](), stopper, budget):
         if batch > 1 and len(rows[0].token_ids) > 8:
             rows[0].finish_reason = "stop"
         yield rows
-
-
-def budget_for(kind, steady):
-    if kind == "plain":
-        return Budget(0)
-    return SteadyBudget(CostTable((1, 64), (1e-3, 1.1e-3)), (3, 7), depth=4) if steady else Budget(12, 4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("steady", [False, True])
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_the_host_waits_once_per_step(name, kind, batch, sampling, steady, monkeypatch):
-    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
-    as_launches(monkeypatch)
-    running = steps(name, kind, batch, sampling, budget_for(kind, steady))
-    next(running)  # the prompt
-    rows = next(running)  # the drafter's part of it, and the first step
-    counted, decoding = 0, batch
-    while counted < 8 and decoding:
-        before = sum(not row.done for row in rows)
-        with waiting() as counts:
-            rows = next(running)
-        after = sum(not row.done for row in rows)
-        if decoding == before == after:  # in steps that sequences leave, rows are selected by lists
-            assert counts == {"tolist": 1}
-            counted += 1
-        decoding = before
-    assert counted > 3
-    running.close()
 
 
 WAITING = {"eta", "top-h", "length decay", "watermark", "prefix", "subclass", "subclass, padding ignored"}
@@ -125,7 +89,7 @@ def test_waiting_is_noticed(inference):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), CASES)
+@pytest.mark.parametrize(("name", "kind"), matrix.STATIC)
 def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
     """From the fourth step on, when all is compiled and captured."""
     copies, host = [], Verdict.host.func
@@ -139,10 +103,9 @@ def test_torch_finds_no_other_waiting(name, kind, batch, sampling, monkeypatch):
     found = type(Verdict.host)(only_copy)
     found.__set_name__(Verdict, "host")
     monkeypatch.setattr(Verdict, "host", found)
+    budget = Budget(0 if kind == "plain" else 12, 4)
     try:
-        for _, rows in zip(
-            range(12), steps(name, kind, batch, sampling, budget_for(kind, False), "cuda"), strict=False
-        ):
+        for _, rows in zip(range(12), steps(name, kind, batch, sampling, budget), strict=False):
             assert len(rows) == batch
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -11,17 +11,17 @@ from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine import calibrate, warm_up
+from mmspec.engine import calibrate, speculation
 from mmspec.engine.engine import Engine
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.sampler import Sampler
 from mmspec.serving.limits import Limits
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import ServerSettings
 from mmspec.targets.transformers_target import TransformersTarget
+from tests import matrix
 from tests.device import Replayed, record_captures
-from tests.mmspec.ops.test_graphs import drafter_for
 from tests.tiny import shared_model
 
 MEMORY = 1 << 30
@@ -30,13 +30,13 @@ MEMORY = 1 << 30
 @pytest.fixture
 def _recorded(monkeypatch, tmp_path):
     record_captures(monkeypatch)
-    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: MEMORY)
+    monkeypatch.setattr(speculation, "_free_bytes", lambda device: MEMORY)
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
 
 
 def pipeline(name, kind, device="cpu"):
     model = shared_model(name)
-    drafter = drafter_for(kind, model)
+    drafter = matrix.drafter_of(kind, model, "captured")
     model = model if device == "cpu" else copy.deepcopy(model).to(device)
     return Pipeline(plugins.target_class(model.config)(model), None, drafter, max_num_seqs=3)
 
@@ -164,13 +164,13 @@ def test_nothing_is_learnt_and_nothing_kept():
 )
 def test_memory_that_is_reserved(free, rows, tokens, expected, monkeypatch):
     """Half of the free memory, with a byte per token."""
-    monkeypatch.setattr(warm_up, "_token_bytes", lambda cache: 1)
-    monkeypatch.setattr(warm_up, "_free_bytes", lambda device: free)
+    monkeypatch.setattr(speculation, "_token_bytes", lambda cache: 1)
+    monkeypatch.setattr(speculation, "_free_bytes", lambda device: free)
     target = TransformersTarget(shared_model("llama"))
     target.context_limit = 1 << 20
-    assert warm_up._reservation(target, rows, tokens) == expected
+    assert speculation._reservation(target, rows, tokens) == expected
     target.context_limit = 300
-    assert warm_up._reservation(target, 1, tokens)[1] <= 300
+    assert speculation._reservation(target, 1, tokens)[1] <= 300
 
 
 @pytest.mark.usefixtures("_recorded")
@@ -193,18 +193,18 @@ def test_bytes_of_a_token():
     target.prefill(calibrate.placeholder(3, 20, target), 1)
     config = target.config
     size = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    assert warm_up._token_bytes(target.runner.cache) == size
+    assert speculation._token_bytes(target.runner.cache) == size
 
 
 @pytest.mark.usefixtures("_recorded")
 def test_larger_steps_are_left_to_requests(monkeypatch):
-    monkeypatch.setattr(warm_up, "_MOST_NODES", 16)
+    monkeypatch.setattr(speculation, "_MOST_NODES", 16)
     seen = []
     target = TransformersTarget(shared_model("llama"))
     forward = target.forward_tree
     monkeypatch.setattr(target, "forward_tree", lambda tree: seen.append(tree.tokens.shape) or forward(tree))
     # Three rows are padded to four.
-    warm_up.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
+    speculation.warm_up(target, None, 3, 64, [Budget(7), Budget(4), Budget(3)])
     assert sorted({tuple(shape) for shape in seen}) == [
         *((1, 1), (1, 2), (1, 4), (1, 8)),
         *((2, 1), (2, 2), (2, 4), (2, 8)),
@@ -218,7 +218,7 @@ def test_a_lack_of_memory_is_a_warning(monkeypatch):
         raise torch.OutOfMemoryError("out of memory")
 
     pipe = pipeline("llama", "plain")
-    monkeypatch.setattr(warm_up, "_reservation", fails)
+    monkeypatch.setattr(speculation, "_reservation", fails)
     with pytest.warns(RuntimeWarning, match="CUDA graphs could not be captured beforehand: out of memory"):
         pipe.warm_up(1)
     check_answers(pipe, (9,), (12,))
@@ -239,7 +239,7 @@ def test_how_many_sequences_are_warmed_up(monkeypatch):
     mmspec.load("tiny-llava", drafter=None, warm_up=3)
     mmspec.load("tiny-llava", drafter=None, max_num_seqs=5, warm_up=0).warm_up(tokens=9, num_draft_tokens=[4])
     loading = {"model": "tiny-llava", "drafter": None, "device": "cpu", "dtype": "auto", "generation_config": "auto"}
-    Settings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
+    ServerSettings(loading, Limits(max_running=6, max_model_len=700), {}).pipeline()
     every = (None,)
     assert asked == [(1, None, every), (3, None, every), (5, 9, [4]), (6, 700, every)]
     with pytest.raises(mmspec.UserError, match=r"^tokens must be"):

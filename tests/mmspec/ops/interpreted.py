@@ -28,13 +28,11 @@ from tests.tiny.models import text_inputs, vision_inputs
 
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
-    "mmspec.ops.triton_verify": ("accepted_path",),
-    "mmspec.ops.triton_compact": ("compact_kv",),
+    "mmspec.ops.triton_verify": ("accepted_path", "compact_kv"),
     "mmspec.ops.triton_growth": ("keep_best", "next_beam", "top_log_probs"),
     "mmspec.ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
     "mmspec.ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
-    "mmspec.ssm.ops.triton_selective": ("tree_selective", "commit_selective"),
-    "mmspec.ssm.ops.triton_lru": ("tree_lru", "commit_lru"),
+    "mmspec.ssm.ops.triton_selective": ("tree_selective", "commit_selective", "tree_lru", "commit_lru"),
     "mmspec.ssm.ops.triton_conv": ("tree_conv", "commit_conv"),
 }
 

@@ -7,20 +7,18 @@ own.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
-from time import perf_counter as clock
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmspec import TokenTree, ops
-from tests.interpreter import mend_interpreter
-from tests.mmspec.ops.verify_grid import EXACT, PEAKED, check_exact, check_peaked, check_tiny_shares
+from tests.interpreter import filled_memory, run_grid
 from tests.tiny import random_tree, root_path, valid_nodes
 
 # ---------------------------------------------------------------------- attention
@@ -76,71 +74,53 @@ ATTENTION = [
 
 
 def check_attention(case: Attention, device: str = "cpu") -> None:
-    """Every node of every head against a softmax over the slots that a loop finds."""
+    """Every node of every head against a softmax over the slots that it attends to."""
     g = torch.Generator().manual_seed(case.nodes + case.prefix)
     lengths = torch.tensor([max(case.prefix - 2 * b, 0) for b in range(case.batch)], dtype=torch.int32)
     tree = random_tree(g, case.batch, case.nodes, 999, shape=case.shape, ragged=False)
     mask = torch.rand(case.batch, case.nodes, case.earlier, generator=g) < 0.5
     mask = torch.cat([mask, tree.ancestors], dim=2)
-    slots = case.prefix + mask.shape[2] + case.free
+    end = case.prefix + mask.shape[2]
+    slots, window = end + case.free, case.window or 10**9
     query = torch.randn(case.batch, case.nodes, case.heads, case.head_dim, generator=g).to(case.dtype).transpose(1, 2)
-    # A view into a larger buffer, as a layer's part of the cache is; slots that must not be read are NaN.
-    widths = case.head_dim, case.value_dim or case.head_dim
+    allowed = torch.zeros(case.batch, 1, case.nodes, slots, dtype=torch.bool)
+    allowed[..., case.prefix : end] = mask[:, None]
+    # A view into a larger buffer, as a layer's part of the cache is; slots that must not be read are NaN, and so are
+    # those before every window.
     shape = (case.batch, case.kv_heads, slots + 3)
+    widths = case.head_dim, case.value_dim or case.head_dim
     buffers = [torch.full((*shape, width), torch.nan, dtype=case.dtype) for width in widths]
-    attended: list[list[list[int]]] = []
-    for b in range(case.batch):
-        rows = []
-        for i in range(case.nodes):
-            nearest = int(lengths[b] + tree.depth[b, i]) - (case.window or 10**9)
-            prefix = [s for s in range(int(lengths[b])) if s > nearest]
-            rows.append(prefix + [case.prefix + j for j in mask[b, i].nonzero().flatten().tolist()])
-        attended.append(rows)
-        # Slots outside of a node's window are read too, and must be finite.
-        written = [*range(int(lengths[b])), *range(case.prefix, case.prefix + mask.shape[2])]
+    for b, length in enumerate(lengths.tolist()):
+        for i, depth in enumerate(tree.depth[b].tolist()):
+            allowed[b, 0, i, max(length + depth - window + 1, 0) : length] = True
+        written = [*range(max(length - window + 1, 0), length), *range(case.prefix, end)]
         for buffer in buffers:
-            numbers = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g)
-            buffer[b, :, written] = numbers.to(case.dtype)
+            buffer[b, :, written] = torch.randn(case.kv_heads, len(written), buffer.shape[3], generator=g).to(
+                case.dtype
+            )
     key, value = (buffer[:, :, :slots] for buffer in buffers)
-    start = torch.tensor([case.prefix]) if case.free else None
-    if case.window is not None:
-        key_read, value_read = key.clone(), value.clone()
-        for b in range(case.batch):  # slots before every window are never read
-            key_read[b, :, : max(int(lengths[b]) - case.window + 1, 0)] = torch.nan
-            value_read[b, :, : max(int(lengths[b]) - case.window + 1, 0)] = torch.nan
-        key, value = key_read, value_read
 
-    def on(t: Tensor | None) -> Tensor | None:
+    def on(t: Tensor | None) -> Any:
         return None if t is None else t.to(device)
 
-    with patch("torch.empty", _nan_filled), patch("torch.Tensor.new_empty", _new_nan_filled):
+    with filled_memory():
         read = ops.tree_attention(
-            *map(on, (query, key, value, lengths, mask)),  # type: ignore[arg-type]
+            *map(on, (query, key, value, lengths, mask)),
             scale=0.2,
-            start=on(start),
+            start=on(torch.tensor([case.prefix])) if case.free else None,
             depth=on(tree.depth) if case.window else None,
             window=case.window,
             softcap=case.softcap,
         )
     assert read.shape == (case.batch, case.nodes, case.heads, widths[1])
     assert read.dtype == case.dtype
-    allowed = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
-    for b in range(case.batch):
-        for i in range(case.nodes):
-            expected = _softmax(query[b, :, i].double(), key[b].double(), value[b].double(), attended[b][i], case)
-            torch.testing.assert_close(read[b, i].cpu().double(), expected, rtol=allowed, atol=allowed)
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor, slots: list[int], case: Attention) -> Tensor:
-    """(heads, head_dim) for one node: (heads, head_dim) queries, (kv_heads, slots, head_dim) keys and values."""
-    group = case.heads // case.kv_heads
-    read = []
-    for head in range(case.heads):
-        scores = k[head // group][slots] @ q[head] * 0.2
-        if case.softcap:
-            scores = case.softcap * (scores / case.softcap).tanh()
-        read.append(scores.softmax(0) @ v[head // group][slots])
-    return torch.stack(read)
+    close = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
+    keys, values = (x.double().nan_to_num().repeat_interleave(case.heads // case.kv_heads, 1) for x in (key, value))
+    scores = query.double() @ keys.mT * 0.2
+    if case.softcap:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    expected = scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(read.cpu().double(), expected.transpose(1, 2), rtol=close, atol=close)
 
 
 # ---------------------------------------------------------------------- verification
@@ -202,6 +182,42 @@ def check_follow(case: Tree, device: str = "cpu") -> None:
         assert verdict.tolist() == expected
 
 
+def rejections(p: Sequence[Any], q: Sequence[Any], children: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Recursive rejection sampling of one node, over floats or fractions.
+
+    Returns:
+        The chance with which each child is accepted, those before it being rejected; the distribution of the token
+        where all are rejected. A chance of one ends both.
+
+    Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
+    """
+    shares: list[Any] = []
+    p, q = list(p), list(q)
+    for token in children:
+        shares.append(min(p[token] / q[token], 1))
+        if shares[-1] == 1:
+            break
+        p = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
+        q[token] = 0
+        total, rest = sum(p), sum(q)
+        p, q = [a / total for a in p], [b / rest for b in q]
+    return shares, p
+
+
+def chosen(p: Sequence[Any], q: Sequence[Any], children: Sequence[int], chances: Sequence[float], last: float) -> int:
+    """The token after a node."""
+    shares, residual = rejections(p, q, children)
+    for token, share, chance in zip(children, shares, chances, strict=False):
+        if chance < share:
+            return token
+    return _quantile(residual, last)
+
+
+def _quantile(p: Sequence[Any], uniform: float) -> int:
+    wanted = uniform * sum(p)
+    return next(token for token, total in enumerate(itertools.accumulate(p)) if total > wanted)
+
+
 def check_drawn(case: Tree, device: str = "cpu") -> None:
     """Rejection sampling node by node, in float64, with the same random numbers."""
     tree, g = _tree(case)
@@ -213,8 +229,9 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
     choices = ops.choose_drawn(drawn, p.to(device), chances.to(device), last.to(device)).cpu()
     for b in range(case.batch):
         for i in valid_nodes(tree, b):
-            expected = _draw_at(tree, b, i, p[b, i].double(), q[b, i].double(), chances[b].double(), last[b, i])
-            assert int(choices[b, i]) == expected, (b, i)
+            below = _children(tree, b, i)
+            given = tree.tokens[b, below].tolist(), chances[b, below].tolist(), last[b, i].item()
+            assert int(choices[b, i]) == chosen(p[b, i].tolist(), q[b, i].tolist(), *given), (b, i)
     # The root alone, with its children.
     drawn.valid = (tree.parents <= 0).to(device) & drawn.alive
     drawn.parents, drawn.draft_probs = drawn.parents.clamp(max=0), q[:, :1].to(device)
@@ -222,17 +239,57 @@ def check_drawn(case: Tree, device: str = "cpu") -> None:
     assert torch.equal(roots.cpu(), choices[:, :1])
 
 
-def _draw_at(tree: TokenTree, row: int, node: int, p: Tensor, q: Tensor, chances: Tensor, last: Tensor) -> int:
-    for child in _children(tree, row, node):
-        token = int(tree.tokens[row, child])
-        if chances[child] * q[token] < p[token]:
-            return token
-        left = (p - q).clamp(min=0)
-        p = left / left.sum() if float(left.sum()) > 0 else p
-        q = q.clone()
-        q[token] = 0
-        q = q / q.sum() if float(q.sum()) > 0 else q
-    return _quantile(p, last)
+def check_exact(dtype: torch.dtype, device: str = "cpu") -> None:
+    """All ways of drawing two children of four, enumerated in fractions: tokens are distributed as p; and just below
+    and just above each chance and each border of what is left, the tokens are those that were enumerated."""
+    p, q = ([Fraction(n, 12) for n in row] for row in ((1, 4, 5, 2), (8, 2, 1, 1)))
+    emitted, rows, near = [Fraction(0)] * 4, [], Fraction(1, 1000)
+    for order in itertools.permutations(range(4), 2):
+        weight = q[order[0]] * q[order[1]] / (1 - q[order[0]])
+        shares, residual = rejections(p, q, order)
+        for rank, (token, share) in enumerate(zip(order, shares, strict=False)):
+            emitted[token] += weight * share
+            weight *= 1 - share
+            tried = [2.0] * rank
+            rows += [(order, [*tried, chance, 0.5], 0.5) for chance in (share - near, share + near) if 0 < chance < 1]
+        emitted = [a + weight * b for a, b in zip(emitted, residual, strict=True)]
+        if shares[-1] < 1:
+            borders = {*itertools.accumulate(residual)} - {Fraction(0), Fraction(1)}
+            rows += [(order, [2.0, 2.0], last) for border in borders for last in (border - near, border + near)]
+    assert emitted == p
+    tree = _stars([order for order, _, _ in rows])
+    chances = torch.tensor([[0.0, *map(float, row[:2])] for _, row, _ in rows])
+    last = torch.tensor([[float(number)] * 3 for _, _, number in rows])
+    dense = (torch.tensor([[float(x) for x in row]] * len(rows), dtype=torch.float64) for row in (p, q))
+    got = _choices_of(tree, *dense, chances, last, dtype, device)
+    assert got == [chosen(p, q, order, row, number) for order, row, number in rows]
+
+
+def _stars(rows: Sequence[Sequence[int]]) -> TokenTree:
+    """A tree per row: the children of a root 0."""
+    tokens = torch.tensor([[0, *row] for row in rows])
+    parents = torch.zeros_like(tokens)
+    parents[:, 0] = -1
+    return TokenTree(tokens, parents)
+
+
+def _choices_of(
+    tree: TokenTree, p: Tensor, q: Tensor, chances: Tensor, last: Tensor, dtype: torch.dtype, device: str
+) -> list[int]:
+    """What comes after the roots, p and q being (batch, vocab), the same at every node."""
+    p, q = (x[:, None].expand(-1, tree.nodes, -1).to(device, dtype).contiguous() for x in (p, q))
+    return ops.choose_drawn(_to(tree, device, q), p, chances.to(p), last.to(p))[:, 0].tolist()
+
+
+def check_tiny_shares(vocab: int, device: str = "cpu") -> None:
+    """One likely token, then many whose probabilities are too small for float32 sums to tell apart."""
+    step = 2.0**-26
+    probs = torch.full((vocab,), step)
+    probs[0], probs[-1] = 0.75, 0.25 - (vocab - 2) * step
+    wanted = torch.linspace(0, (vocab - 3) / 4, 20).long() * 2.0**-24 + 0.75  # each is a float32
+    expected = ((wanted.double() - 0.75) / step).long() + 1
+    got = ops.quantile(probs.expand(len(wanted), -1).to(device), wanted.to(device)).cpu()
+    assert got.tolist() == expected.tolist()
 
 
 def check_quantile(case: Tree, device: str = "cpu") -> None:
@@ -243,12 +300,9 @@ def check_quantile(case: Tree, device: str = "cpu") -> None:
     for uniform in (torch.rand(probs.shape[:-1], generator=g), torch.zeros(probs.shape[:-1])):
         found = ops.quantile(probs.to(device), uniform.to(device)).cpu()
         for b in range(case.batch):
-            assert found[b].tolist() == [_quantile(p, u) for p, u in zip(probs[b], uniform[b], strict=True)]
-
-
-def _quantile(p: Tensor, uniform: Tensor) -> int:
-    total = p.double().cumsum(0)
-    return int((total > float(uniform) * total[-1]).nonzero()[0])
+            assert found[b].tolist() == [
+                _quantile(*row) for row in zip(probs[b].tolist(), uniform[b].tolist(), strict=True)
+            ]
 
 
 def _children(tree: TokenTree, row: int, node: int) -> list[int]:
@@ -402,55 +456,19 @@ def check_keep(case: Candidates, device: str = "cpu") -> None:
 
 # ---------------------------------------------------------------------- all of them
 
-CHECKS: list[Callable[..., None]] = [
-    *(partial(check_attention, case) for case in ATTENTION),
-    *(partial(check, case) for check in (check_follow, check_drawn) for case in TREES),
-    *(partial(check_quantile, case) for case in (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
-    *(partial(check_peaked, case) for case in PEAKED),
-    *(partial(check_exact, case) for case in EXACT),
-    *(partial(check_tiny_shares, vocab) for vocab in (300, 5000)),
-    *(partial(check_compact, case) for case in BUFFERS),
-    *(partial(check_top, case) for case in LOGITS),
-    *(partial(check, case) for check in (check_beam, check_keep) for case in CANDIDATES),
+_GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
+    (check_attention, ATTENTION),
+    *((check, TREES) for check in (check_follow, check_drawn)),
+    (check_quantile, (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
+    (check_exact, (torch.float32, torch.float64)),
+    (check_tiny_shares, (300, 5000)),
+    (check_compact, BUFFERS),
+    (check_top, LOGITS),
+    *((check, CANDIDATES) for check in (check_beam, check_keep)),
 ]
-
-
-def name(check: Callable[..., None]) -> str:
-    assert isinstance(check, partial)
-    return f"{check.func.__name__} {check.args[0]}"
-
-
-_empty, _new_empty = torch.empty, torch.Tensor.new_empty
-
-
-def _filled(made: Tensor) -> Tensor:
-    return made.fill_(torch.nan if made.is_floating_point() else -7)
-
-
-def _nan_filled(*args: object, **options: object) -> Tensor:
-    return _filled(_empty(*args, **options))  # type: ignore[call-overload]
-
-
-def _new_nan_filled(*args: object, **options: object) -> Tensor:
-    return _filled(_new_empty(*args, **options))  # type: ignore[arg-type]
-
-
-def main() -> int:
-    """Run the grid, and name what fails."""
-    failed = 0
-    mend_interpreter()
-    for check in CHECKS:
-        began = clock()
-        try:
-            check()
-        except Exception as error:  # whatever it is, the other cases say more
-            failed += 1
-            print(f"{name(check)}:\n{type(error).__name__}: {error}\n")
-        if os.environ.get("VERBOSE"):
-            print(f"{clock() - began:6.2f} s {name(check)}")
-    print(f"{len(CHECKS) - failed} passed, {failed} failed")
-    return failed
-
+CHECKS: dict[str, Callable[..., None]] = {
+    f"{check.__name__} {case}": partial(check, case) for check, cases in _GRID for case in cases
+}
 
 if __name__ == "__main__":
-    sys.exit(main() > 0)
+    run_grid(CHECKS)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mmspec.core.budget import Budget
 from mmspec.drafters.growth import grow_tree
-from mmspec.ops import cpu_growth
+from mmspec.ops import cpu
 from tests.compiled import needs_kernels
 from tests.mmspec.ops.test_cpu import THREADS, layer_of, threads
 
@@ -28,7 +28,7 @@ def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, node
     layers = {name: layer_of("float32", *shape, bias=name in ("guess", "head"))[0] for name, shape in shapes.items()}
     table, norm = torch.randn(90, 48), torch.nn.LayerNorm(64, 1e-5).requires_grad_(False)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
-    weights = cpu_growth.cell_weights([layer.native for layer in layers.values()], table, norm)
+    weights = cpu.cell_weights([layer.native for layer in layers.values()], table, norm)
     product = lambda name, x: layers[name](x)  # noqa: E731
     carried, last, ids = torch.randn(batch, 64), torch.arange(7, 7 + batch), torch.randperm(200)[:90]
     first = torch.randn(batch, 90).log_softmax(-1).topk(5)[::-1]
@@ -44,7 +44,7 @@ def test_a_tree_of_a_cell_is_that_of_torch(batch, width, depth, least_gain, node
     expected = grow_tree(last, first, extend, budget, width)
     for count in THREADS:
         torch.set_num_threads(count)
-        found, levels = cpu_growth.draft_cells(
+        found, levels = cpu.draft_cells(
             weights, carried, first, last, ids if mapped else None, width, depth, least_gain, nodes
         )
         assert levels == budget.levels

@@ -10,19 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmspec import TokenTree, accept_path, plugins
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
-from mmspec.drafters.captured import CapturedDrafter
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import graphs
 from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
+from tests import matrix
 from tests.decoding import decode
-from tests.device import Replayed, on_a_gpu, record_captures
+from tests.device import Replayed, record_captures
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.tiny.configs import VISION_CONFIGS
-from tests.tiny.drafters import drafter_class, tiny_drafter, tiny_drafters
 from tests.tiny.models import text_inputs, vision_inputs
 
 pytestmark = pytest.mark.long
@@ -229,81 +227,6 @@ def test_readers_of_what_passes_are_found_out():
 
 # ---------------------------------------------------------------------- whole answers
 
-DRAFTERS = ["plain", *tiny_drafters()]
-CAPTURED = ["recycle", *(name for name in DRAFTERS[1:] if issubclass(drafter_class(name), CapturedDrafter))]
-
-
-def drafter_for(kind, model):
-    """With a draft vocabulary if it may have one, and weights of its own."""
-    changes = {"layers": 2, "norm_output": True} if kind == "eagle3" else {}
-    return copy.deepcopy(tiny_drafter(kind, model, 40, **changes))
-
-
-CASES = [("llava", kind) for kind in DRAFTERS] + [("llava_bamba", "msd"), ("qwen3_vl", "eagle3"), ("bamba", "eagle3")]
-CASES += [
-    ("qwen3_5_text", "ngram"),
-    ("qwen3_5", "mtp"),
-    ("olmo_hybrid", "recycle"),
-    ("kimi_linear", "recycle"),
-    ("falcon_mamba", "recycle"),
-    ("jamba", "ngram"),
-    ("zamba", "recycle"),
-    ("lfm2", "ngram"),
-    ("minimax", "recycle"),
-    ("recurrent_gemma", "ngram"),
-    ("zaya", "recycle"),
-]
-CASES += [("bamba", kind) for kind in ("plain", "ngram", "small", "mamba", "recycle")]
-
-
-class Some(Budget):
-    """Some steps are not drafted."""
-
-    asked = 0
-
-    def drafts(self):
-        self.asked += 1
-        return self.asked % 5 != 0 and super().drafts()
-
-
-def check_answers(name, kind, batch, device="cpu"):
-    """Three answers one after the other, greedy in float32; the passes and drafts that were captured."""
-    target, drafter = answer_like_generate(name, kind, batch, device)
-    assert all(target.runner.captured)
-    if kind in CAPTURED:
-        steps = drafter._on_device if kind == "recycle" else drafter
-        grown, updated = steps._grow.captured, steps._update.captured
-        assert grown > 0
-        assert updated > 0 or kind == "early-exit"  # whose states are the target's
-
-
-def answer_like_generate(name, kind, batch, device="cpu"):
-    """Returns target and drafter after three answers."""
-    model = shared_model(name)
-    if device != "cpu":
-        model = copy.deepcopy(model).to(device)
-    target, drafter = plugins.target_class(model.config)(model), drafter_for(kind, model)
-    if drafter is not None:
-        drafter.attach(target)
-    for seed in range(3):
-        inputs = vision_inputs(name, batch, seed=seed) if name in VISION_CONFIGS else text_inputs(batch, 9, seed=seed)
-        inputs = on_a_gpu(inputs, device)
-        with torch.no_grad():
-            ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
-        budget = Some(12 if drafter else 0, 4)
-        *_, rows = decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(24), budget)
-        assert [row.token_ids for row in rows] == ids[:, inputs["input_ids"].shape[1] :].tolist()
-    return target, drafter
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_recorded")
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_replayed_passes_say_what_generate_says(name, kind, batch):
-    check_answers(name, kind, batch)
-    assert Replayed.replays > 20
-
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_recorded")
@@ -312,10 +235,19 @@ def test_replayed_passes_say_what_generate_says(name, kind, batch):
 @pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "early-exit"), ("bamba", "small")])
 def test_answers_after_a_failed_capture(name, kind, number, inside, monkeypatch):
     """The step of the failed capture runs anew from the states before it, whatever was captured."""
-    failing = Failing(number, inside)
+    failing, model = Failing(number, inside), shared_model(name)
     monkeypatch.setattr(graphs, "_captured", failing)
+    target, drafter = matrix.new_target(name), matrix.drafter_of(kind, model, "captured")
+    drafter.attach(target)
+    requests = [matrix.asked(name, "greedy", place) for place in (3, 4, 5)]
+
+    def answer(request):
+        *_, (row,) = decode(target, drafter, request.prompt, Sampler(), request.stopper, matrix.Some(12, 4))
+        return row.token_ids
+
     with pytest.warns(RuntimeWarning, match="CUDA graph capture failed"):
-        answer_like_generate(name, kind, 2)
+        found = [answer(request) for request in requests]
+    assert found == [request.tokens for request in requests]
     assert failing.tried == number
     assert graphs.capture_failure()
 
@@ -325,7 +257,7 @@ def test_drafters_in_turn_find_their_graphs(monkeypatch):
     """Drafters that read other features of one target; the target keeps the passes that it has captured for each."""
     model = shared_model("llava")
     target = plugins.target_class(model.config)(model)
-    drafters = [drafter_for(kind, model) for kind in ("msd", "dflash")]
+    drafters = [matrix.drafter_of(kind, model, "captured") for kind in ("msd", "dflash")]
     for drafter in drafters:
         drafter.attach(target)
     assert drafters[0].features != drafters[1].features
@@ -360,37 +292,6 @@ def test_a_new_prompt_may_keep_longer_paths(batch):
     torch.testing.assert_close(target.forward_tree(root).logits, fresh.forward_tree(root).logits)
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("_recorded")
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] in CAPTURED])
-def test_replayed_drafts_are_those_of_calls(name, kind, batch, monkeypatch):
-    """Whatever was drafted, an answer is the same; so trees are compared."""
-    model, drafted = shared_model(name), []
-    for captures in (True, False):
-        monkeypatch.setattr(graphs, "captures", lambda device, captures=captures: captures)
-        target, drafter, trees = plugins.target_class(model.config)(model), drafter_for(kind, model), []
-        drafter.attach(target)
-        propose = drafter.propose
-
-        def noted(token, budget, propose=propose, trees=trees):
-            tree = propose(token, budget)
-            trees.append([tree.tokens.tolist(), tree.parents.tolist()])
-            return tree
-
-        drafter.propose = noted
-        for seed in range(2):
-            inputs = (
-                vision_inputs(name, batch, seed=seed) if name in VISION_CONFIGS else text_inputs(batch, 9, seed=seed)
-            )
-            for _ in decode(target, drafter, prompt_of(inputs), Sampler(), Stopper(16), Some(12, 4)):
-                pass
-        drafted.append(trees)
-    assert Replayed.replays > 20
-    assert drafted[0] == drafted[1]
-
-
-@pytest.mark.usefixtures("_recorded")
 def test_numbers_of_the_host_are_found_out(monkeypatch):
     """Where a pass is written to must be read on the device: a number would be that of the pass that was captured."""
 
@@ -399,7 +300,7 @@ def test_numbers_of_the_host_are_found_out(monkeypatch):
 
     monkeypatch.setattr(TreeCache, "set_write_slots", by_the_host)
     with pytest.raises(AssertionError):
-        check_answers("llava", "plain", 1)
+        matrix.check(matrix.Cell("llava", "plain", "greedy", "alone", "captured"), monkeypatch)
 
 
 @pytest.mark.gpu
@@ -407,12 +308,3 @@ def test_calls_on_a_gpu():
     counter = Counter("cuda")
     check_calls(counter, "cuda")
     assert (counter.run, counter.step.captured) == (4, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", ["triton", "reference"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_captured_passes_say_what_generate_says(name, kind, batch, kernel, monkeypatch):
-    monkeypatch.setenv("MMSPEC_KERNELS", kernel)
-    check_answers(name, kind, batch, "cuda")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmspec import ops
-from tests.mmspec.ops.ops_grid import CHECKS, name
+from tests.mmspec.ops.ops_grid import CHECKS
 
 
 @pytest.fixture(autouse=True)
@@ -12,7 +12,7 @@ def _plain_torch(monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", "reference")
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=name)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_grid(check):
     check()
 

@@ -26,7 +26,7 @@ from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from tests.compiling import compiled
+from tests.compiling import Launch, compiled
 from tests.fake_cuda import fake_cuda, on_fake_cuda
 
 
@@ -46,8 +46,11 @@ def _sound_kernel(x):
     tl.store(x, 7)
 
 
+X = {"x": torch.empty(4, dtype=torch.int32)}
+
+
 def compile_what_is_wrong(_):
-    compiled(_misshapen_kernel, 90, {"x": "*i32"}, {}, {}, ())
+    compiled(Launch(_misshapen_kernel, X, {}), 90)
 
 
 def compile_without_ptxas(monkeypatch):
@@ -55,7 +58,7 @@ def compile_without_ptxas(monkeypatch):
         raise PermissionError(f"{command[0]} may not run")
 
     monkeypatch.setattr("triton.backends.nvidia.compiler.subprocess.run", refused)
-    compiled(_sound_kernel, 90, {"x": "*i32"}, {}, {}, ())
+    compiled(Launch(_sound_kernel, X, {}), 90)
 
 
 def build_a_launcher_without_compiler(monkeypatch):
@@ -103,15 +106,6 @@ def test_the_reference_runs_from_the_first_failure_on(failure, monkeypatch, recw
         ops.quantile(probs, uniform)
 
 
-def test_other_operations_keep_their_kernels(monkeypatch):
-    monkeypatch.setattr(kernels, "in_use", lambda device: "triton")
-    monkeypatch.setattr("mmspec.ops.triton_verify.quantile", lambda *_: launch_with_too_much_memory(None))
-    monkeypatch.setattr("mmspec.ops.triton_verify.accepted_path", lambda *_: "launched")
-    with pytest.warns(RuntimeWarning, match="cannot build quantile"):
-        ops.quantile(torch.rand(3, 9), torch.rand(3))
-    assert ops.accepted_path(TokenTree.root(torch.tensor([5])), torch.tensor([[7]])) == "launched"
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -150,6 +144,9 @@ def test_errors_of_the_device_are_raised_where_a_kernel_is_loaded(monkeypatch):
 # ---------------------------------------------------------------------- every operation
 
 
+HOMES = {"kda": "delta", "lru": "selective"}
+
+
 def operations():
     """Module of its kernel, function and inputs of each operation, by name."""
     g = torch.Generator().manual_seed(0)
@@ -165,7 +162,7 @@ def operations():
     tokens = torch.arange(10).view(2, 5)
     found = {
         "tree_attention": ("attention", ops.tree_attention, (q, kv, kv + 1, lengths, mask)),
-        "compact_kv": ("compact", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
+        "compact_kv": ("verify", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
         "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
         "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
         "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
@@ -178,15 +175,15 @@ def operations():
     for rule in RULES:
         values, state = rule.inputs(inputs), rule.state(inputs)
         given = ssm.depth_index(inputs.tree.ancestors) if rule.levels else inputs.tree.ancestors
-        home = f"mmspec.ssm.ops.triton_{rule.name}"
+        home = f"mmspec.ssm.ops.triton_{HOMES.get(rule.name, rule.name)}"
         found[f"tree_{rule.name}"] = home, getattr(ssm, f"tree_{rule.name}"), (*values, state, given)
-        commit = (*values[rule.committed], state, inputs.deepest)
+        commit = (*values[rule.committed], state, inputs.path)
         found[f"commit_{rule.name}"] = home, getattr(ssm, f"commit_{rule.name}"), commit
     window = ssm.conv_window(inputs.tree.parents, 4)
     conv = inputs.channels, inputs.conv_state
     home = "mmspec.ssm.ops.triton_conv"
     found["tree_conv"] = home, ssm.tree_conv, (*conv, inputs.weight, inputs.bias, window)
-    found["commit_conv"] = home, ssm.commit_conv, (*conv, inputs.deepest)
+    found["commit_conv"] = home, ssm.commit_conv, (*conv, inputs.path)
     return found
 
 

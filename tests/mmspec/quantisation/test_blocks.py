@@ -45,7 +45,7 @@ def test_layers_placed_together_follow_each_other() -> None:
 @pytest.mark.parametrize("system", ["linux", "other"])
 def test_copies_take_their_own_part_of_the_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if system == "other":
-        monkeypatch.delattr("mmspec.ops.pages.mmap.MADV_HUGEPAGE", raising=False)
+        monkeypatch.delattr("mmspec.ops.cpu.mmap.MADV_HUGEPAGE", raising=False)
     model = nn.Sequential(*_layers("int8"))
     place_together(layer for layer in model if isinstance(layer, BlockLinear))
     last = model[2]

@@ -19,7 +19,7 @@ from mmspec.cli.generate import generate
 from mmspec.sampling.syntax import KINDS
 from mmspec.serving.errors import APIError
 from mmspec.serving.limits import Limits
-from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
+from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, parse
 from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]
@@ -42,9 +42,9 @@ FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 CASES = [(name, value) for name, values in WRONG.items() for value in values]
 
 
-def asked(**given: Any) -> ChatRequest:
+def asked(**given: Any) -> ChatCompletionRequest:
     request = {"model": "m", "messages": [{"role": "user", "content": "a"}], **given}
-    return parse(ChatRequest, json.dumps(request).encode())
+    return parse(ChatCompletionRequest, json.dumps(request).encode())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers.generation import logits_process as hf
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
@@ -95,7 +96,6 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
     assert library.token_ids != expected[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*runs path by path.*")
 @pytest.mark.parametrize("name", SAMPLED)
 def test_processors_of_sampling_are_those_of_generate(name: str) -> None:
     model = model_with(**SAMPLED[name])
@@ -108,13 +108,6 @@ def test_processors_of_sampling_are_those_of_generate(name: str) -> None:
     torch.testing.assert_close(found(history, scores.clone()), expected(history, scores.clone()), rtol=0, atol=0)
     assert params.do_sample
     assert pipe.generate(PROMPTS[0], seed=1, nodes=4).token_ids != pipe.generate(PROMPTS[0], seed=2, nodes=4).token_ids
-
-
-def test_sampling_by_the_model_equals_sampling_by_keywords() -> None:
-    values = {"temperature": 1.5, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2}
-    by_model = pipeline(model_with(do_sample=True, **values)).generate(PROMPTS[0], seed=3, nodes=4)
-    by_keywords = pipeline(byte_model()).generate(PROMPTS[0], seed=3, nodes=4, **values)
-    assert by_model.token_ids == by_keywords.token_ids
 
 
 def test_a_requests_own_values_win() -> None:
@@ -153,23 +146,17 @@ def test_what_is_not_set_anywhere_is_the_librarys() -> None:
     assert pipeline(model_with(stop_strings=["ab"])).defaults.complete(SamplingParams()).stop_strings == ("ab",)
 
 
-def test_the_generation_config_is_read_at_each_request() -> None:
+def test_the_generation_config_is_read_and_checked_at_each_request() -> None:
     model = model_with()
-    pipe = pipeline(model)
+    pipe, config = pipeline(model), model.generation_config
     before = pipe.generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids
-    model.generation_config.suppress_tokens = [FIRST]
+    config.suppress_tokens = [FIRST]
     after = pipe.generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids
     assert after == generated(model, PROMPTS[0], max_new_tokens=NEW) != before
     assert pickle.loads(pickle.dumps(pipe)).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4).token_ids == after
-
-
-def test_a_generation_config_is_checked_after_a_change() -> None:
-    model = model_with(top_p=0.5)
-    pipe = pipeline(model)
-    assert pipe.defaults.complete(SamplingParams()).top_p == 0.5
-    model.generation_config.top_p = 0.25
-    assert pipe.defaults.complete(SamplingParams()).top_p == 0.25
-    model.generation_config.top_p = 7
+    for config.top_p in (0.5, 0.25):
+        assert pipe.defaults.complete(SamplingParams()).top_p == config.top_p
+    config.top_p = 7
     with pytest.raises(UserError, match=r"top_p must be in \(0, 1\]: got 7"):
         pipe.generate(PROMPTS[0])
 
@@ -192,6 +179,19 @@ def test_requests_decode_in_one_group_where_their_processors_are_equal(config: d
     assert keys[0] == keys[2]
     assert (keys[0] == keys[1]) == ("suppress_tokens" in config)  # the other depends on the prompt's length
     assert defaults.sampler(params, ids_of(PROMPTS[0]), [lambda ids, scores: scores]).key != keys[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "other"),
+    [
+        (hf.SequenceBiasLogitsProcessor, {(5,): 2.0}, {(5,): 3.0}),
+        (hf.SequenceBiasLogitsProcessor, {(5,): 2.0}, {(6,): 2.0}),
+        (hf.SuppressTokensLogitsProcessor, [3, 4], [3, 5]),
+        (hf.RepetitionPenaltyLogitsProcessor, 1.5, 1.6),
+    ],
+)
+def test_processors_with_equal_settings_have_equal_keys(kind: type, value: object, other: object) -> None:
+    assert signature([kind(value)]) == signature([kind(value)]) != signature([kind(other)])
 
 
 def test_processors_with_other_state_have_no_equal() -> None:

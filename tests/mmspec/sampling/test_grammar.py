@@ -46,6 +46,11 @@ def ids_of(text):
     return byte_tokenizer()(text)["input_ids"]
 
 
+STATES = "[ab]*a[ab]{8}b[ab]{0,9}"
+MANY_STATES = ids_of("".join(random.Random(0).choices("ab", k=200)))
+"""A path on which its lexer needs a state for nearly every token."""
+
+
 def compiled(kind, text, tokenizer=None, eos=(EOS,)):
     params = SamplingParams(**{kind: text})
     return Grammars(tokenizer or byte_tokenizer(), eos).compile(*params.constraint)
@@ -218,20 +223,18 @@ def test_layout():
         ({"json_schema": {"type": "thing"}}, "json_schema must be a JSON schema .* follow: Invalid type: thing"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema must be .*: Pointer '/nowhere' does not exist"),
         ({"json_schema": {"not": {"type": "string"}}}, r'json_schema must be .*: Unimplemented keys: \["not"\]'),
-        ({"json_schema": False}, "json_schema must be None or a JSON schema, as a dict or as text: got False"),
-        ({"json_schema": {"anyOf": []}}, "json_schema must be .*: anyOf"),
         (
             {"json_schema": '{"type":'},
             "json_schema must be None or a JSON schema, as a dict or as text: got '{\"type\":'",
         ),
-        ({"json_schema": {"enum": [{1, 2}]}}, "json_schema must be None or a JSON schema"),
         ({"json_schema": {"const": float("nan")}}, "json_schema must be None or a JSON schema"),
         ({"json_schema": 3}, "json_schema must be None or a JSON schema, as a dict or as text: got 3"),
         ({"regex": "("}, "regex must be a regular expression that llguidance can follow: unclosed group"),
         ({"regex": "(?=a)b"}, "regex must be .*: look-around, .* is not supported"),
         ({"grammar": "start: foo"}, r'grammar must be a Lark grammar that .*: at 1\(8\): unknown name: "foo"'),
-        ({"grammar": "nothing"}, "grammar must be a Lark grammar"),
         ({"regex": "a", "grammar": 'start: "a"'}, "only one of json_schema, regex, grammar .*: got regex, grammar"),
+        ({"grammar_trigger": "a"}, "grammar_trigger goes with one of json_schema, regex, grammar: got none of them"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: the end of a grammar is the output's"),
     ],
 )
 def test_mistakes_are_one_line(keywords, message):
@@ -295,29 +298,18 @@ def test_a_grammar_is_compiled_once(monkeypatch):
     assert len(grammars._entries) == module._KEPT
 
 
-def test_sequences_of_one_grammar_are_independent():
-    grammar = compiled("regex", "(ab|ba){3}")
-    states = [grammar.start([]) for _ in range(3)]
-    for place in range(6):
-        for state, word in zip(states, ("ababba", "bababa", "abbaab"), strict=True):
-            assert grammar.mask(state)[ids_of(word[place])].all()
-            grammar.advance(state, *ids_of(word[place]))
-    assert all(grammar.mask(state).nonzero().flatten().tolist() == [EOS] for state in states)
-
-
 def test_a_grammar_that_compiles_slowly_is_not_compiled_in_a_step(monkeypatch):
     """Where its lexer reaches a limit, the sequence ends, and the next request has a new one."""
-    monkeypatch.setitem(LIMITS, "max_lexer_states", 22)
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 60)
     monkeypatch.setattr(module, "_QUICK", 0.0)
     grammars = Grammars(byte_tokenizer(), [EOS])
-    pattern = "[ab]*a[ab]{8}b[ab]{0,9}"
-    first = grammars.compile("regex", pattern)
-    assert grammars.compile("regex", pattern) is first
+    first = grammars.compile("regex", STATES)
+    assert grammars.compile("regex", STATES) is first
     monkeypatch.setattr(module, "compiled", lambda *_: pytest.fail("compiled"))
-    with pytest.raises(UserError, match="the regex is too complex after 5 tokens of output: lexer error: too many"):
-        Matcher(first, []).allowed([], ids_of("abaabbab"), VOCAB)
+    with pytest.raises(UserError, match=r"too complex after \d+ tokens of output: lexer error: too"):
+        Matcher(first, []).allowed([], MANY_STATES, VOCAB)
     monkeypatch.undo()
-    assert grammars.compile("regex", pattern) is not first
+    assert grammars.compile("regex", STATES) is not first
 
 
 # ---------------------------------------------------------------------- limits
@@ -335,7 +327,6 @@ def nested(depth):
     [
         ({"regex": "a" * 200_000}, "regex must have at most 131072 bytes: got 200000"),
         ({"grammar": 'start: "é"\n' * 20_000}, "grammar must have at most 131072 bytes: got"),
-        ({"regex": "(" * 50_000}, "regex must be a regular expression"),
         ({"grammar": "start: " + "(" * 50_000}, "grammar must be a Lark grammar .*: .*nested"),
         ({"json_schema": '{"items":' * 400 + "{}" + "}" * 400}, "json_schema must be .*recursion limit"),
         ({"json_schema": nested(5000)}, "json_schema must be None or a JSON schema, as a dict or as text: got dict$"),
@@ -361,25 +352,18 @@ def test_long_chains_of_rules_do_not_overflow_the_stack():
     assert grammar.forced(grammar.start([])) == ids_of("a")
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "kind", "text"),
-    [
-        ("max_lexer_states", 22, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
-        ("step_lexer_fuel", 100, "regex", "[ab]*a[ab]{8}b[ab]{0,9}"),
-        ("step_max_items", 5, "grammar", 'start: (/[a-c]{1,9}/ | /[b-e]{2,9}/ | s){2,900}\ns: "(" start start ")"'),
-    ],
-)
-def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch):
+def test_a_limit_reached_within_an_output(monkeypatch):
     """It ends the request with one line, at the same token whatever is drafted; the next request is served."""
     pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
-    keywords = {kind: text, "temperature": 1.0, "seed": 1, "max_new_tokens": 40}
+    text = 'start: (/[a-c]{1,9}/ | /[b-e]{2,9}/ | s){2,900}\ns: "(" start start ")"'
+    keywords = {"grammar": text, "temperature": 1.0, "seed": 1, "max_new_tokens": 40}
     full = pipe.generate("a", **keywords)
-    monkeypatch.setitem(LIMITS, limit, value)
+    monkeypatch.setitem(LIMITS, "step_max_items", 5)
     errors = set()
     for drafter in (None, Recycle()):
         one = mmspec.Pipeline(pipe.target, pipe.processor, drafter)
         with pytest.raises(
-            UserError, match=rf"^the {kind} is too complex after [1-9]\d* tokens of output: \w+"
+            UserError, match=r"^the grammar is too complex after [1-9]\d* tokens of output: \w+"
         ) as error:
             one.generate("a", **keywords)
         errors.add(str(error.value))
@@ -390,23 +374,20 @@ def test_a_limit_reached_within_an_output(limit, value, kind, text, monkeypatch)
 
 
 def test_a_limit_depends_on_the_tokens_alone(monkeypatch):
-    """A matcher that has walked many drafts, and so has built more states, ends where a new one does."""
-    monkeypatch.setitem(LIMITS, "max_lexer_states", 22)
-    kind, draw = ("regex", "[ab]*a[ab]{8}b[ab]{0,9}"), random.Random(0)
-    grammar = compiled(*kind)
-    used, failed = Matcher(grammar, []), 0
-    others = [Matcher(grammar, []) for _ in range(3)]
-    for other in others:
-        other.at([], ids_of("abbabaab"))
-    for _ in range(60):
-        path = [draw.choice(ids_of("ab")) for _ in range(draw.randint(0, 16))]
-        outcomes = []
-        for matcher in (used, Matcher(compiled(*kind), [])):
-            try:
-                outcomes.append(matcher.allowed([], path, VOCAB).tolist())
-            except UserError as error:
-                outcomes.append(str(error))
-        assert outcomes[0] == outcomes[1]
-        failed += isinstance(outcomes[0], str)
-    assert 0 < failed < 60
-    assert all(other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab") for other in others)
+    """A matcher whose drafts have needed more states than the limit goes on where a new one does, and ends likewise.
+
+    Numbers of states vary by compilation: those of a short path are far below the limit, of all together far beyond it.
+    """
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 60)
+    grammar = compiled("regex", STATES)
+    first, used, other = grammar._first, Matcher(grammar, []), Matcher(grammar, [])
+    other.at([], ids_of("abbabaab"))
+    for letters in itertools.product("ab", repeat=7):
+        allowed = used.allowed([], ids_of("".join(letters)), VOCAB).nonzero().flatten().tolist()
+        assert allowed == sorted(ids_of("ab"))
+    assert grammar._first is not first  # it was compiled again
+    for matcher in (used, Matcher(compiled("regex", STATES), [])):
+        with pytest.raises(UserError, match=r"too complex after \d+ tokens of output: lexer error: too"):
+            matcher.allowed([], MANY_STATES, VOCAB)
+        assert matcher.allowed([], ids_of("ab"), VOCAB).nonzero().flatten().tolist() == sorted(ids_of("ab"))
+    assert other.at([], ids_of("abbabaab")).tokens == ids_of("abbabaab")

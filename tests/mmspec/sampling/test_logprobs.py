@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import mmspec
-from mmspec.answer import Generation
 from mmspec.errors import UserError
-from mmspec.pipeline import Pipeline
+from mmspec.pipeline import Generation, Pipeline
 from mmspec.sampling.logprobs import MOST_LOGPROBS, token_logprobs
 from mmspec.vision.embedded import samples
 
@@ -20,9 +19,9 @@ SAMPLED = {"temperature": 1.5, "top_p": 0.8, "top_k": 20, "repetition_penalty": 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=["auto", None])
-def pipe(request: pytest.FixtureRequest) -> Pipeline:
-    return mmspec.load("tiny-llava", request.param, device="cpu", dtype="float32")
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return mmspec.load("tiny-llava", device="cpu", dtype="float32")
 
 
 def raw_logprobs(pipe: Pipeline, answer: Generation) -> torch.Tensor:
@@ -86,16 +85,3 @@ def test_they_are_recorded_on_request_only(pipe: Pipeline, monkeypatch: pytest.M
     assert pipe.generate("Hello.", max_new_tokens=4).logprobs == []
     with pytest.raises(UserError, match=r"logprobs must be None or a whole number in \[0, 20\]: got 21"):
         pipe.generate("Hello.", logprobs=21)
-
-
-def test_prompts_without_the_chat_template(pipe: Pipeline) -> None:
-    ids = pipe.processor.tokenizer("A large red", return_tensors="pt").input_ids
-    expected = pipe.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
-    answer = pipe.generate("A large red", max_new_tokens=10, chat_template=False)
-    assert answer.token_ids == expected
-    assert answer.text == pipe.processor.tokenizer.decode(expected, skip_special_tokens=True)
-    assert answer.text.startswith(" ")
-    with pytest.raises(UserError, match="need a chat template"):
-        pipe.generate(**REQUEST, chat_template=False)
-    with pytest.raises(UserError, match="need a chat template"):
-        pipe.generate([{"role": "user", "content": "Hello."}], chat_template=False)

@@ -14,8 +14,8 @@ import torch
 from transformers.generation import logits_process as hf
 
 from mmspec import Pipeline, SamplingParams, UserError
-from mmspec.answer import Generation
 from mmspec.engine.request import DecodeOptions
+from mmspec.pipeline import Generation
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import byte_model, byte_tokenizer

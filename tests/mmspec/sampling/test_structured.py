@@ -1,15 +1,12 @@
 """Structured output end to end: every kind of target and drafter says what masked plain decoding says.
 
-The reference (``tests/mmspec/sampling/constrained.py``) shares no code with the package.
+The reference (``tests/mmspec/sampling/plain.py``) shares no code with the package.
 """
 
-import asyncio
-import gc
 import itertools
 import json
 import pickle
 import re
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -28,7 +25,7 @@ from mmspec.core.budget import Budget
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.vision.embedded import samples
-from tests.mmspec.sampling.constrained import decode_plainly
+from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, llguidance_tokenizer, masking, source
 from tests.tiny import byte_model, byte_tokenizer
 
 IMAGE = samples() / "scene.png"
@@ -50,6 +47,9 @@ REQUESTS = {
     "tiny-hybrid": {"prompt": "Work out: 37 + 48"},
     "bytes": {"prompt": "Say it: "},
 }
+SAMPLING = {"tiny-llava": True, "tiny-hybrid": False, "bytes": False}
+"""Whether a model's references are sampled."""
+
 NEW = 26
 SAMPLED = {"temperature": 1.1, "top_p": 0.9, "seed": 5}
 
@@ -72,19 +72,23 @@ def home(name):
 @cache
 def reference(name, kind, sampled=False, penalty=1.0):
     """New tokens by the reference."""
-    pipe, processors = plain(name), []
-    prompt = pipe.encode([REQUESTS[name]])
-    if penalty != 1.0:
-        processors.append(hf.RepetitionPenaltyLogitsProcessor(penalty))
+    chain = [hf.RepetitionPenaltyLogitsProcessor(penalty)] if penalty != 1.0 else []
+    return tuple(plainly(name, kind, sampled, chain))
+
+
+def plainly(name, kind, sampled, processors):
+    """Plain decoding, masked, then with other processors."""
+    pipe = plain(name)
+    prompt, ends = pipe.encode([REQUESTS[name]]), pipe.target.eos_token_ids
+    if kind:
+        form, tokenizer = source(kind, CONSTRAINTS[kind]), pipe.processor.tokenizer
+        allowed = lambda said, vocab: allowed_tokens(tokenizer, ends, form, said)  # noqa: E731
+        processors = [masking(allowed, prompt.input_ids.shape[1]), *processors]
     if sampled:
-        processors += [hf.TemperatureLogitsWarper(SAMPLED["temperature"]), hf.TopPLogitsWarper(SAMPLED["top_p"])]
-    constraint = kind and (kind, CONSTRAINTS[kind])
-    seed = SAMPLED["seed"] if sampled else None
+        warpers = [hf.TemperatureLogitsWarper(SAMPLED["temperature"]), hf.TopPLogitsWarper(SAMPLED["top_p"])]
+        processors = [*processors, *warpers]
     inputs = {"input_ids": prompt.input_ids, **prompt.inputs}
-    tokens = decode_plainly(
-        pipe.model, inputs, pipe.processor.tokenizer, constraint, NEW, processors=processors, seed=seed
-    )
-    return tuple(tokens)
+    return decode_plainly(pipe.model, inputs, processors, NEW, SAMPLED["seed"] if sampled else None, ends)
 
 
 def keywords(kind, sampled=False, penalty=1.0):
@@ -98,46 +102,26 @@ def oracle(references, name, seed=0, spoil=0.3):
     return Oracle([[*tokens, *beyond] for tokens in references], vocab=259, seed=seed, spoil=spoil)
 
 
-CASES = [
-    *(("tiny-llava", drafter) for drafter in ("msd", "flash", "ngram", "recycle", "flash+ngram")),
-    *(("tiny-hybrid", drafter) for drafter in ("flash", "ngram", "recycle")),
-    *(("bytes", drafter) for drafter in ("ngram", "recycle")),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "drafter"), CASES)
-def test_tokens_are_those_of_masked_plain_decoding(name, drafter):
-    pipe = pipeline(name, drafter)
-    for kind in CONSTRAINTS:
-        for sampled in (False, True):
-            r = pipe.generate(**REQUESTS[name], **keywords(kind, sampled), nodes=8)
-            assert tuple(r.token_ids) == reference(name, kind, sampled), (kind, sampled)
-            assert r.stats.num_draft_tokens > 0
-            assert r.finish_reason == ("stop" if r.token_ids[-1] == 2 else "length")
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_random_trees_around_the_output(name):
+@pytest.mark.parametrize(("name", "sampled"), [*SAMPLING.items(), ("bytes", True)])
+def test_random_trees_around_the_output(name, sampled):
     """Trees with forbidden branches, rejected branches that the grammar allows, and drafts after the end."""
     accepted = []
     for seed in range(2):
         for kind in CONSTRAINTS:
-            for sampled in (False, True):
-                expected = reference(name, kind, sampled)
-                pipe = pipeline(name, oracle([expected], name, seed))
-                r = pipe.generate(**REQUESTS[name], **keywords(kind, sampled), nodes=12)
-                assert tuple(r.token_ids) == expected, (kind, sampled)
-                accepted.append(r.stats.mean_acceptance_length)
+            expected = reference(name, kind, sampled)
+            r = pipeline(name, oracle([expected], name, seed)).generate(
+                **REQUESTS[name], **keywords(kind, sampled), nodes=12
+            )
+            assert tuple(r.token_ids) == expected, kind
+            accepted.append(r.stats.mean_acceptance_length)
     assert max(accepted) > 2
 
 
-@pytest.mark.parametrize("name", ["tiny-llava", "bytes"])
-def test_masks_come_before_penalties_and_other_processors(name, at_nodes):
+def test_masks_come_before_penalties_and_other_processors(at_nodes):
     for penalty, sampled in ((1.3, False), (1.3, True), (0.8, False)):
-        expected = reference(name, "json_schema", sampled, penalty)
-        pipe = pipeline(name, oracle([expected], name))
-        r = pipe.generate(**REQUESTS[name], **keywords("json_schema", sampled, penalty), nodes=12)
+        expected = reference("bytes", "json_schema", sampled, penalty)
+        pipe = pipeline("bytes", oracle([expected], "bytes"))
+        r = pipe.generate(**REQUESTS["bytes"], **keywords("json_schema", sampled, penalty), nodes=12)
         assert tuple(r.token_ids) == expected
 
 
@@ -174,18 +158,7 @@ OTHERS = {
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("others", OTHERS)
 def test_other_processors_see_masked_scores(others, sampled):
-    pipe = plain("bytes")
-    prompt = pipe.encode([REQUESTS["bytes"]])
-    warpers = [hf.TemperatureLogitsWarper(1.1), hf.TopPLogitsWarper(0.9)] if sampled else []
-    expected = decode_plainly(
-        pipe.model,
-        {"input_ids": prompt.input_ids},
-        pipe.processor.tokenizer,
-        ("regex", PATTERN),
-        NEW,
-        processors=[*OTHERS[others](), *warpers],
-        seed=5 if sampled else None,
-    )
+    expected = plainly("bytes", "regex", sampled, OTHERS[others]())
     for seed in range(3):
         r = pipeline("bytes", oracle([expected], "bytes", seed)).generate(
             **REQUESTS["bytes"], **keywords("regex", sampled), logits_processor=OTHERS[others](), nodes=12
@@ -193,49 +166,14 @@ def test_other_processors_see_masked_scores(others, sampled):
         assert r.token_ids == expected
 
 
-@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("name", "drafter"), [("tiny-llava", "flash"), ("tiny-hybrid", "ngram"), ("bytes", "recycle")])
-def test_batches_with_some_rows_constrained(name, drafter, sampled):
+def test_batches_with_some_rows_constrained(name, drafter):
+    sampled = SAMPLING[name]
     kinds = [None, "json_schema", "regex", None, "grammar"]
     params = [SamplingParams(**keywords(kind, sampled)) for kind in kinds]
     requests = [{**REQUESTS[name], "params": one} for one in params]
     rows = pipeline(name, drafter).generate_batch(requests, nodes=8)
     assert [tuple(row.token_ids) for row in rows] == [reference(name, kind, sampled) for kind in kinds]
-
-
-def test_streams():
-    pipe = pipeline("bytes", "recycle")
-    pieces = list(pipe.stream(**REQUESTS["bytes"], **keywords("regex")))
-    assert [token for piece in pieces for token in piece.token_ids] == list(reference("bytes", "regex"))
-    text = "".join(piece.text for piece in pieces)
-    assert re.fullmatch(PATTERN, text)
-
-    async def collect():
-        return [p async for p in pipe.astream(**REQUESTS["bytes"], **keywords("regex"))]
-
-    assert "".join(piece.text for piece in asyncio.run(collect())) == text
-
-
-def test_threads_and_dropped_streams_at_the_same_time():
-    pipe = pipeline("bytes", "ngram")
-
-    def ask(kind):
-        r = pipe.generate(**REQUESTS["bytes"], **keywords(kind))
-        return tuple(r.token_ids)
-
-    def drop():
-        stream = pipe.stream(**REQUESTS["bytes"], **keywords("json_schema"))
-        next(stream)
-        del stream
-        gc.collect()
-
-    kinds = [None, "json_schema", "regex", "grammar"] * 3
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(ask, kind) for kind in kinds]
-        dropped = [pool.submit(drop) for _ in range(4)]
-        assert [job.result() for job in jobs] == [reference("bytes", kind) for kind in kinds]
-        assert [job.result() for job in dropped] == [None] * 4
-    assert not pipe.engine.core.running
 
 
 def test_outputs_are_valid():
@@ -244,8 +182,6 @@ def test_outputs_are_valid():
         assert r.finish_reason == "stop"
         jsonschema.validate(json.loads(r.text), SCHEMA)
         assert json.dumps(json.loads(r.text), ensure_ascii=False) == r.text
-        r = plain(name).generate(**REQUESTS[name], regex=PATTERN)
-        assert re.fullmatch(PATTERN, r.text)
 
 
 def test_white_space_at_the_beginning_belongs_to_the_output():
@@ -253,21 +189,6 @@ def test_white_space_at_the_beginning_belongs_to_the_output():
     assert pipe.processor.decode([*pipe.processor.tokenizer(" a", add_special_tokens=False).input_ids]) == "a"
     r = pipe.generate(**REQUESTS["tiny-llava"], regex="  ?[ab] c")
     assert re.fullmatch("  ?[ab] c", r.text)
-
-
-@pytest.mark.parametrize("eos", [[2], [2, 97 + 3]], ids=["one", "several"])
-def test_the_end_allows_every_eos_token_and_no_other(eos, monkeypatch):
-    """The second is the token of a byte: it ends the answer wherever the grammar may end, and has no other use."""
-    monkeypatch.setattr(type(plain("bytes").target), "eos_token_ids", eos)
-    pipe = pipeline("bytes", Oracle([[*byte_tokenizer()("12").input_ids, *eos, 50, 51]], vocab=259))
-    seen = set()
-    for seed in range(12):
-        r = pipe.generate("Say: ", regex="[0-9]{2}", temperature=3.0, seed=seed, nodes=8)
-        assert re.fullmatch("[0-9]{2}", byte_tokenizer().decode(r.token_ids[:2]))
-        assert len(r.token_ids) == 3
-        assert r.finish_reason == "stop"
-        seen.add(r.token_ids[2])
-    assert seen == set(eos)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -285,17 +206,6 @@ def test_an_ordinary_token_as_eos_does_not_cut_the_output(alone, drafter, monkey
         assert "".join(piece.text for piece in pipe.stream("Say: ", **options, nodes=4)) == r.text
         ended += r.token_ids[-1] == letter
     assert ended > 0
-
-
-def test_stop_strings_inside_drafts():
-    expected = reference("bytes", "json_schema")
-    text = byte_tokenizer().decode(expected, skip_special_tokens=True)
-    stop = text[7:9]
-    r = pipeline("bytes", oracle([expected], "bytes", spoil=0.0)).generate(
-        **REQUESTS["bytes"], **keywords("json_schema"), stop=stop, nodes=12
-    )
-    assert r.text == text[: text.find(stop)]
-    assert r.finish_reason == "stop"
 
 
 def test_forced_tokens_are_drafted_without_a_draft():
@@ -330,8 +240,8 @@ def test_forced_tokens_in_steps_without_a_draft(name, drafter, monkeypatch):
     monkeypatch.setattr(Budget, "drafts", lambda budget: budget.remaining > 0 and next(steps) % 3 == 0)
     pipe = pipeline(name, drafter)
     for kind in CONSTRAINTS:
-        r = pipe.generate(**REQUESTS[name], **keywords(kind, True), nodes=8)
-        assert tuple(r.token_ids) == reference(name, kind, True)
+        r = pipe.generate(**REQUESTS[name], **keywords(kind, SAMPLING[name]), nodes=8)
+        assert tuple(r.token_ids) == reference(name, kind, SAMPLING[name])
 
 
 def test_a_pipeline_is_pickled_after_a_constrained_request():
@@ -343,14 +253,6 @@ def test_a_pipeline_is_pickled_after_a_constrained_request():
     assert hash(params) == hash(SamplingParams(json_schema=json.dumps(SCHEMA)))
 
 
-def test_a_target_without_an_end():
-    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipe.target), "eos_token_ids", [])
-        with pytest.raises(UserError, match=r"^structured output needs an end-of-sequence token: the model has none$"):
-            pipe.generate("a", regex="b")
-
-
 def test_other_processors_that_leave_nothing():
     ban = hf.SuppressTokensLogitsProcessor(byte_tokenizer()("b").input_ids)
     with pytest.raises(
@@ -360,15 +262,18 @@ def test_other_processors_that_leave_nothing():
     assert plain("bytes").generate("a", regex="b{3}").text == "bbb"
 
 
-@pytest.mark.parametrize("nodes", [0, 6])
-@pytest.mark.parametrize("options", [{}, SAMPLED, {"stopping_criteria": [lambda *_: torch.tensor([False])]}])
 @pytest.mark.parametrize(
-    ("kind", "text"), [("json_schema", {"enum": ["red"]}), ("regex", "[re]ed"), ("grammar", 'start: "red" "e"?')]
+    ("kind", "text", "longest", "options"),
+    [
+        ("json_schema", {"enum": ["red"]}, 5, {}),
+        ("regex", "[re]ed", 3, {"nodes": 0}),
+        ("regex", "[re]ed", 3, SAMPLED),
+        ("grammar", 'start: "red" "e"?', 4, {"stopping_criteria": [lambda *_: torch.tensor([False])]}),
+    ],
 )
-def test_min_new_tokens_beyond_the_end(kind, text, options, nodes):
-    pipe = mmspec.load(byte_model(), "recycle+ngram", processor=byte_tokenizer())
-    options = {"max_new_tokens": 20, "nodes": nodes, kind: text, **options}
-    longest = {"json_schema": 5, "regex": 3, "grammar": 4}[kind]
+def test_min_new_tokens_beyond_the_end(kind, text, longest, options):
+    pipe = pipeline("bytes", "recycle+ngram")
+    options = {"max_new_tokens": 20, "nodes": 6, kind: text, **options}
     answer = pipe.generate("Say it: ", min_new_tokens=longest, **options)
     assert len(answer.token_ids) == longest + 1  # and the EOS token
     message = f"min_new_tokens must not go beyond the end of {kind}: expected at most {longest} here, got {longest + 1}"
@@ -384,7 +289,7 @@ def test_min_new_tokens_beyond_the_end(kind, text, options, nodes):
 
 
 def test_min_new_tokens_count_what_precedes_a_trigger():
-    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    pipe = plain("bytes")
     free = [byte_tokenizer().decode([token]) for token in pipe.generate("Say it: ", max_new_tokens=4).token_ids]
     at = next(place for place, text in enumerate(free) if text.isascii())
     options = {"max_new_tokens": 20, "regex": "abc", "grammar_trigger": free[at]}
@@ -395,7 +300,73 @@ def test_min_new_tokens_count_what_precedes_a_trigger():
 
 
 def test_an_aligned_output_that_is_too_short_is_rejected():
-    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
+    pipe = plain("bytes")
     options = {"max_new_tokens": 20, "regex": "a|bc", "temperature": 5.0, "seed": 1, "grammar_aligned": True}
     answer = pipe.generate("Say it: ", min_new_tokens=2, **options)
     assert answer.text == "bc"
+
+
+# ---------------------------------------------------------------------- after a trigger
+
+PICTURE = "What is in a picture?"
+LETTERS, DIGITS = r"[ a-z]{0,2}[ o-z]{4,16}\.", r"[0-9]{3,6}"
+TRIGGERED = {"temperature": 1.2, "seed": 3}
+
+
+@cache
+def known():
+    pipe = plain("tiny-llava")
+    return llguidance_tokenizer(pipe.processor.tokenizer, pipe.target.eos_token_ids[0])
+
+
+def allowed(said, trigger, pattern):
+    """What may come after some tokens; None where the output is free."""
+    text, wanted = known().decode_bytes(said), trigger.removeprefix("^").encode()
+    at = text.find(wanted)
+    if at < 0 or (trigger.startswith("^") and at):
+        return None
+    begun = next(n for n in range(len(said) + 1) if len(known().decode_bytes(said[:n])) >= at + len(wanted))
+    first = known().decode_bytes(said[:begun])[at + len(wanted) :]
+    rest, pipe = [*known().tokenize_bytes(first), *said[begun:]], plain("tiny-llava")
+    return allowed_tokens(pipe.processor.tokenizer, pipe.target.eos_token_ids, source("regex", pattern), rest)
+
+
+def after_a_trigger(trigger, pattern, sampled):
+    """Plain decoding: the text is looked for in the whole output each time."""
+    pipe = plain("tiny-llava")
+    ids = pipe.encode([{"prompt": PICTURE}]).input_ids
+    chain = [masking(lambda said, vocab: allowed(said, trigger, pattern), ids.shape[1])]
+    chain += [hf.TemperatureLogitsWarper(TRIGGERED["temperature"])] if sampled else []
+    seed = TRIGGERED["seed"] if sampled else None
+    return decode_plainly(pipe.model, {"input_ids": ids}, chain, NEW, seed, pipe.target.eos_token_ids)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["oracle", "flash+ngram"])
+def test_grammars_begin_after_their_triggers(drafter, sampled):
+    """Triggers of all ends within and between tokens, in one batch; with digits, tokens that go on are free."""
+    options = TRIGGERED if sampled else {}
+    free = plain("tiny-llava").generate(PICTURE, max_new_tokens=NEW, **options)
+    text = plain("tiny-llava").processor.tokenizer.decode(free.token_ids)
+    cases = [(text[4 : 7 + end], LETTERS) for end in range(4)] + [(text[3:9], DIGITS), ("^" + text[:5], LETTERS)]
+    cases += [("^" + text[1:5], DIGITS), ("never said", DIGITS)]
+    expected = [after_a_trigger(trigger, pattern, sampled) for trigger, pattern in cases]
+    assert len(set(map(tuple, expected))) >= 3
+    pipe = pipeline("tiny-llava", Oracle(expected, vocab=250, spoil=0.3) if drafter == "oracle" else drafter)
+    params = [
+        SamplingParams(regex=pattern, grammar_trigger=trigger, max_new_tokens=NEW, **options)
+        for trigger, pattern in cases
+    ]
+    answers = pipe.generate_batch([{"prompt": PICTURE, "params": one} for one in params], nodes=8)
+    assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.stats.num_draft_tokens for answer in answers) > 0
+
+
+def test_a_special_token_is_a_trigger_by_its_id_and_shown():
+    pipe = pipeline("tiny-llava", "ngram")
+    name, token = pipe.processor.tokenizer.pad_token, pipe.processor.tokenizer.pad_token_id
+    options = {"regex": DIGITS, "grammar_trigger": name, "logit_bias": {token: 100}}
+    answer = pipe.generate(PICTURE, nodes=4, max_new_tokens=NEW, **options)
+    assert answer.token_ids[0] == token
+    assert answer.text.startswith(name)
+    assert answer.text.removeprefix(name).isdigit()

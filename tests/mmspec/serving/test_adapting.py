@@ -9,7 +9,7 @@ from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
-from mmspec.serving.settings import Settings
+from mmspec.serving.settings import ServerSettings
 from tests.model_folders import save_text_model
 from tests.served import served
 
@@ -18,7 +18,7 @@ LIMITS = Limits(max_running=2, max_tokens=16)
 
 def settings(model, adapt=None):
     loading = {"model": str(model), "drafter": "recycle", "device": "cpu", "dtype": "float32"}
-    return Settings({**loading, "generation_config": "auto"}, LIMITS, {}, adapt=adapt)
+    return ServerSettings({**loading, "generation_config": "auto"}, LIMITS, {}, adapt=adapt)
 
 
 def test_answers_are_equal_and_the_table_is_kept(tmp_path):

@@ -63,19 +63,11 @@ def accepted(served: Served) -> int:
     return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in found)
 
 
-def test_a_silent_connection_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 0.1)
-    with served(pipe) as running, connected(running) as silent, connected(running) as begun:
-        begun.sendall(HEAD[:20])
-        assert is_closed(silent)
-        assert is_closed(begun)
-
-
 @pytest.mark.parametrize("requests", [0, 1])
 def test_a_dripping_head_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch, requests: int) -> None:
     """Also that of a second request, though each byte ends uvicorn's own time."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.2)
-    with served(pipe) as running, connected(running) as dripping:
+    with served(pipe) as running, connected(running) as silent, connected(running) as dripping:
         for _ in range(requests):
             dripping.sendall(HEAD)
             assert dripping.recv(1000).startswith(b"HTTP/1.1 200")
@@ -91,15 +83,7 @@ def test_a_dripping_head_is_closed(pipe: Pipeline, monkeypatch: pytest.MonkeyPat
                 return True
 
         assert eventually(closed)
-
-
-def test_a_long_answer_is_no_silence(
-    pipe: Pipeline, slow: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "HEAD_SECONDS", 0.01)
-    slow(0.05)
-    with served(pipe) as running:
-        assert running.post(question(max_tokens=8)).json()["usage"]["completion_tokens"] == 8
+        assert is_closed(silent)
 
 
 def test_silent_connections_hold_nobody_up(pipe: Pipeline) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from shutil import which
 
@@ -13,7 +12,6 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from tests.process import ROOT
-from tests.serve_process import process
 from tests.served import SCENE, Served
 
 WRITTEN = "http://127.0.0.1:8000"
@@ -57,18 +55,3 @@ def test_all_clients_are_documented() -> None:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_client(client: str, server: Served, pipe: Pipeline) -> None:
     assert expected(client, pipe) in answer_of(client, server.url)
-
-
-@pytest.fixture(scope="module")
-def replicas() -> Iterator[str]:
-    pytest.importorskip("ray.serve", reason="needs ray: pip install -e '.[ray]'")
-    with process("--engine", "ray", "--replicas", "2", "--port", "0") as (running, url):
-        yield url.removesuffix("/v1")
-        running.terminate()
-        assert running.wait(60) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", CLIENTS)
-def test_client_of_replicas(client: str, replicas: str, pipe: Pipeline) -> None:
-    assert expected(client, pipe) in answer_of(client, replicas)

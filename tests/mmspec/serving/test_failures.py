@@ -11,7 +11,7 @@ import pytest
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.defaults import Defaults
-from mmspec.serving import formats
+from mmspec.serving import formats, runner
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from tests.served import SCENE, Served, data_uri, eventually, question
@@ -55,16 +55,16 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "figures of later tokens": (lambda server: server.app.state.metrics.next_tokens, "observe", 0),
     "figures of the end": (lambda server: Metrics, "ended", 0),
     "response": (lambda server: formats, "per_request", 0),
+    "parameters of the second choice": (lambda server: runner, "replace", 0),
 }
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_reaches_the_client(
-    stage: str, n: int, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch
+    stage: str, stream: bool, server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = question("Describe the image.", data_uri(SCENE), temperature=1.0, seed=2**64 - 1, n=n, stream=stream)
+    body = question("Describe the image.", data_uri(SCENE), temperature=1.0, seed=2**64 - 1, n=2, stream=stream)
     expected = server.post(body)
     assert expected.status_code == 200
     owner, name, number = STAGES[stage]
@@ -74,9 +74,13 @@ def test_it_reaches_the_client(
         response = server.post(body)
     events = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
     found = json.loads(events[-2] if events else response.text)
-    assert found["error"]["type"] == "server_error", response.text
     assert "out of order" not in response.text  # nothing of the inside
+    assert eventually(lambda: "out of order" in caplog.text)
+    message = "internal error (BrokenError): details are in the server's log"
+    assert found["error"] == {"message": message, "type": "server_error", "param": None, "code": None}
     assert response.status_code == (200 if events else 500)
+    if [*STAGES].index(stage) <= [*STAGES].index("first token"):
+        assert response.status_code == 500  # of a stream, too, before its first piece
     assert not events or events[-1] == "[DONE]"
     assert eventually(lambda: server.idle)
     again = server.post(body)

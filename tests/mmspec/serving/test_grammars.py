@@ -16,8 +16,7 @@ import pytest
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.limits import Limits
-from tests.mmspec.serving.test_concurrency import open_stream
-from tests.served import TIMEOUT, Served, eventually, question, served
+from tests.served import TIMEOUT, Served, eventually, open_stream, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from mmspec.checks import shown
 from mmspec.serving.errors import APIError
-from mmspec.serving.schemas import ChatRequest, CompletionRequest, parse
+from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest, parse
 
 MODEL = {"model": "m"}
 CHAT = {**MODEL, "messages": [{"role": "user", "content": "a"}]}
@@ -37,110 +38,143 @@ ERRORS: dict[str, set[str]] = {
     **{kind: set() for kind in ("any", "default", "model-field", "no-info", "nullable")},
 }
 CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
-    ("string_type", {"model": 5}, "model", "model must be text: got 5"),
-    (
-        "value_error",
-        {"stop": ["a", 5]},
-        "stop",
-        "stop must be text or a list of texts, none of them empty: got ['a', 5]",
-    ),
-    (
-        "string_type",
-        content({"type": "text", "text": 5}),
-        "messages[0].content[0].text",
-        "messages[0].content[0].text must be text: got 5",
-    ),
+    ("string_type", {"model": 5}, "model", "@ must be text: got 5"),
+    ("value_error", {"stop": ["a", 5]}, "stop", "@ must be text or a list of texts, none of them empty: got ['a', 5]"),
+    ("string_type", content({"type": "text", "text": 5}), "messages[0].content[0].text", "@ must be text: got 5"),
     (
         "value_error",
         {"tools": [{"type": "function", "function": {"name": ""}}]},
         "tools[0].function.name",
         "name must be 1 to 64 letters, digits, and any of _.-: got ''",
     ),
-    ("int_type", {"n": 1.5}, "n", "n must be a whole number: got 1.5"),
-    ("greater_than_equal", {"n": 0}, "n", "n must be >= 1: got 0"),
+    ("int_type", {"n": 1.5}, "n", "@ must be a whole number: got 1.5"),
+    ("greater_than_equal", {"n": 0}, "n", "@ must be >= 1: got 0"),
     (
         "value_error",
         {"logprobs": True, "top_logprobs": 21},
         "top_logprobs",
-        "top_logprobs must be None or a whole number in [0, 20]: got 21",
+        "@ must be None or a whole number in [0, 20]: got 21",
     ),
-    ("value_error", {"temperature": "hot"}, "temperature", "temperature must be 0 or >= 0.0001: got 'hot'"),
-    ("bool_type", {"stream": 1}, "stream", "stream must be true or false: got 1"),
-    ("list_type", {"messages": 5}, "messages", "messages must be a list: got 5"),
-    ("too_short", {"messages": []}, "messages", "messages must be a list of at least 1: got 0"),
-    (
-        "too_long",
-        {"messages": CHAT["messages"] * 1025},
-        "messages",
-        "messages must be a list of at most 1024: got 1025",
-    ),
+    ("value_error", {"temperature": "hot"}, "temperature", "@ must be 0 or >= 0.0001: got 'hot'"),
+    ("bool_type", {"stream": 1}, "stream", "@ must be true or false: got 1"),
+    ("list_type", {"messages": 5}, "messages", "@ must be a list: got 5"),
+    ("too_short", {"messages": []}, "messages", "@ must be a list of at least 1: got 0"),
+    ("too_long", {"messages": CHAT["messages"] * 1025}, "messages", "@ must be a list of at most 1024: got 1025"),
     (
         "dict_type",
         {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
         "response_format.json_schema.schema",
-        "response_format.json_schema.schema must be an object: got 5",
+        "@ must be an object: got 5",
     ),
     (
         "literal_error",
         {"response_format": {"type": "xml"}},
         "response_format.type",
-        "response_format.type must be 'text', 'json_object' or 'json_schema': got 'xml'",
+        "@ must be 'text', 'json_object' or 'json_schema': got 'xml'",
     ),
-    ("model_type", {"messages": [5]}, "messages[0]", "messages[0] must be an object: got 5"),
-    ("missing", {"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content is required"),
+    ("model_type", {"messages": [5]}, "messages[0]", "@ must be an object: got 5"),
+    ("missing", {"messages": [{"role": "user"}]}, "messages[0].content", "@ is required"),
     (
         "unknown_field",
         {"use_beam_search": True},
         "use_beam_search",
-        "use_beam_search is not supported: expected it to be left out, got True",
+        "@ is not supported: expected it to be left out, got True",
     ),
     (
         "unknown_field",
-        {"response_format": {**FORMAT, "json_schema": {"schem": {}, **FORMAT["json_schema"]}}},  # type: ignore[dict-item]
+        {"response_format": {**FORMAT, "json_schema": {"schem": {}, **FORMAT["json_schema"]}}},
         "response_format.json_schema.schem",
-        "response_format.json_schema.schem is not supported: expected it to be left out, got {}; did you mean schema?",
-    ),
-    (
-        "unknown_field",
-        content({"type": "text", "text": "a", "tex": 1}),
-        "messages[0].content[0].tex",
-        "messages[0].content[0].tex is not supported: expected it to be left out, got 1; did you mean text?",
+        "@ is not supported: expected it to be left out, got {}; did you mean schema?",
     ),
     (
         "unknown_field",
         content({"type": "image_url", "image_url": {"url": "a", "urls": 1}}),
         "messages[0].content[0].image_url.urls",
-        "messages[0].content[0].image_url.urls is not supported: expected it to be left out, got 1; did you mean url?",
+        "@ is not supported: expected it to be left out, got 1; did you mean url?",
     ),
     (
         "union_tag_invalid",
         content({"type": "audio"}),
         "messages[0].content[0].type",
-        "messages[0].content[0].type must be 'text', 'refusal', 'image_url', 'video_url': got 'audio'",
+        "@ must be 'text', 'refusal', 'image_url', 'video_url': got 'audio'",
     ),
-    ("union_tag_not_found", content({}), "messages[0].content[0].type", "messages[0].content[0].type is required"),
-    ("model_attributes_type", content(5), "messages[0].content[0]", "messages[0].content[0] must be an object: got 5"),
+    ("union_tag_not_found", content({}), "messages[0].content[0].type", "@ is required"),
+    ("model_attributes_type", content(5), "messages[0].content[0]", "@ must be an object: got 5"),
     (
         "value_error",
         {"response_format": {"type": "json_schema"}},
         "response_format",
-        "response_format: json_schema goes with the type json_schema",
+        "@: json_schema goes with the type json_schema",
     ),
     ("value_error", {"top_logprobs": 2}, None, "the body: top_logprobs goes with logprobs: true"),
+    (
+        "value_error",
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]},
+        "messages[0]",
+        "@: tool_call_id goes with the role tool",
+    ),
+    (
+        "value_error",
+        {"max_tokens": 5, "max_completion_tokens": 6},
+        None,
+        "the body: max_tokens and max_completion_tokens are one limit: got 5 and 6",
+    ),
+    (
+        "value_error",
+        {"stop": "a" * 513},
+        "stop",
+        f"stop: expected at most 16 texts of at most 512 characters, got {shown('a' * 513)}",
+    ),
+    (
+        "unknown_field",
+        {"max_new_tokens": 1},
+        "max_new_tokens",
+        "@ is not supported: expected it to be left out, got 1; did you mean max_tokens?",
+    ),
 ]
+"""Kind of error, fields of a request, the field that is named, and the message, in which ``@`` stands for it."""
 
 
 @pytest.mark.parametrize(("kind", "fields", "param", "message"), CASES)
 def test_messages(kind: str, fields: dict[str, Any], param: str | None, message: str) -> None:
     with pytest.raises(APIError) as caught:
-        parse(ChatRequest, json.dumps({**CHAT, **fields}).encode())
-    assert (caught.value.message, caught.value.param) == (message, param)
+        parse(ChatCompletionRequest, json.dumps({**CHAT, **fields}).encode())
+    assert (caught.value.message, caught.value.param) == (message.replace("@", param or ""), param)
     assert not re.search("(?i)input|valid |dictionary|integer|instance|value error", message)
 
 
-def test_a_body_of_another_type() -> None:
-    with pytest.raises(APIError, match=r"^the body must be an object: got \[\]$"):
-        parse(CompletionRequest, b"[]")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got []"),
+        ({"prompt": [1, "a"]}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got [1, 'a']"),
+        ({"prompt": ["a"] * 1025}, "prompt must be a text, token ids, or a list of 1 to 1024 of them: got list ["),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "the body: echo does not go with logprobs"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs must be None or a whole number in [0, 20]: got 21"),
+    ],
+)
+def test_completions(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(APIError) as caught:
+        parse(CompletionRequest, json.dumps({**MODEL, **fields}).encode())
+    assert caught.value.message.startswith(message)
+
+
+def test_values_at_their_limits() -> None:
+    parse(CompletionRequest, json.dumps({**MODEL, "prompt": ["a"] * 1024, "logprobs": 20}).encode())
+    fields = {"messages": CHAT["messages"] * 1024, "stop": ["a" * 512] * 16, "top_logprobs": 20, "logprobs": True}
+    parse(ChatCompletionRequest, json.dumps({**MODEL, **fields}).encode())
+    with pytest.raises(APIError, match="at most 16 texts"):
+        parse(ChatCompletionRequest, json.dumps({**CHAT, "stop": ["a"] * 17}).encode())
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": NaN}', b'{"model": "\\ud800"}', b"[" * 100_000]
+)
+def test_malformed_bodies(body: bytes) -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest):
+        with pytest.raises(APIError, match=r"the body must be|model is required") as caught:
+            parse(kind, body)
+        assert caught.value.status == 400
 
 
 def validators(schema: Any) -> Iterator[str]:
@@ -157,6 +191,8 @@ def validators(schema: Any) -> Iterator[str]:
 
 
 def test_every_type_of_error_has_a_message() -> None:
-    found = {kind for cls in (ChatRequest, CompletionRequest) for kind in validators(cls.__pydantic_core_schema__)}
+    found = {
+        kind for cls in (ChatCompletionRequest, CompletionRequest) for kind in validators(cls.__pydantic_core_schema__)
+    }
     assert found == set(ERRORS)
     assert {error for kind in found for error in ERRORS[kind]} == {kind for kind, *_ in CASES}

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
+from mmspec.serving.media import Medium
 from mmspec.serving.responses import (
     FunctionCall,
     FunctionCallOutput,
@@ -24,8 +24,8 @@ from mmspec.serving.responses import (
     _TextFormat,
 )
 from mmspec.serving.schemas import (
+    ChatCompletionRequest,
     ChatMessage,
-    ChatRequest,
     CompletionRequest,
     Fields,
     Function,
@@ -37,18 +37,13 @@ from mmspec.serving.schemas import (
     TextPart,
     Tool,
     ToolCall,
+    conversation,
     parse,
 )
-from tests.served import Served, question
-
-pytestmark = pytest.mark.usefixtures("one_thread", "server")
 
 PUBLISHED: list[tuple[type[Fields], str]] = [
-    (ChatRequest, "chat.completion_create_params.CompletionCreateParamsNonStreaming"),
-    (ChatRequest, "chat.completion_create_params.CompletionCreateParamsStreaming"),
-    (CompletionRequest, "completion_create_params.CompletionCreateParamsNonStreaming"),
+    (ChatCompletionRequest, "chat.completion_create_params.CompletionCreateParamsStreaming"),
     (CompletionRequest, "completion_create_params.CompletionCreateParamsStreaming"),
-    (ResponsesRequest, "responses.response_create_params.ResponseCreateParamsNonStreaming"),
     (ResponsesRequest, "responses.response_create_params.ResponseCreateParamsStreaming"),
     (StreamOptions, "chat.chat_completion_stream_options_param.ChatCompletionStreamOptionsParam"),
     (StreamOptions, "responses.response_create_params.StreamOptions"),
@@ -91,7 +86,7 @@ def test_every_published_field_has_a_decision(ours: type[Fields], theirs: str) -
 
 
 BODIES: dict[type[Fields], dict[str, Any]] = {
-    ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"model": "m", "prompt": "a"},
     ResponsesRequest: {"model": "m", "input": "a"},
 }
@@ -110,24 +105,48 @@ def test_refusals_are_named_with_their_reason(kind: type[Fields]) -> None:
 def test_ignored_and_neutral_fields_leave_no_trace(kind: type[Fields]) -> None:
     plain = parse(kind, json.dumps(BODIES[kind]).encode())
     more = {name: {"x": 1} for name in kind.ignored} | {name: values[0] for name, values in kind.neutral.items()}
+    more |= dict.fromkeys(set(kind.model_fields) - set(BODIES[kind]))
+    assert plain.constraint() is None
     assert parse(kind, json.dumps({**BODIES[kind], **more}).encode()) == plain
     assert not set(kind.ignored) & set(kind.model_fields)
 
 
-def test_names_of_speakers_are_ignored_and_refusals_are_text(server: Served, pipe: Pipeline) -> None:
-    named = [
-        {"role": "system", "name": "rules", "content": "Be brief."},
-        {"role": "user", "name": "alice", "content": "Hello."},
-        {"role": "assistant", "name": "bob", "refusal": "No."},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "user", "content": "Why?"},
-    ]
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hello."},
-        *2 * [{"role": "assistant", "content": "No."}],
-        {"role": "user", "content": "Why?"},
-    ]
-    response = server.post(question(messages=named, prediction={"type": "content", "content": "x"}, verbosity="low"))
-    assert response.status_code == 200, response.text
-    assert response.json()["choices"][0]["message"]["content"] == pipe.generate(messages, max_new_tokens=16).text
+def test_text_is_no_format_with_a_grammar() -> None:
+    asked = {**BODIES[CompletionRequest], "response_format": {"type": "text"}}
+    assert parse(CompletionRequest, json.dumps(asked).encode()).constraint() is None
+
+
+def conversation_of(*messages: dict[str, Any], reads_media: bool = False) -> Any:
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    return conversation(parse(ChatCompletionRequest, body).messages, reads_media)
+
+
+@pytest.mark.parametrize(
+    ("content", "forms"),
+    [
+        ("Be brief.", [{"role": "system", "name": "rules", "content": "Be brief."}]),
+        ("Be brief.", [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}]),
+        ("", [{"role": "assistant"}, {"role": "assistant", "content": None}, {"role": "assistant", "content": ""}]),
+        (
+            "No.",
+            [
+                {"role": "assistant", "name": "bob", "refusal": "No."},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+            ],
+        ),
+    ],
+)
+def test_forms_of_messages(content: str, forms: list[dict[str, Any]]) -> None:
+    """Names of speakers are ignored, refusals are text."""
+    for form in forms:
+        role = form["role"].replace("developer", "system")
+        assert conversation_of(form) == ([{"role": role, "content": content}], [])
+
+
+def test_forms_of_an_image() -> None:
+    medium = Medium("image", "data:x", "messages[0].content[0].image_url.url")
+    for form in ("data:x", {"url": "data:x", "detail": "high"}):
+        found = conversation_of(
+            {"role": "user", "content": [{"type": "image_url", "image_url": form}]}, reads_media=True
+        )
+        assert found == ([{"role": "user", "content": [{"type": "image"}]}], [medium])

@@ -11,8 +11,9 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError
-from mmspec.serving.responses import ITEMS, StoredResponses, messages
-from tests.served import QUESTION, SCENE, Served, data_uri, question, served
+from mmspec.serving.responses import ITEMS, StoredResponses, chat_messages
+from mmspec.serving.schemas import MOST_ITEMS, conversation
+from tests.served import QUESTION, SCENE, Served, data_uri, eventually, question, served
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +60,7 @@ def test_text(server: Served, client: Any) -> None:
     assert [one.token for one in found] == [one["token"] for one in logprobs]
     assert [one.logprob for one in found] == pytest.approx([one["logprob"] for one in logprobs], abs=1e-4)
     assert all(len(one.top_logprobs) == 1 for one in found)
-    events = list(client.responses.create(**asked, stream=True))
+    events = list(client.responses.create(**asked, stream=True, include=["message.output_text.logprobs"]))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith(".delta")]
     assert kinds == [
@@ -69,8 +70,30 @@ def test_text(server: Served, client: Any) -> None:
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert len(deltas) > 1
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text
+    assert [(one.token, one.top_logprobs) for one in events[-1].response.output[0].content[0].logprobs] == [
+        (one.token, []) for one in found
+    ]
     usage = events[-1].response.usage
     assert (usage.input_tokens, usage.output_tokens) == (whole.usage.input_tokens, 24)
+
+
+def test_completions_and_models(server: Served, client: Any) -> None:
+    """What else clients of chat completions use: those are in ``test_tools``."""
+    assert [model.id for model in client.models.list()] == ["tiny-llava"]
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.models.retrieve("other")
+    assert unknown.value.code == "model_not_found"
+    asked: dict[str, Any] = {"model": "tiny-llava", "prompt": "A large red", "temperature": 0, "max_tokens": 20}
+    whole = client.completions.create(**asked, logprobs=2)
+    assert "".join(whole.choices[0].logprobs.tokens) == whole.choices[0].text
+    pieces = client.completions.create(**asked, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(**asked, presence_penalty=3)
+    assert bad.value.param == "presence_penalty"
+    with client.completions.create(**{**asked, "max_tokens": 500}, stream=True) as stream:
+        next(iter(stream))
+    assert eventually(lambda: server.idle)
 
 
 def test_parsed_text(client: Any) -> None:
@@ -174,12 +197,22 @@ def test_calls_belong_to_the_message_before_them() -> None:
     calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
     results = [{"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab"]
     said = {"type": "message", "role": "assistant", "content": "I call."}
-    content = [{"type": "text", "text": "I call."}]
-    tool_calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
-    found = messages(ITEMS.validate_python([said, *calls, *results, *calls]))
-    assert found[0] == {"role": "assistant", "content": content, "tool_calls": tool_calls}
-    assert [message["tool_call_id"] for message in found[1:3]] == ["a", "b"]
-    assert found[3:] == [{"role": "assistant", "content": None, "tool_calls": tool_calls}]
+    turns, _ = conversation(chat_messages(ITEMS.validate_python([said, *calls, *results, *calls])), reads_media=False)
+    assert [(turn["role"], turn["content"]) for turn in turns] == [
+        ("assistant", "I call."),
+        ("tool", "1"),
+        ("tool", "1"),
+        ("assistant", ""),
+    ]
+    assert [[call["id"] for call in turns[at]["tool_calls"]] for at in (0, 3)] == [["a", "b"]] * 2
+    assert [turn["tool_call_id"] for turn in turns[1:3]] == ["a", "b"]
+
+
+def test_conversations_have_at_most_as_many_messages_as_chat_requests() -> None:
+    items = ITEMS.validate_python([{"type": "message", "role": "user", "content": "a"}] * MOST_ITEMS)
+    assert len(chat_messages(items)) == MOST_ITEMS
+    with pytest.raises(APIError, match="messages must be a list of at most 1024: got 1025"):
+        chat_messages(items, "Be brief.")
 
 
 def test_limits_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -76,105 +77,80 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def test_slots_are_given_in_order() -> None:
-    async def scenario() -> None:
-        slots, order, tasks = Slots(3, 10), [], []
+class PlainSlots:
+    """Slots as lists of what holds and waits for them, each as (number of its request, slots)."""
 
-        async def ask(name: str, count: int) -> None:
-            await slots.acquire(count)
-            order.append(name)
+    def __init__(self, size: int, longest: int) -> None:
+        self.size, self.longest = size, longest
+        self.held: list[tuple[int, int]] = []
+        self.queue: list[tuple[int, int]] = []
 
-        for name, count in (("a", 2), ("b", 2), ("c", 1)):
-            tasks.append(asyncio.ensure_future(ask(name, count)))
-            await turn()
-        assert order == ["a"]  # c would fit, but b is first
-        assert (slots.running, slots.waiting) == (2, 3)
-        slots.release()
-        await turn()
-        assert (order, slots.running, slots.waiting) == (["a", "b"], 3, 1)
-        slots.release()
-        await turn()
-        assert (order, slots.running, slots.waiting) == (["a", "b", "c"], 3, 0)
+    def acquire(self, request: int, count: int) -> bool:
+        """Whether the request is not refused."""
+        fits = not self.queue and count_of(self.held) + count <= self.size
+        if not fits and count_of(self.queue) + count > self.longest:
+            return False
+        self.queue.append((request, count))
+        self.grant()
+        return True
 
-    asyncio.run(scenario())
+    def end(self, request: int) -> None:
+        """It gives its slots back, or waits no longer."""
+        self.held = [one for one in self.held if one[0] != request]
+        self.queue = [one for one in self.queue if one[0] != request]
+        self.grant()
 
-
-def test_the_queue_is_limited() -> None:
-    async def scenario() -> None:
-        slots = Slots(1, 2)
-        await slots.acquire(1)
-        waiting = asyncio.ensure_future(slots.acquire(1))
-        await turn()
-        with pytest.raises(APIError) as found:
-            await slots.acquire(2)
-        assert (found.value.status, found.value.headers) == (429, {"Retry-After": "1"})
-        waiting.cancel()
-        await turn()
-        assert slots.waiting == 0
-        nothing_waits = Slots(1, 0)
-        await nothing_waits.acquire(1)
-        with pytest.raises(APIError):
-            await nothing_waits.acquire(1)
-
-    asyncio.run(scenario())
+    def grant(self) -> None:
+        while self.queue and count_of(self.held) + self.queue[0][1] <= self.size:
+            self.held.append(self.queue.pop(0))
 
 
-def test_a_cancelled_wait_lets_the_next_in() -> None:
-    async def scenario() -> None:
-        slots = Slots(2, 10)
-        await slots.acquire(1)
-        first, second = (asyncio.ensure_future(slots.acquire(count)) for count in (2, 1))
-        await turn()
-        assert slots.waiting == 3
-        first.cancel()
-        await turn()
-        assert second.done()
-        assert (slots.running, slots.waiting) == (2, 0)
-
-    asyncio.run(scenario())
+def count_of(entries: list[tuple[int, int]]) -> int:
+    return sum(count for _, count in entries)
 
 
-def test_a_wait_that_is_granted_and_cancelled_in_one_turn() -> None:
-    async def scenario(release_first: bool) -> None:
-        slots = Slots(1, 10)
-        await slots.acquire(1)
-        waiting = asyncio.ensure_future(slots.acquire(1))
-        await turn()
-        for act in (slots.release, waiting.cancel) if release_first else (waiting.cancel, slots.release):
-            act()
-        await turn()
-        assert (slots.running, slots.waiting) == (0, 0)
-
-    asyncio.run(scenario(True))
-    asyncio.run(scenario(False))
-
-
-def test_random_orders_leave_no_slot_behind() -> None:
-    async def client(slots: Slots, chance: random.Random, most: list[int]) -> None:
-        count = chance.randint(1, 3)
-        try:
-            await slots.acquire(count)
-        except APIError:
-            return
-        most.append(slots.running)
-        try:
-            for _ in range(chance.randint(0, 3)):
-                await asyncio.sleep(0)
-        finally:
-            slots.release(count)
+@pytest.mark.parametrize("longest", [0, 6])
+def test_slots_are_given_in_order(longest: int) -> None:
+    """Requests come and are cancelled in random order, several in one turn of the loop, too."""
 
     async def scenario(seed: int) -> None:
-        chance, slots, most = random.Random(seed), Slots(4, 6), [0]
-        tasks = []
-        for _ in range(60):
-            tasks.append(asyncio.ensure_future(client(slots, chance, most)))
-            if chance.random() < 0.5:
-                chance.choice(tasks).cancel()
-            if chance.random() < 0.3:
-                await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        chance, slots, plain = random.Random(seed), Slots(4, longest), PlainSlots(4, longest)
+        tasks: dict[int, asyncio.Task[None]] = {}
+        granted: list[int] = []
+        refused: list[Any] = []
+
+        async def ask(request: int, count: int) -> None:
+            try:
+                await slots.acquire(count)
+            except APIError as error:
+                refused.append((request, error.status, error.headers))
+                return
+            granted.append(request)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                slots.release(count)
+
+        expected: list[Any] = []
+        for request in range(60):
+            count = chance.randint(1, 3)
+            tasks[request] = asyncio.ensure_future(ask(request, count))
+            await asyncio.sleep(0)
+            if not plain.acquire(request, count):
+                expected.append((request, 429, {"Retry-After": "1"}))
+            for ended in chance.sample(sorted(tasks), k=min(len(tasks), chance.randint(0, 2))):
+                tasks.pop(ended).cancel()
+                for _ in range(chance.choice((0, 1, 3))):
+                    await asyncio.sleep(0)
+                plain.end(ended)
+            await turn()
+            assert (slots.running, slots.waiting) == (count_of(plain.held), count_of(plain.queue))
+            assert [one for one, _ in plain.held] == [one for one in granted if one in dict(plain.held)]
+        assert refused == expected
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         assert (slots.running, slots.waiting) == (0, 0)
-        assert max(most) <= 4
 
     for seed in range(30):
         asyncio.run(scenario(seed))

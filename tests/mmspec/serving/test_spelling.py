@@ -65,7 +65,7 @@ def test_offsets_are_characters_of_the_text(hybrid: Served) -> None:
 
 
 def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
-    body = {**ASKED, "prompt": "Say it.", "logprobs": 0, "stop": "ve"}
+    body = {**ASKED, "prompt": "Say it.", "logprobs": 0, "stop": "ve 👩"}
     choice = hybrid.post(body, "completions").json()["choices"][0]
     assert choice["text"] == '"naï'
     assert choice["logprobs"]["text_offset"][-1] == 4

@@ -169,7 +169,7 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
         assert weather(**arguments)
 
 
-@pytest.mark.parametrize("parallel", [None, True, False])
+@pytest.mark.parametrize("parallel", [None, False])
 def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> None:
     """The model wants to call it twice, and another one."""
     calls = [("weather", FIRST), ("weather", SECOND), ("clock", {})]
@@ -180,13 +180,6 @@ def test_a_named_tool_is_called_once(running: Served, parallel: bool | None) -> 
         assert (named.finish_reason, called(named)) == ("tool_calls", calls[:1])
         required = both(client, tool_choice="required", **more)
         assert called(required) == (calls[:1] if parallel is False else calls)
-
-
-def test_an_argument_that_ends_in_a_backslash(running: Served) -> None:
-    calls = [("weather", {"town": "C:\\", "days": 1}), ("weather", {"town": '\\"\\', "days": 2})]
-    scripted(running.pipe, USER, written(*calls), [TOOL, CLOCK])
-    with client_of(running) as client:
-        assert called(both(client)) == calls
 
 
 def test_an_answer_or_a_call(running: Served) -> None:
@@ -263,11 +256,6 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
             "name must be 1 to",
         ),
         (
-            {"tool_choice": "any"},
-            "tool_choice",
-            'tool_choice must be "none", "auto", "required" or {"type": "',
-        ),
-        (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
             "tool_choice must name one of the tools: got 'x'",
@@ -277,7 +265,6 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
             "messages[0].tool_calls[0].function.arguments",
             "arguments must be text of a JSON object: got '['",
         ),
-        ({"messages": [{"role": "user", "content": "", "tool_call_id": "1"}]}, "messages[0]", "tool_call_id goes with"),
         (
             {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "min_tokens": 90},
             "min_tokens",
@@ -304,7 +291,9 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
     ],
 )
 def test_mistakes(running: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
-    error = running.post(asked(**fields)).json()["error"]
+    response = running.post(asked(**fields))
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert message in error["message"]
     assert error["param"] == param
 

@@ -41,15 +41,6 @@ def test_groups_and_masks(heads, kv_heads, nodes, slots, additive):
     torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 0.3), rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_without_a_mask_is_causal():
-    q, k, v = torch.randn(3, 1, 4, 6, 8)
-    layer = nn.Module()
-    layer.num_key_value_groups, layer.is_causal = 1, True
-    read, _ = tree_attention(layer, q, k, v, None)
-    causal = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    torch.testing.assert_close(read, by_the_formula(q, k, v, causal, 8**-0.5), rtol=1e-5, atol=1e-5)
-
-
 def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
     """Latent attention has keys that are wider than its values."""
     q, k, v = torch.randn(1, 4, 3, 24), torch.randn(1, 4, 12, 24), torch.randn(1, 4, 12, 10)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -87,33 +85,12 @@ def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path) -> Non
     assert (Path(second) / "drafter" / WEIGHTS).read_bytes() == b"another"
 
 
-def test_threads_complete_a_model_at_the_same_time(incomplete: Path, cache: Path) -> None:
-    found: list[str] = []
-    threads = [threading.Thread(target=lambda: found.append(resolved(incomplete))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert [path.name for path in cache.glob("completed/*/*")] == ["llava"]
-
-
 @pytest.mark.parametrize("which", ["language", "llava"])
 def test_missing_weights_are_one_line_and_leave_nothing(incomplete: Path, cache: Path, which: str) -> None:
     (incomplete.parent / which / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"cannot complete the model: expected model\.safetensors in .*received none"):
         resolved(incomplete)
     assert not list(cache.glob("completed/*/*"))
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(incomplete: Path, cache: Path) -> None:
-    shutil.rmtree(cache, ignore_errors=True)
-    cache.write_text("a file")
-    with pytest.raises(
-        UserError, match=r"expected a cache folder that can be written, received .*; MMSPEC_CACHE names"
-    ):
-        resolved(incomplete)
 
 
 def test_a_language_model_that_is_not_installed_is_one_line(incomplete: Path, monkeypatch: pytest.MonkeyPatch) -> None:

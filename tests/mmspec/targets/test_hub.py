@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import constants
 
 import mmspec
-from mmspec.cli import main
 from mmspec.drafters.small import Small
 from mmspec.targets.hub import is_on_hub
 from tests.model_folders import save_text_model
@@ -60,16 +59,6 @@ def test_an_unreachable_hub_is_one_line_without_retries(attempts: list[Any], kin
     assert "HF_HUB_OFFLINE" not in message
     assert 1 <= len(attempts) <= CONNECTIONS
     assert not constants.HF_HUB_OFFLINE  # the network may come back
-
-
-@pytest.mark.parametrize("options", [["--model", "nobody/nothing"], ["--drafter", "nobody/nothing"]])
-def test_the_command_line_names_the_network(
-    attempts: list[Any], options: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "A", *options]) == 2
-    error = capfd.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: cannot load ")
-    assert error.endswith("cannot be reached")
 
 
 def test_offline_mode_is_named_where_it_is_set(attempts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

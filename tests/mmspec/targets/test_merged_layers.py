@@ -1,4 +1,4 @@
-"""Merged decoder layers compute what a model's own layers compute; other layers stay."""
+"""Merged decoder layers compute what a model's own layers compute, all of them in one call; other layers stay."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     DynamicCache,
     Gemma2Config,
@@ -15,19 +16,71 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import mmspec
 from mmspec.core.target import Prompt, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
-from mmspec.targets.merged_layers import MergedLayer, merge_layers
-from mmspec.targets.packing import pack_model, weights_kind
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.ops import cpu
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear
+from mmspec.quantisation.linear import HalfLinear
+from mmspec.targets import merged_layers
+from mmspec.targets.merged_layers import MergedLayer, merge_layers, norm_of
+from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed, weights_kind
 from tests.compiled import needs_kernels
-from tests.mmspec.targets.packed import GEMMA3, layer_by_layer, model_of
+from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
+from tests.targets import CACHE
 
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
+PACKED = ["bfloat16", *QUANTISED]
+kinds = pytest.mark.parametrize("kind", PACKED)
+
+ORIGINAL = 16  # positions before rotations that depend on the length change
+ROPE = dict(rope_theta=10000.0, factor=4.0)
+LONGER = dict(original_max_position_embeddings=ORIGINAL, **ROPE)
+ROTATIONS = {
+    "default": dict(rope_theta=10000.0),
+    "linear": ROPE,
+    "dynamic": LONGER,
+    "yarn": LONGER,
+    "longrope": dict(short_factor=[1.0] * 16, long_factor=[3.0 + i for i in range(16)], **LONGER),
+    "llama3": dict(low_freq_factor=1.0, high_freq_factor=4.0, **LONGER),
+    "proportional": dict(partial_rotary_factor=1.0, **ROPE),
+}
+CHANGING = ("dynamic", "longrope")  # with the greatest position of a pass
+
+
+def logits_of(model, ids, trees, hook=None):
+    """Logits of verify passes of chains of 3 after a prompt, and how often the decoder's forward ran in them."""
+    calls = []
+    target = target_of(model)
+    with model.get_decoder().register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
+        target.prefill(Prompt(ids), max_new_tokens=3 * trees)
+        calls.clear()
+        tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
+        found = []
+        for _ in range(trees):
+            found.append(target.forward_tree(tree).logits)
+            target.commit(accept_path(tree, torch.tensor([[4, 5, 7]])))
+    return torch.cat(found), len(calls)
+
+
+def dequantised(model):
+    """A usual float32 model with the weights of a packed one, whose layers compute their own outputs."""
+    plain = copy.deepcopy(model)
+    for parent in list(plain.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, BlockLinear):
+                usual = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+                usual.weight.data.copy_(layer.weight)
+                if layer.bias is not None:
+                    usual.bias.data.copy_(layer.bias)
+                setattr(parent, name, usual)
+    return layer_by_layer(plain).float()
 
 
 @pytest.mark.parametrize("config_class", FAMILIES)
@@ -39,7 +92,7 @@ def test_merged_layers_give_the_models_logits(config_class):
     ids = torch.randint(120, (2, 9))
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
     start, then = merged(ids[:, :5]), merged
-    after = then(ids[:, 5:], past_key_values=start.past_key_values).logits
+    after = then(ids[:, 5:], **{CACHE: start[CACHE]}).logits
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
@@ -51,9 +104,20 @@ def test_layers_with_other_parts_stay(config_class):
     assert {type(layer) for layer in model.get_decoder().layers} == {kind}
 
 
+@pytest.mark.parametrize(("kind", "more"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gains_that_bfloat16_does_not_tell_from_one_more(kind, more, dtype):
+    """From 256 on, bfloat16 has no neighbouring whole numbers."""
+    weights = torch.tensor([0.5, 3.0, 700.0, 788.0], dtype=dtype)
+    norm = kind(4).to(dtype)
+    norm.weight.data = weights
+    assert torch.equal(norm_of(norm).weight, weights.float() + more)
+    assert norm.weight.dtype == dtype
+
+
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config, GEMMA3])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("config_class", [LlamaConfig, GEMMA3])
+@kinds
 def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_class, kind, kernels, monkeypatch):
     monkeypatch.setenv("MMSPEC_KERNELS", kernels)
     model = model_of(config_class, tie_word_embeddings=True)
@@ -61,56 +125,31 @@ def test_speculative_decoding_of_a_packed_model_equals_plain_decoding(config_cla
         model.get_input_embeddings().weight.mul_(8)  # logits apart
     pack_model(model, kind)
     assert weights_kind(model).lower().startswith(kind)
-    target = TransformersTarget(model)
     ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
-    plain = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
-    )
-    found = mmspec.generate(model, drafter=Ngram(), input_ids=ids, max_new_tokens=24, eos_token_id=None)
-    assert found.tolist() == plain.tolist()
-    output = target.prefill(Prompt(ids), max_new_tokens=4)
-    assert torch.equal(output.logits[:, -1].argmax(-1), plain[:, ids.shape[1]])
+    options = dict(max_new_tokens=24, do_sample=False, eos_token_id=None)
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(mmspec.generate(model, drafter=Ngram(), input_ids=ids, **options), plain)
 
 
 @needs_kernels
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+@kinds
 @torch.inference_mode()
-def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class, rows):
+def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_class):
     """So ``generate`` attends to what a target attends to, in a prompt and after it."""
     model = model_of(config_class)
     pack_model(model, kind)
-    ids, token = torch.randint(120, (rows, 90)), torch.tensor([[7]] * rows)
-    target = TransformersTarget(model)
-    target.cost = None
+    ids, token = torch.randint(120, (2, 90)), torch.tensor([[7]] * 2)
+    target = target_of(model)
     prefilled = target.prefill(Prompt(ids), max_new_tokens=9).logits.bfloat16()
     decoded = target.forward_tree(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
     usual = DynamicCache(config=model.config)
-    assert torch.equal(model(ids, past_key_values=usual).logits[:, -1:].bfloat16(), prefilled)
-    assert torch.equal(model(token, past_key_values=usual).logits.bfloat16(), decoded)
+    assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), prefilled)
+    assert torch.equal(model(token, **{CACHE: usual}).logits.bfloat16(), decoded)
     for layer, theirs in enumerate(usual.layers):
         for mine, other in zip(target.runner.cache.kv.states(layer), (theirs.keys, theirs.values), strict=True):
             assert mine.dtype == other.dtype == torch.bfloat16
             assert torch.equal(mine[:, :, :91], other)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
-@torch.inference_mode()
-def test_a_token_of_a_prompt_has_the_bits_of_a_decoded_one(kind):
-    model = model_of(LlamaConfig)
-    pack_model(model, kind)
-    ids = torch.randint(120, (1, 100))
-    whole = model(ids, past_key_values=DynamicCache(config=model.config)).logits
-    target = TransformersTarget(model)
-    target.cost = None
-    target.prefill(Prompt(ids[:, :60]), max_new_tokens=50)
-    for place in range(60, 100):
-        tree = TokenTree.root(ids[:, place])
-        logits = target.forward_tree(tree).logits
-        assert torch.equal(logits.to(whole.dtype), whole[:, place : place + 1])
-        target.commit(accept_path(tree, logits.argmax(-1)))
 
 
 @pytest.fixture
@@ -124,30 +163,33 @@ def two_threads():
 @needs_kernels
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("config_class", FAMILIES)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-def test_logits_of_a_tree_have_the_bits_of_plain_decoding(config_class, kind):
-    """A path whose nodes lie among those of other branches, against the same tokens one at a time."""
+@kinds
+@torch.inference_mode()
+def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind):
+    """A path whose nodes lie among those of other branches, and a prompt, against the same tokens one at a time."""
     model = model_of(config_class)
     pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
-    ids = torch.randint(120, (1, 21))
-    path = torch.randint(120, (5,)).tolist()
+    ids = torch.randint(VOCAB, (1, 80))
+    whole = model(ids, **{CACHE: DynamicCache(config=model.config)}).logits
+    path = ids[0, 60:65].tolist()
     tokens, parents = [path[0]], [-1]
     kept = [0]
     for token in path[1:]:  # each node of the path has two siblings before it
-        tokens += [7, 8, token]
+        tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
         parents += 3 * [kept[-1]]
         kept.append(len(tokens) - 1)
-    target = TransformersTarget(model)
-    target.cost = None
-    target.prefill(Prompt(ids), max_new_tokens=40)
-    found = target.forward_tree(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept]
+    target = target_of(model)
+    target.prefill(Prompt(ids[:, :60]), max_new_tokens=50)
+    found = target.forward_tree(TokenTree(torch.tensor([tokens]), torch.tensor([parents]))).logits[0, kept].clone()
     assert found.dtype == torch.float32
-    for token, expected in zip(path, found, strict=True):
-        tree = TokenTree.root(torch.tensor([token]))
-        output = target.forward_tree(tree)
-        assert torch.equal(output.logits[0, 0], expected)
-        target.commit(accept_path(tree, output.logits.argmax(-1)))
+    for place in range(60, 80):
+        tree = TokenTree.root(ids[:, place])
+        logits = target.forward_tree(tree).logits
+        if place < 65:
+            assert torch.equal(logits[0, 0], found[place - 60])
+        assert torch.equal(logits.to(whole.dtype), whole[:, place : place + 1])
+        target.commit(accept_path(tree, logits.argmax(-1)))
 
 
 @needs_kernels
@@ -159,10 +201,9 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
     for layer in apart.get_decoder().layers:
         layer.__dict__["native"] = layer.stack = None
     ids = torch.randint(120, (2, 9))
-    steps = [TransformersTarget(one) for one in (model, apart)]
+    steps = [target_of(one) for one in (model, apart)]
     names = (1, 2, output_of(0), output_of(len(model.get_decoder().layers) - 1), "last")
     for target in steps:
-        target.cost = None
         target.features = names
     tree = TokenTree(torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[-1, 0, 0]]).expand(2, 3))
     found, expected = [(target.prefill(Prompt(ids), max_new_tokens=9), target.forward_tree(tree)) for target in steps]
@@ -173,41 +214,159 @@ def test_compiled_layers_compute_what_their_parts_compute(config_class):
 
 
 @needs_kernels
-def test_hooks_change_what_the_layers_after_them_compute():
+@pytest.mark.parametrize("length", [ORIGINAL - 12, ORIGINAL + 1])
+@pytest.mark.parametrize("kind", ["default", *ROPE_INIT_FUNCTIONS])
+def test_rotations_of_every_kind(kind, length):
+    """Up to the position at which some kinds change, and after it; the forward of such a decoder runs in every pass."""
+    parameters = dict(rope_type=kind, **ROTATIONS[kind])
+    model = model_of(LlamaConfig, rope_parameters=parameters)
+    exact = copy.deepcopy(model)
+    pack_model(model, "bfloat16")
+    ids = torch.arange(length)[None]
+    found, ran = logits_of(model, ids, trees=4)
+    assert ran == (4 if kind in CHANGING else 1)
+    expected, _ = logits_of(layer_by_layer(model), ids, trees=4)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    theirs, _ = logits_of(exact, ids, trees=4)
+    torch.testing.assert_close(found, theirs, atol=0.1, rtol=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize("first", [1, 2, 9])
+def test_passes_at_every_position_around_the_doublings_of_the_table(first):
+    """One token at a time, the first of them at ``first``: the table of rotations grows twice."""
+    model = model_of(LlamaConfig)
+    pack_model(model, "int8")
+    targets = [target_of(one) for one in (model, layer_by_layer(copy.deepcopy(model)))]
+    for target in targets:
+        target.prefill(Prompt(torch.arange(first)[None]), max_new_tokens=60)
+    for position in range(first, 4 * first + 6):
+        tree = TokenTree.root(torch.tensor([position]))
+        mine, theirs = (target.forward_tree(tree).logits for target in targets)
+        assert torch.equal(mine, theirs), f"position {position}"
+        for target in targets:
+            target.commit(accept_path(tree, torch.tensor([[position + 1]])))
+    assert len(model.get_decoder().layers[0].stack._rotations) > 4 * first
+
+
+@needs_kernels
+@kinds
+@pytest.mark.parametrize(
+    "layers",
+    [["sliding_attention"] * 3, ["full_attention"] * 3, ["sliding_attention", "full_attention", "sliding_attention"]],
+    ids=["windowed", "full", "both"],
+)
+def test_windowed_and_full_layers_have_their_own_masks(layers, kind):
+    """A window of 8 tokens, passes after 21."""
+    changes = dict(use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=layers)
+    model = model_of(Qwen2Config, **changes)
+    exact = copy.deepcopy(model)
+    pack_model(model, kind)
+    ids = torch.randint(VOCAB, (1, 21))
+    found, _ = logits_of(model, ids, trees=2)
+    expected, _ = logits_of(layer_by_layer(model), ids, trees=2)
+    assert torch.equal(found, expected)
+    theirs, _ = logits_of(exact, ids, trees=2)
+    error = (found - theirs).abs().max()
+    assert error < {"bfloat16": 0.05, "int8": 0.1, "int4": 0.5}[kind], error
+
+
+ROWS = [127, 128, 129, 255, 256, 257]  # the kernels compute 128 rows at a time
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("config_class", "rows"),
+    [*((LlamaConfig, rows) for rows in (*ROWS, 1023, 1024, 1025)), (Qwen2Config, 129), (Qwen3Config, 129)],
+)
+@kinds
+def test_prompts_of_any_number_of_rows(kind, config_class, rows):
+    """Prefill, and a verify pass after it, against the same weights in a usual float32 model."""
+    assert merged_layers._MAX_ROWS == 1024
+    model = model_of(config_class, max_position_embeddings=1200)
+    pack_model(model, kind)
+    plain = dequantised(model)
+    ids = torch.randint(VOCAB, (1, rows))
+    found, _ = logits_of(model, ids, trees=1)
+    expected, _ = logits_of(plain, ids, trees=1)
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+    last = [target_of(one).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1] for one in (model, plain)]
+    torch.testing.assert_close(last[0], last[1].float(), atol=0.1, rtol=0.05)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("changes", "compiled"),
+    [
+        *(({"head_dim": size}, True) for size in cpu.HEAD_DIMS),
+        ({"head_dim": 24}, False),
+        ({"head_dim": 512}, False),
+        ({"hidden_size": 80}, False),
+        ({"intermediate_size": 72}, False),
+        ({"hidden_act": "gelu"}, False),
+    ],
+    ids=str,
+)
+def test_shapes_that_the_kernels_compute_and_others(changes, compiled):
+    model = model_of(LlamaConfig, **changes)
+    pack_model(model, "int8")
+    assert all((layer.native is not None) is compiled for layer in model.get_decoder().layers)
+    ids = torch.randint(VOCAB, (1, 9))
+    found, _ = logits_of(model, ids, trees=1)
+    expected, _ = logits_of(dequantised(model), ids, trees=1)
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+
+
+@needs_kernels
+@kinds
+def test_a_batch_of_more_rows_than_a_chunk(kind):
+    """Three prompts of 50 tokens: a chunk ends within the third."""
+    model = model_of(LlamaConfig)
+    pack_model(model, kind)
+    ids = torch.randint(VOCAB, (3, 50))
+    together = target_of(model).prefill(Prompt(ids), max_new_tokens=4).logits[:, -1]
+    for row, expected in zip(ids, together, strict=True):
+        alone = target_of(model).prefill(Prompt(row[None]), max_new_tokens=4).logits[0, -1]
+        assert torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@kinds
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_not_quantised_to_fewer_bits_than_eight(kind, kernels, tied, monkeypatch):
+    """By the kernels of C++ as int8 with a scale per 32 weights, by torch's as float16; behind bfloat16 as that."""
+    monkeypatch.setenv("MMSPEC_KERNELS", kernels)
+    model = model_of(LlamaConfig, tie_word_embeddings=tied)
+    exact = model.get_output_embeddings().weight.detach().clone()
+    compiled = packed(nn.Linear(32, 32), "int8").__class__ is BLOCKS["int8"]
+    pack_model(model, kind)
+    head = model.get_output_embeddings()
+    expected = BLOCKS["int8"] if compiled else HalfLinear
+    if kind not in QUANTISED:
+        expected = (BLOCKS if compiled else KINDS)[kind]
+    assert type(head) is expected
+    assert (head.weight.float() - exact).abs().max() < 0.01 * exact.abs().max()
+    if compiled:
+        assert head.takes == torch.float32
+
+
+@needs_kernels
+def test_hooks_take_effect_between_passes():
     """Layers are computed by one call; a layer that is given something else computes its own output."""
     model = model_of(LlamaConfig)
     pack_model(model, "bfloat16")
-    layers = model.get_decoder().layers
+    target = target_of(model)
+    target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
 
     def logits(factor):
-        with layers[1].register_forward_hook(lambda *args: factor * args[2]):
-            target = TransformersTarget(model)
-            target.cost = None
-            target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=4)
+        with model.get_decoder().layers[1].register_forward_hook(lambda *args: factor * args[2]):
             return target.forward_tree(TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))).logits
 
     whole, halved = logits(1.0), logits(0.5)
-    layer_by_layer(model)
     assert not torch.allclose(whole, halved, atol=0.01)
+    layer_by_layer(model)
     assert torch.equal(logits(0.5), halved)
     assert torch.equal(logits(1.0), whole)
-
-
-def passes_of(model, hook=None):
-    """Logits of three verify passes, and how often the decoder's forward ran in them."""
-    calls = []
-    decoder = model.get_decoder()
-    with decoder.register_forward_hook(lambda *args: calls.append(1) or (hook(args[2]) if hook else None)):
-        target = TransformersTarget(model)
-        target.cost = None
-        target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
-        calls.clear()
-        tree = TokenTree(torch.tensor([[3, 4, 5]]), torch.tensor([[-1, 0, 1]]))
-        found = []
-        for _ in range(3):
-            found.append(target.forward_tree(tree).logits)
-            target.commit(accept_path(tree, torch.tensor([[4, 6, 7]])))
-    return torch.cat(found), len(calls)
 
 
 @needs_kernels
@@ -219,21 +378,8 @@ def test_a_decoder_that_does_more_than_its_layers_runs_in_every_pass():
         out.last_hidden_state = 2 * out.last_hidden_state
         return out
 
-    plain, _ = passes_of(model)
-    found, calls = passes_of(model, doubled)
+    ids = torch.arange(9)[None]
+    plain, _ = logits_of(model, ids, 3)
+    found, calls = logits_of(model, ids, 3, doubled)
     assert calls == 1 + 3  # once to compare
     assert not torch.allclose(found, plain, atol=0.1)
-
-
-@needs_kernels
-def test_a_hook_on_a_layer_takes_effect_between_passes():
-    model = model_of(LlamaConfig)
-    pack_model(model, "int8")
-    target = TransformersTarget(model)
-    target.cost = None
-    target.prefill(Prompt(torch.arange(9)[None]), max_new_tokens=9)
-    tree = TokenTree(torch.tensor([[3, 4]]), torch.tensor([[-1, 0]]))
-    plain = target.forward_tree(tree).logits
-    with model.get_decoder().layers[1].register_forward_hook(lambda *args: 0.5 * args[2]):
-        assert not torch.allclose(target.forward_tree(tree).logits, plain, atol=0.01)
-    assert torch.equal(target.forward_tree(tree).logits, plain)

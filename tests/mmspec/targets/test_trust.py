@@ -60,13 +60,14 @@ def _with_code(folder, part, ran):
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer", "processor"])
-def test_code_does_not_run_unasked(part, tmp_path, ran, capsys):
+def test_code_does_not_run_unasked(part, tmp_path, ran):
     save = save_llava if part == "processor" else save_text_model
     folder = _with_code(save(tmp_path / "model"), part, ran)
     with pytest.raises(UserError, match=_REFUSED):
         mmspec.load(folder, drafter=None)
-    assert main(["generate", "Describe", "--model", folder, "--drafter", "none"]) == 2
-    assert re.search(_REFUSED, capsys.readouterr().err)
+    if part == "model":
+        with pytest.raises(UserError, match=_REFUSED):
+            make_drafter(f"small:{folder}")
     assert not ran.exists()
 
 
@@ -75,15 +76,6 @@ def test_a_model_of_a_known_type_takes_the_class_of_transformers(tmp_path, ran):
     (folder / "own.py").write_text(_CODE.format(ran=str(ran)))
     _edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "own.Model"})
     assert type(mmspec.load(str(folder), drafter=None).model).__module__.startswith("transformers.models.llama")
-    assert not ran.exists()
-
-
-def test_a_drafting_model_runs_no_code_unasked(tmp_path, ran, capsys):
-    drafter = f"small:{_with_code(save_text_model(tmp_path / 'drafter'), 'model', ran)}"
-    with pytest.raises(UserError, match=_REFUSED):
-        make_drafter(drafter)
-    assert main(["generate", "Describe", "--drafter", drafter]) == 2
-    assert re.search(_REFUSED, capsys.readouterr().err)
     assert not ran.exists()
 
 

@@ -1,4 +1,5 @@
-"""Special tokens that are typed in prompts, in every kind of template, against tokenizers that do not know them."""
+"""Special tokens that are typed in prompts, in every kind of template, against tokenizers that do not know them; and
+the bytes of tokens."""
 
 import json
 
@@ -7,8 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from mmspec import UserError
-from mmspec.targets.processor import Processor
-from mmspec.targets.user_text import UserText
+from mmspec.targets.processor import Processor, UserText
 from tests.model_folders import tokenizer as byte_level
 
 _CHATML = (
@@ -102,17 +102,6 @@ def test_prompts_without_special_tokens_are_as_ever(tokenizer, prompt):
     assert UserText(tokenizer).encode(text, bare) == expected  # as would the path that others take
 
 
-def test_a_typed_special_token_is_text(tokenizer):
-    for special in _specials(tokenizer):
-        for prompt in (special, f"a {special} b", f"the{special}the", f"{special}{special} a", f" {special}"):
-            ids = _ids(tokenizer, prompt)
-            control = {tokenizer.convert_tokens_to_ids(name) for name in _specials(tokenizer)}
-            counted = _ids(tokenizer, "a")
-            assert [i for i in ids if i in control] == [i for i in counted if i in control], prompt
-            shown = prompt.strip() if "trim" in (tokenizer.chat_template or "") else prompt
-            assert shown in tokenizer.decode(ids), prompt
-
-
 @pytest.mark.parametrize("name", ["byte-level", "first", "always", "legacy"])
 def test_without_a_template_as_the_tokenizer_splits_special_tokens(name):
     tokenizer = _TOKENIZERS[name]()
@@ -171,3 +160,36 @@ def test_tokenizers_that_make_special_tokens_of_text_are_refused():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[END]")
     with pytest.raises(UserError, match=r"contains '\[END\]', which this tokenizer cannot encode as text"):
         _ids(tokenizer, "a [END] a")
+
+
+TEXT = "the naïve 👩‍🚀 日本  a\nb"
+
+
+def test_the_bytes_of_tokens_spell_their_text(tokenizer):
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    spelt = [Processor(tokenizer).token_bytes(token) for token in ids]
+    assert b"".join(spelt).decode().removeprefix(" ") == TEXT
+    assert any(not one.decode(errors="ignore") for one in spelt)  # parts of characters
+
+
+def test_bytes_are_those_of_llguidance(tokenizer):
+    """An independent reference, which reads the vocabulary by itself. Special tokens have the bytes of their names."""
+    hf = pytest.importorskip("llguidance.hf")
+    reference, io = hf.from_tokenizer(tokenizer), Processor(tokenizer)
+    for token in range(len(tokenizer)):
+        if io.is_special(token):
+            assert io.token_bytes(token).decode() == tokenizer.convert_ids_to_tokens(token)
+            assert tokenizer.decode([token], skip_special_tokens=True) == ""
+        elif io.token_bytes(token) != b"\xff":  # 255 marks special tokens there
+            assert io.token_bytes(token) == reference.decode_bytes([token]), token
+
+
+def test_unigram_and_word_pieces_and_ids_beyond_the_vocabulary():
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁Hello", -1.0), ("▁", -2.0)], unk_id=0))
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    io = Processor(PreTrainedTokenizerFast(tokenizer_object=unigram))
+    assert [io.token_bytes(token) for token in (1, 2, 3)] == [b" Hello", b" ", b""]
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "ab": 1, "##c": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece()
+    io = Processor(PreTrainedTokenizerFast(tokenizer_object=pieces))
+    assert io.token_bytes(1) == b"ab"

@@ -8,7 +8,7 @@ import torch
 import mmspec
 from mmspec.errors import UserError
 from mmspec.sampling.params import SamplingParams
-from mmspec.training.answering import _usable, draw_prompts, prompt_id, user_opening
+from mmspec.training.answering import _usable, draw_prompts, user_opening
 from tests.model_folders import save_text_model
 
 TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
@@ -29,37 +29,39 @@ def pipe(tmp_path_factory):
     return pipe
 
 
+@pytest.fixture(scope="module")
+def drawn(pipe):
+    """Usable prompts that were drawn together, by id."""
+    return texts(pipe)
+
+
 def texts(pipe, numbers=NUMBERS, done=(), chunk=256, **sampling):
     params = SamplingParams(**{"temperature": 1.0, "seed": 0, **sampling})
     return {job.id: job.questions[0][0]["text"] for job in draw_prompts(pipe, numbers, done, params, chunk=chunk)}
 
 
-def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe):
-    drawn = texts(pipe)
+def test_a_prompt_depends_on_its_number_and_the_seed_only(pipe, drawn):
     assert drawn == texts(pipe, chunk=5)
     assert drawn != texts(pipe, seed=1)
-    alone = dict(texts(pipe, [number]).popitem() for number in NUMBERS if prompt_id(number) in drawn)
-    assert alone == drawn
 
 
 def test_sampling_parameters_reach_the_prompts(pipe):
-    assert len(texts(pipe)) > 3
     for nearly_greedy in ({"temperature": 0.001}, {"top_p": 0.01}):
-        assert len(texts(pipe, **nearly_greedy)) < 2  # the same prompt again and again
+        assert len(texts(pipe, range(12), **nearly_greedy)) < 2  # the same prompt again and again
 
 
-def test_repeated_and_unusable_prompts_are_dropped(pipe):
-    drawn = texts(pipe)
+def test_repeated_and_unusable_prompts_are_dropped(pipe, drawn):
     assert 3 < len(drawn) < len(NUMBERS)
     assert len({text.lower() for text in drawn.values()}) == len(drawn)
-    every = [text for number in NUMBERS for text in texts(pipe, [number]).values()]
-    assert len(every) > len(drawn)  # there were repeated ones
+    alone = {name: text for number in NUMBERS for name, text in texts(pipe, [number]).items()}
+    assert drawn.items() <= alone.items()
+    assert len(alone) > len(drawn)  # there were repeated ones
+    every = alone.values()
     assert len(set(every)) > len({text.lower() for text in every})  # and some that differ by case
     assert all(text == text.strip() and len(text.split()) > 1 for text in every)
 
 
-def test_existing_conversations_are_not_drawn_again(pipe, monkeypatch):
-    drawn = texts(pipe)
+def test_existing_conversations_are_not_drawn_again(pipe, drawn, monkeypatch):
     added = []
     add = pipe.engine.add
     monkeypatch.setattr(pipe.engine, "add", lambda *given, **options: added.append(0) or add(*given, **options))
@@ -79,7 +81,7 @@ def test_the_opening_is_what_precedes_a_users_words(pipe):
 
 @pytest.mark.parametrize(
     ("text", "usable"),
-    [("two words</s>", "two words"), (" one </s>", None), ("</s>", None), ("an <s> inside</s>", None)],
+    [("two words</s>", "two words"), (" one </s>", None), ("an <s> inside</s>", None)],
 )
 def test_usable_prompts(pipe, text, usable):
     tokenizer = pipe.processor.tokenizer

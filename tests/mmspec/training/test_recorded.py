@@ -15,8 +15,8 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.params import SamplingParams
 from mmspec.training.answering import AnswerGenerator, PendingConversation
+from mmspec.training.feature_cache import RecordedFeatures, Recorder
 from mmspec.training.features import Extractor
-from mmspec.training.recorded import RecordedFeatures, Recorder
 from tests.model_folders import save_text_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -40,13 +40,13 @@ def conversations(loaded, tmp_path_factory):
     pipe = Pipeline(loaded.target, loaded.processor, Recorder(), max_num_seqs=3)
     jobs = [PendingConversation(f"{k}", [[{"type": "text", "text": "ab " * (k + 1)}]], [0]) for k in range(11)]
     params = SamplingParams(temperature=4.0, max_new_tokens=150)
-    found = [one for done in AnswerGenerator(pipe, 0, params).run(jobs) for one in done]
-    folder = tmp_path_factory.mktemp("features")
-    pipe.drafter.save(folder / "0.safetensors", found[:6], pipe)
-    assert not pipe.drafter.finished
-    list(AnswerGenerator(pipe, 0, params).run(jobs_again := [replace(job, messages=[], answers=[]) for job in jobs]))
-    assert len(pipe.drafter.finished) == len(jobs_again)
-    pipe.drafter.save(folder / "1.safetensors", found[6:], pipe)
+    found, folder = [], tmp_path_factory.mktemp("features")
+    for number, some in enumerate((jobs[:6], jobs[6:])):
+        answered = [one for done in AnswerGenerator(pipe, 0, params).run(some) for one in done]
+        assert len(pipe.drafter.finished) == len(answered) == len(some)
+        pipe.drafter.save(folder / f"{number}.safetensors", answered, pipe)
+        assert not pipe.drafter.finished
+        found += answered
     return found, folder
 
 

@@ -23,11 +23,23 @@ from accelerate.state import AcceleratorState
 from mmspec import files
 from mmspec.errors import UserError
 from mmspec.training.curve import draw
-from mmspec.training.loss import LossOutput
-from mmspec.training.optimisers import lr_factor
-from mmspec.training.plan import MIXED, POOL, TEXT, CurriculumSampler, ExampleIndex, TrainingPlan, linear_ramp
-from mmspec.training.tasks import drafter_optimisers
-from mmspec.training.trainer import CHECKPOINT, CURVE, DRAFTER, LOG, Trainer
+from mmspec.training.objectives import LossOutput
+from mmspec.training.options import TrainingPlan
+from mmspec.training.tasks import Optimisers
+from mmspec.training.trainer import (
+    CHECKPOINT,
+    CURVE,
+    DRAFTER,
+    LOG,
+    MIXED,
+    POOL,
+    TEXT,
+    CurriculumSampler,
+    RunningMeans,
+    Trainer,
+    linear_ramp,
+    lr_factor,
+)
 
 EXAMPLES = 40
 
@@ -35,19 +47,15 @@ EXAMPLES = 40
 class Toy:
     """Learns a fixed linear map; the loss of a batch is a mean over its examples' own number of rows."""
 
-    def __init__(
-        self, optimiser: Any = "muon", rate: float = 1e-2, batch: int = 4, seed: int = 1, text_share: float = 0.3
-    ) -> None:
+    def __init__(self, optimiser: Any = "muon", rate: float = 1e-2, batch: int = 4, seed: int = 1) -> None:
         torch.manual_seed(3)
         self.network: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.lengths = {kind: [1 + index % 5 for index in range(EXAMPLES)] for kind in (TEXT, MIXED)}
-        self.optimisers = drafter_optimisers(self.network, optimiser, rate)
-        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(text_share))
-        self.seen: list[list[tuple[str, int]]] = []
+        self.optimisers = Optimisers(self.network, optimiser, rate)
+        self.sampler = CurriculumSampler(self.lengths, batch, seed, linear_ramp(0.3))
         self.progress: list[float] = []
 
     def batch(self, examples: list[tuple[str, int]]) -> tuple[Tensor, Tensor]:
-        self.seen.append(examples)
         parts = []
         for kind, index in examples:
             generator = torch.Generator().manual_seed(index + 1000 * (kind == MIXED))
@@ -83,8 +91,8 @@ class Toy:
 def trainer(
     folder: Path, toy: Toy | None = None, settings: dict[str, Any] | None = None, seed: int = 1, **chosen: Any
 ) -> Trainer:
-    of_task = {name: chosen.pop(name) for name in ("optimiser", "rate", "batch", "text_share") if name in chosen}
-    plan = {"steps": 30, "warmup": 2, "checkpoint_minutes": 0.0, **chosen}
+    of_task = {name: chosen.pop(name) for name in ("optimiser", "rate", "batch") if name in chosen}
+    plan = {"steps": 30, "warmup": 2, "checkpoint_minutes": 99.0, **chosen}
     return Trainer(
         folder, TrainingPlan(**plan, seed=seed), toy or Toy(seed=seed, **of_task), Accelerator(cpu=True), settings
     )
@@ -108,69 +116,76 @@ class KilledError(Exception):
     pass
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_the_loss_falls_and_all_files_are_written(tmp_path: Path, optimiser: str) -> None:
-    run = trainer(tmp_path, steps=60, optimiser=optimiser, rate=5e-2)
+def test_the_loss_falls_and_all_files_are_written(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "one", steps=30, rate=1e-1)
     run.train()
-    log = rows(tmp_path)
+    log = rows(run.folder)
     held_out = [row["loss"] for row in log if row["event"] == "held-out"]
     assert len(held_out) == 2
     assert held_out[-1] < 0.5 * held_out[0]
     trained = [row for row in log if row["event"] == "train"]
     assert {"step", "minutes", "loss", "error", "rate", "stage", "share"} <= trained[0].keys()
-    assert [row["step"] for row in trained] == list(range(1, 61))
-    assert trained[-1]["rate"] < 0.1 * trained[20]["rate"]
-    assert (tmp_path / CURVE).read_text().lstrip().startswith("<?xml")
-    assert (tmp_path / DRAFTER / "weights.pt").exists()
+    assert [row["step"] for row in trained] == list(range(1, 31))
+    assert trained[-1]["rate"] < 0.1 * trained[10]["rate"]
+    assert (run.folder / DRAFTER / "weights.pt").exists()
     assert not list(tmp_path.glob("**/*.part"))
+    curve = (run.folder / CURVE).read_text()
+    assert "<!-- one -->" in curve
+    assert "<!-- one, held-out -->" in curve
+    draw(run.folder / LOG, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == curve
+    draw(run.folder / LOG, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"bad.jsonl, line 1: expected a training log.s row"):
+        draw(tmp_path / "bad.jsonl", tmp_path / "x.svg")
 
 
-def test_stages_follow_the_schedule(tmp_path: Path) -> None:
-    toy = Toy(text_share=0.4)
-    run = trainer(tmp_path, toy, steps=200, report_minutes=99.0, checkpoint_minutes=99.0)
-    run.train()
-    drawn = [[kind == MIXED for kind, _ in examples] for examples in toy.seen[1:-1]]
+def test_stages_follow_the_schedule() -> None:
+    """The share of mixed examples grows from 0 to 1: a quarter in the first half of stage 2, three quarters after."""
+    sampler, drawn, stages = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, 1, linear_ramp(0.4)), [], []
+    for step in range(200):
+        drawn.append([kind == MIXED for kind, _ in sampler.next(step / 200)])
+        stages.append(sampler.info["stage"])
+    assert stages == [1] * 81 + [2] * 119
+    assert sampler.info["share"] == pytest.approx((199 / 200 - 0.4) / 0.6, abs=1e-3)
     assert not any(map(any, drawn[:80]))
-    for part in (drawn[80:140], drawn[140:]):
-        # The share grows from 0 to 1: a quarter in the first half of stage 2, three quarters in the second.
-        share = sum(map(sum, part)) / sum(map(len, part))
-        assert abs(share - (0.25 if part is drawn[80:140] or part == drawn[80:140] else 0.75)) < 0.12
-    log = [row for row in rows(tmp_path) if row["event"] == "train"]
-    assert {row["stage"] for row in log if row["step"] <= 80} == {1}
-    assert log[-1]["share"] == pytest.approx((199 / 200 - 0.4) / 0.6, abs=1e-3)
+    for part, share in ((drawn[80:140], 0.25), (drawn[140:], 0.75)):
+        assert abs(sum(map(sum, part)) / sum(map(len, part)) - share) < 0.12
 
 
 @pytest.mark.parametrize("kind", [TEXT, MIXED])
-def test_one_kind_of_examples_makes_one_stage(kind: str) -> None:
-    sampler = CurriculumSampler({kind: [1, 2]}, batch=2, seed=0)
+def test_one_kind_of_examples_makes_one_stage_and_every_example_is_seen_once_per_epoch(kind: str) -> None:
+    sampler, epochs = CurriculumSampler({kind: list(range(24))}, batch=3, seed=0), []
     for progress in (0.0, 0.5, 1.0):
-        assert {drawn for drawn, _ in sampler.next(progress)} == {kind}
+        epochs.append([example for _ in range(8) for example in sampler.next(progress)])
         assert sampler.info == {"stage": 2 if kind == MIXED else 1, "share": float(kind == MIXED)}
-
-
-def test_every_example_is_seen_once_per_epoch() -> None:
-    order = CurriculumSampler({MIXED: list(range(24))}, batch=3, seed=0)
-    epochs = [[example for _ in range(8) for example in order.next(1.0)] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == [(MIXED, index) for index in range(24)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == [(kind, index) for index in range(24)]
     assert epochs[0] != epochs[1]
 
 
-def test_a_sampler_resumes_anywhere() -> None:
-    lengths = {TEXT: [3, 1, 2], MIXED: list(range(7))}
-    whole, begun = (CurriculumSampler(lengths, 2, seed=5) for _ in range(2))
-    expected = [whole.next(share / 30) for share in range(30)]
+def test_a_sampler_depends_on_its_seed_and_resumes_anywhere() -> None:
+    """The seed changes the order (of 9 examples of one length) and the choice of multimodal batches."""
+    whole, other, begun, resumed = (
+        CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, 4, seed=seed) for seed in (5, 6, 5, 5)
+    )
+    expected, others = ([one.next(share / 30) for share in range(30)] for one in (whole, other))
+    flat = [[one for batch in found for one in batch] for found in (expected, others)]
+    assert [kind for kind, _ in flat[0]] != [kind for kind, _ in flat[1]]
+    assert [index for kind, index in flat[0] if kind == TEXT] != [index for kind, index in flat[1] if kind == TEXT]
+    pools = (CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed) for seed in (5, 6))
+    assert len({frozenset(one.next(0.0)[0] for _ in range(POOL)) for one in pools}) == 2
     drawn = [begun.next(share / 30) for share in range(11)]
-    resumed = CurriculumSampler(lengths, 2, seed=5)
     resumed.load_state_dict(begun.state_dict())
     assert drawn + [resumed.next(share / 30) for share in range(11, 30)] == expected
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path: Path, optimiser: str) -> None:
-    whole = trainer(tmp_path / "whole", optimiser=optimiser)
+def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_path: Path) -> None:
+    """And a finished one is not changed. Both optimisers have a state."""
+    whole = trainer(tmp_path / "whole", steps=16)
     whole.train()
-    trainer(tmp_path / "parts", optimiser=optimiser).train(stop=after(7))
-    killed = trainer(tmp_path / "parts", optimiser=optimiser, checkpoint_minutes=99.0)
+    trainer(tmp_path / "parts", steps=16).train(stop=after(7))
+    killed = trainer(tmp_path / "parts", steps=16)
     assert killed.step == 7
 
     def kill() -> bool:
@@ -180,7 +195,7 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
 
     with pytest.raises(KilledError):
         killed.train(stop=kill)
-    resumed = trainer(tmp_path / "parts", optimiser=optimiser)
+    resumed = trainer(tmp_path / "parts", steps=16)
     assert resumed.step == 7  # what the killed run did after its last checkpoint is done again
     resumed.train()
     for name, value in weights(whole).items():
@@ -190,15 +205,11 @@ def test_stopped_and_killed_runs_equal_an_uninterrupted_one_when_resumed(tmp_pat
         return [{name: x for name, x in row.items() if name != "minutes"} for row in rows(folder)]
 
     assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
-
-
-def test_a_finished_run_is_not_changed(tmp_path: Path) -> None:
-    trainer(tmp_path, steps=3).train()
-    before = (tmp_path / CHECKPOINT).read_bytes()
-    again = trainer(tmp_path, steps=3)
+    finished = (tmp_path / "parts" / CHECKPOINT).read_bytes()
+    again = trainer(tmp_path / "parts", steps=16)
     assert again.done
     again.train()
-    assert (tmp_path / CHECKPOINT).read_bytes() == before
+    assert (tmp_path / "parts" / CHECKPOINT).read_bytes() == finished
 
 
 def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,22 +230,14 @@ def test_a_torn_checkpoint_never_replaces_a_whole_one(tmp_path: Path, monkeypatc
     assert (tmp_path / CHECKPOINT).read_bytes() == before
 
 
-def test_a_folder_has_one_run(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_of_the_same_settings_and_version(tmp_path: Path) -> None:
     with files.alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
         trainer(tmp_path).train()
-    trainer(tmp_path, steps=1).train()
-    assert not (tmp_path / ".lock").exists()
-
-
-def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     trainer(tmp_path, settings={"batch": 4, "data": ["a"]}).train(stop=after(1))
+    assert not (tmp_path / ".lock").exists()
     with pytest.raises(UserError, match=r"batch = 4: expected the same to resume it, received 8"):
         trainer(tmp_path, settings={"batch": 8, "data": ["a"]})
     assert trainer(tmp_path, settings={"batch": 4, "data": ("a",)}).step == 1
-
-
-def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
-    trainer(tmp_path).save()
     state = torch.load(tmp_path / CHECKPOINT)
     torch.save({name: state[name] for name in ("network", "optimisers", "step")} | {"stage": 1}, tmp_path / CHECKPOINT)
     expected = "a checkpoint with network, optimisers, order, .*, received one without order, seconds, settings; choose"
@@ -242,20 +245,16 @@ def test_a_run_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
         trainer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        ({"steps": None}, "one of steps and minutes: received steps=None, minutes=None"),
-        ({"minutes": 1.0}, "one of steps and minutes: received steps=30, minutes=1.0"),
-    ],
-)
-def test_invalid_plans_are_refused(tmp_path: Path, plan: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        trainer(tmp_path, **plan)
+@pytest.mark.parametrize("plan", [{}, {"steps": 30, "minutes": 1.0}])
+def test_plans_of_none_or_two_lengths_are_refused(plan: dict[str, Any]) -> None:
+    received = f"received steps={plan.get('steps')}, minutes={plan.get('minutes')}"
+    with pytest.raises(UserError, match=f"one of steps and minutes: {received}"):
+        TrainingPlan(**plan)
 
 
-def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of the whole run determines rate, progress and end, wherever it was interrupted: 12 steps of 10 s."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The trainer's clock, by which every step takes 10 seconds. Curves, which take long, are not drawn."""
     now, learn = [0.0], Trainer._train_step
 
     def slow(run: Trainer) -> dict[str, Any]:
@@ -264,13 +263,19 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Trainer, "_train_step", slow)
+    monkeypatch.setattr("mmspec.training.trainer.draw", lambda log, out: None)
+    return now
+
+
+def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, clock: list[float]) -> None:
+    """The clock of the whole run determines rate, progress and end, wherever it was interrupted: 12 steps of 10 s."""
     plan = {"steps": None, "minutes": 2.0, "hold": 0.5, "report_minutes": 99.0}
     whole, parts = Toy(), Toy()
     trainer(tmp_path / "whole", whole, **plan).train()
     assert whole.progress == pytest.approx([1.0, *(step / 12 for step in range(12)), 1.0])
     trainer(tmp_path / "parts", parts, **plan).train(stop=after(5))
     for steps in (4, 99):
-        now[0] = 7000.0 - now[0]  # the clock of another process, another day
+        clock[0] = 7000.0 - clock[0]  # the clock of another process, another day
         resumed = trainer(tmp_path / "parts", parts, **plan)
         assert not resumed.done
         resumed.train(stop=after(steps))
@@ -285,13 +290,10 @@ def test_minutes_end_a_run_that_was_resumed(tmp_path: Path, monkeypatch: pytest.
     assert trainer(tmp_path / "parts", **plan).done
 
 
+@pytest.mark.usefixtures("clock")
 def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """12 steps of 10 s; a step's time counts from the next one on."""
-    now, learn, events = [0.0], Trainer._train_step, []
-
-    def slow(run: Trainer) -> dict[str, Any]:
-        now[0] += 10.0
-        return learn(run)
+    events: list[tuple[str, int]] = []
 
     def told(name: str) -> Callable[[Trainer], None]:
         done = getattr(Trainer, name)
@@ -302,8 +304,6 @@ def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch:
 
         return tell
 
-    monkeypatch.setattr("mmspec.training.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(Trainer, "_train_step", slow)
     monkeypatch.setattr(Trainer, "save", told("save"))
     monkeypatch.setattr(Trainer, "report", told("report"))
     trainer(tmp_path, steps=12, checkpoint_minutes=0.5, report_minutes=1.0).train()
@@ -320,27 +320,10 @@ def test_checkpoints_and_reports_at_their_intervals(tmp_path: Path, monkeypatch:
 
 
 def test_noise_depends_on_seed_and_step(tmp_path: Path) -> None:
-    noise = []
-    for number, seed in enumerate((1, 1, 2)):
-        trainer(tmp_path / str(number), steps=6, seed=seed).train()
-        noise.append([row["noise"] for row in rows(tmp_path / str(number)) if row["event"] == "train"])
-    assert noise[0] == noise[1]
-    assert len({*noise[0], *noise[2]}) == 12
-
-
-def test_a_seed_changes_the_order_of_examples() -> None:
-    """Both the shuffling (64 examples of one length) and the choice of multimodal batches depend on the seed."""
-
-    def first(seed: int) -> set[ExampleIndex]:
-        order = CurriculumSampler({TEXT: [1] * 64}, batch=1, seed=seed)
-        return {order.next(0.0)[0] for _ in range(POOL)}
-
-    def mixed(seed: int) -> list[int]:
-        order = CurriculumSampler({TEXT: [1] * 9, MIXED: [1] * 9}, batch=4, seed=seed)
-        return [sum(kind == MIXED for _ in range(POOL) for kind, _ in order.next(0.5)) for _ in range(12)]
-
-    assert first(1) == first(1) != first(2)
-    assert mixed(1) == mixed(1) != mixed(2)
+    for seed in (1, 2):
+        trainer(tmp_path / str(seed), steps=4, seed=seed).train()
+    noise = [row["noise"] for seed in (1, 2) for row in rows(tmp_path / str(seed)) if row["event"] == "train"]
+    assert len({*noise}) == 8
 
 
 @pytest.mark.parametrize(
@@ -349,7 +332,7 @@ def test_a_seed_changes_the_order_of_examples() -> None:
 def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: list[tuple[str, float]]) -> None:
     """The first step of AdamW moves a parameter by its rate against the gradient's sign, and decays it."""
     network = nn.ModuleDict({"embed": nn.Embedding(5, 4), "layer": nn.Linear(4, 3)})
-    optimisers = drafter_optimisers(network, optimiser, 8e-3)  # type: ignore[arg-type]
+    optimisers = Optimisers(network, optimiser, 8e-3)  # type: ignore[arg-type]
     assert [(type(one).__name__, group["lr"]) for one in optimisers.all for group in one.param_groups] == rates
     before = {name: parameter.detach().clone() for name, parameter in network.named_parameters()}
     for parameter in network.parameters():
@@ -363,10 +346,9 @@ def test_parameters_are_updated_at_their_learning_rates(optimiser: str, rates: l
     assert not torch.equal(network["layer"].weight, before["layer.weight"])
 
 
-def test_the_loss_receives_the_progress(tmp_path: Path) -> None:
-    toy = Toy()
-    trainer(tmp_path, toy, steps=4).train()
-    assert toy.progress == [1.0, 0.0, 0.25, 0.5, 0.75, 1.0]  # held-out losses are those of the end
+def test_rates_rise_and_fall() -> None:
+    at = [(0.0, 0), (0.0, 1), (0.3, 3), (0.4, 9), (0.7, 20), (1.0, 30)]
+    assert [lr_factor(progress, step, 4, 0.4) for progress, step in at] == pytest.approx([0.25, 0.5, 1, 1, 0.5, 0])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
@@ -408,15 +390,10 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "both")] == [0, *range(1, 9), 8]
 
 
-def test_curve_of_a_run(tmp_path: Path) -> None:
-    trainer(tmp_path / "one", steps=2).train()
-    log, picture = tmp_path / "one" / LOG, (tmp_path / "one" / CURVE).read_text()
-    assert "<!-- one -->" in picture
-    assert "<!-- one, held-out -->" in picture
-    draw(log, tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == picture
-    draw(log, tmp_path / "one.png")
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"bad.jsonl, line 1: expected a training log.s row"):
-        draw(tmp_path / "bad.jsonl", tmp_path / "x.svg")
+def test_running_means_are_of_the_steps_that_have_a_metric() -> None:
+    means = RunningMeans()
+    for loss, metrics in ((1.0, {"a": 2.0}), (3.0, {"a": 4.0, "b": 7.0}), (5.0, {})):
+        means.add(torch.tensor(loss, requires_grad=True), metrics)
+    assert means.pop() == {"loss": 3.0, "a": 3.0, "b": 7.0}
+    means.add(torch.tensor(2.0), {})
+    assert means.pop() == {"loss": 2.0}

@@ -18,9 +18,9 @@ import av
 
 import mmspec
 from mmspec import plugins
-from mmspec.vision.embedded import photograph, samples
+from mmspec.vision.embedded import samples
 from tests.commandline import Run, assert_user_error, runner
-from tests.model_folders import save_llava, save_text_model
+from tests.model_folders import save_llava
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +57,20 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_image(run: Run, model: str, image: str) -> None:
-    expected = mmspec.load(model, drafter=None).generate("Describe the image.", images=[image], max_new_tokens=12)
+    pipe = mmspec.load(model, drafter=None)
+    expected = pipe.generate("Describe the image.", images=[image], max_new_tokens=12)
     status, out, err = run(image, "--model", model, "--max-new-tokens", "12", "--json")
     assert (status, err) == (0, "")
     assert json.loads(out)["token_ids"] == expected.token_ids
-    status, out, err = run(image, "--model", model, "--max-new-tokens", "12")
+    asked = pipe.generate("A red star", images=[image], max_new_tokens=12)
+    assert asked.token_ids != expected.token_ids
+    status, out, err = run(image, "--model", model, "--max-new-tokens", "12", "--prompt", "A red star")
     assert status == 0
-    assert out.rstrip("\n") == expected.text.rstrip("\n")
+    assert out.rstrip("\n") == asked.text.rstrip("\n")
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"frames": 2}, {"fps": 1.0}])
+@pytest.mark.parametrize("options", [{"frames": 2}, {"fps": 1.0}])
 def test_video(run: Run, model: str, video: str, options: dict[str, float]) -> None:
     pipe = mmspec.load(model, drafter=None)
     expected = pipe.generate("Describe the video.", videos=[video], max_new_tokens=6, **options)
@@ -77,27 +80,18 @@ def test_video(run: Run, model: str, video: str, options: dict[str, float]) -> N
     assert json.loads(out)["token_ids"] == expected.token_ids
 
 
-def test_media_kind_is_detected_from_content(run: Run, model: str, image: str, tmp_path: Path) -> None:
-    misnamed = tmp_path / "picture.mp4"
-    misnamed.write_bytes(Path(image).read_bytes())
-    answers = [
-        json.loads(run(str(file), "--model", model, "--max-new-tokens", "5", "--json")[1]) for file in (misnamed, image)
-    ]
-    assert answers[0]["token_ids"] == answers[1]["token_ids"]
-
-
 def test_standard_input(
     run: Run, model: str, image: str, video: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "-").mkdir()  # a folder of this name is ./-
     monkeypatch.chdir(tmp_path)
-    for source in (image, video):
-        options = ("--model", model, "--max-new-tokens", "5", "--json")
-        expected = run(source, *options)
+    pipe = mmspec.load(model, drafter=None)
+    for source, kind in ((image, "image"), (video, "video")):
+        expected = pipe.generate(f"Describe the {kind}.", **{f"{kind}s": [source]}, max_new_tokens=5)
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(Path(source).read_bytes())))
-        status, out, err = run("-", *options)
+        status, out, err = run("-", "--model", model, "--max-new-tokens", "5", "--json")
         assert (status, err) == (0, "")
-        assert json.loads(out)["token_ids"] == json.loads(expected[1])["token_ids"]
+        assert json.loads(out)["token_ids"] == expected.token_ids
     for content, message in ((b"%PDF-1.7", "a PDF document; render"), (b"", "no bytes")):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(closed=False, buffer=io.BytesIO(content)))
         expected_message = f"standard input: expected an image or a video, received {message}"
@@ -108,50 +102,27 @@ def test_standard_input(
     )
 
 
-def test_prompt(run: Run, model: str, image: str) -> None:
-    args = (image, "--model", model, "--max-new-tokens", "8", "--json")
-    token_ids = json.loads(run(*args, "--prompt", "A red star")[1])["token_ids"]
-    pipe = mmspec.load(model, drafter=None)
-    assert token_ids == pipe.generate("A red star", images=[image], max_new_tokens=8).token_ids
-
-
-def test_compare_reports_equal_tokens_in_float32(run: Run, model: str, image: str) -> None:
-    args = (image, "--model", model, "--max-new-tokens", "10", "--compare", "--json", "--repetition-penalty", "1.2")
-    compared = json.loads(run(*args)[1])["compare"]
-    assert compared["equal"] is True
-    assert compared["difference"] is None
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (None, "no such file"),
-        (b"", "empty file"),
-        (b"just words", "text"),
         (b"%PDF-1.7\n", "received a PDF document; render its pages first, e.g. pdftoppm -png"),
-        (bytes(range(256)) * 8, "an image or a video"),
+        (b"\x89PNG\r\n\x1a\n", "expected an image or a video, received a PNG image"),
     ],
 )
-def test_file_that_is_no_media(run: Run, model: str, tmp_path: Path, content: bytes | None, expected: str) -> None:
+def test_files_that_cannot_be_described(
+    run: Run, model: str, tmp_path: Path, content: bytes | None, expected: str
+) -> None:
     path = tmp_path / "file.png"
     if content is not None:
         path.write_bytes(content)
     assert_user_error(run(str(path), "--model", model), "file.png", expected)
 
 
-def test_broken_media(run: Run, model: str, image: str, video: str, tmp_path: Path) -> None:
-    for source in (image, video):
-        whole = Path(source).read_bytes()
-        cut = tmp_path / Path(source).name
-        cut.write_bytes(whole[: len(whole) // 2])
-        assert_user_error(run(str(cut), "--model", model), cut.name)
-
-
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
         (["--frames", "0"], "--frames"),
-        (["--fps", "0"], "--fps"),
         (["--fps", "nan"], "--fps"),
         (["--video-backend", "gstreamer"], "decord"),
         (["--prompt", ""], "prompt must not be empty"),
@@ -165,9 +136,4 @@ def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
     limits = plugins.limits("tiny-llava")
     options = ("--model", "tiny-llava", "--max-new-tokens", "2", "--nodes", "0", "--json")
     assert run(image, *options)[2] == f"note: {limits}\n"
-    assert run(str(photograph()), *options)[2] == f"note: {limits}\n"
     assert run(str(samples() / "scene.png"), *options)[2] == ""
-
-
-def test_text_model_raises(run: Run, image: str, tmp_path: Path) -> None:
-    assert_user_error(run(image, "--model", str(save_text_model(tmp_path / "text"))), "text only")

@@ -106,7 +106,7 @@ def test_answers_are_generated_in_the_context_of_earlier_ones(model, pipe, promp
 def test_a_killed_run_is_resumed(model, questions, tmp_path):
     whole, parts, few = tmp_path / "whole", tmp_path / "parts", questions.parent / "few.jsonl"
     few.write_text("".join(questions.read_text().splitlines(keepends=True)[:7]))
-    arguments = ("--target", model, "--batch", 3, *NEW, "--prompts")
+    arguments = ("--target", model, "--batch", 3, *NEW, "--temperature", 1.5, "--seed", 1, "--prompts")
     run(*arguments, questions, "--out", whole)
     run(*arguments, few, "--out", parts)
     path = parts / "data.jsonl"
@@ -118,31 +118,21 @@ def test_a_killed_run_is_resumed(model, questions, tmp_path):
     before = path.read_bytes()
     assert run(*arguments, questions, "--out", parts)["answers"] == 0
     assert path.read_bytes() == before
+    run(*arguments, few, "--out", tmp_path / "other", "--seed", 2)
+    other = {record["id"]: record for record in records(tmp_path / "other")}
+    assert all(record != other.get(record["id"]) for record in records(whole))
 
 
 def test_other_settings_are_refused(model, questions, tmp_path):
     arguments = ("--target", model, "--prompts", questions, "--out", tmp_path / "out")
     run(*arguments, "--max-new-tokens", 3)
+    ids = [turn["token_ids"] for record in records(tmp_path / "out") for turn in record["conversations"][1::2]]
+    assert {len(answer) for answer in ids} == {3}
+    assert any(answer[-1] != 2 for answer in ids)  # truncated answers have no end token
     with pytest.raises(UserError, match="holds a run with"):
         run(*arguments, "--max-new-tokens", 4)
     run(*arguments, "--max-new-tokens", 4, "--no-resume")
     assert len(records(tmp_path / "out")) == 12
-
-
-def test_truncated_answers_have_no_end_token(model, questions, tmp_path):
-    run("--target", model, "--prompts", questions, "--out", tmp_path / "out", "--max-new-tokens", 3)
-    ids = [turn["token_ids"] for record in records(tmp_path / "out") for turn in record["conversations"][1::2]]
-    assert {len(answer) for answer in ids} == {3}
-    assert any(answer[-1] != 2 for answer in ids)
-
-
-def test_sampling_depends_on_the_seed(model, questions, tmp_path):
-    def answers(name, seed):
-        out = tmp_path / name
-        run("--target", model, "--prompts", questions, "--out", out, "--temperature", 1.5, "--seed", seed, *NEW)
-        return [[turn.get("token_ids") for turn in record["conversations"]] for record in records(out)]
-
-    assert answers("a", 1) == answers("b", 1) != answers("c", 2)
 
 
 def test_every_answer_has_its_own_seed():
@@ -197,21 +187,21 @@ def test_a_text_target_writes_its_own_prompts(tmp_path, monkeypatch):
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     )
-    arguments = ("--target", folder, "--self-prompts", 40, "--dtype", "float32", *NEW)
+    arguments = ("--target", folder, "--dtype", "float32", *NEW, "--self-prompts")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(*arguments, "--out", whole)["answers"] == len(records(whole)) > 3
-    run(*arguments[:3], 20, *arguments[4:], "--out", parts)
-    assert run(*arguments, "--out", parts)["answers"] < len(records(whole))
+    assert run(*arguments, 32, "--out", whole)["answers"] == len(records(whole)) > 3
+    run(*arguments, 16, "--out", parts)
+    assert run(*arguments, 32, "--out", parts)["answers"] < len(records(whole))
     assert sorted(records(parts), key=lambda r: r["id"]) == sorted(records(whole), key=lambda r: r["id"])
     other = sorted(records(whole), key=lambda r: r["id"])[-1]
-    run(*arguments[:3], 1, *arguments[4:], "--first", int(other["id"].split("-")[1]), "--out", tmp_path / "one")
+    run(*arguments, 1, "--first", int(other["id"].split("-")[1]), "--out", tmp_path / "one")
     assert records(tmp_path / "one") == [other]
     settings = json.loads((whole / "settings.json").read_text())
     assert (settings["prompt_temperature"], settings["prompt_top_p"]) == (0.8, 0.95)
     for option in ("--prompt-temperature", "--prompt-top-p"):
         with pytest.raises(UserError, match="holds a run with"):
-            run(*arguments, option, 0.01, "--out", whole)
-        assert run(*arguments, option, 0.01, "--out", tmp_path / option)["answers"] < 2
+            run(*arguments, 32, option, 0.01, "--out", whole)
+        assert run(*arguments, 4, option, 0.01, "--out", tmp_path / option)["answers"] < 2
 
 
 def test_conversations_that_cannot_be_answered_are_skipped(model, prompts, tmp_path):

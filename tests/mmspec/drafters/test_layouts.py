@@ -1,0 +1,303 @@
+"""Published layouts: which one a folder has, every tensor and every field that is refused, by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmspec import UserError
+from mmspec.drafters import layouts
+from mmspec.drafters.dflash import DFlash
+from mmspec.drafters.eagle import Eagle
+from mmspec.drafters.eagle3 import Eagle3
+from mmspec.drafters.kangaroo import Kangaroo
+from mmspec.drafters.layouts import LAYOUTS, REQUIRED, Field
+from mmspec.drafters.medusa import Hydra, Medusa
+from mmspec.vision.drafters.msd import MSD
+from mmspec.vision.drafters.vispec import ViSpec
+from tests import dflash, kangaroo, medusa
+from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, GPT_OSS, LLAMA3, PEAGLE, cut, head_tensors
+from tests.published import LLAVA, QWEN, VICUNA, VISPEC, tensors_of, vispec_tensors, write
+
+KINDS = {kind.layout: kind for kind in (Eagle, Eagle3, DFlash, Kangaroo, Medusa, Hydra, MSD, ViSpec)}
+SWITCHES = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": False}
+HEAD = cut(LLAMA3, [0, 1, 2], **SWITCHES)
+FOUR = cut(EAGLE4, [0, 1, 2], num_candidates=9, draft_vocab_size=101)
+WINDOWS = {"layer_types": ["sliding_attention"], "sliding_window": 5}
+
+
+def _blocks(layout, **heads):
+    config, tensors = dflash.published(dflash.reference(), layout)
+    return dflash.with_heads(config, tensors, **heads) if heads else (config, tensors)
+
+
+MADE = {
+    "eagle": lambda: (VICUNA, tensors_of(VICUNA)),
+    "msd": lambda: (LLAVA, tensors_of(LLAVA)),
+    "msd qwen": lambda: (QWEN, tensors_of(QWEN)),
+    "vispec": lambda: (VISPEC["qwen2_5_vl"], vispec_tensors(VISPEC["qwen2_5_vl"])),
+    "eagle3 midlayer": lambda: (HEAD, head_tensors(HEAD, "A", embedding=True)),
+    "eagle3 layers": lambda: (cut(GEMMA4, [0, 1]), head_tensors(cut(GEMMA4, [0, 1]), "B")),
+    "eagle3 without t2d": lambda: (cut(GPT_OSS), head_tensors(cut(GPT_OSS), "C")),
+    "eagle3 4": lambda: (FOUR, head_tensors(FOUR, "C")),
+    "eagle3 parallel": lambda: (cut(PEAGLE, [0, 1]), head_tensors(cut(PEAGLE, [0, 1]), "B")),
+    **{
+        f"dflash {layout}": lambda layout=layout: _blocks(layout) for layout in ("z-lab", "transformers", "speculators")
+    },
+    **{f"dflash {kind}": lambda kind=kind: _blocks("speculators", kind=kind) for kind in ("vanilla", "gated", "rnn")},
+    **{
+        f"{'hydra' if layout.startswith('hydra') else 'medusa'} {layout}": lambda layout=layout: medusa.published(
+            layout
+        )
+        for layout in medusa.LAYOUTS
+    },
+    "kangaroo": lambda: (
+        kangaroo.configuration(),
+        {name: tensor for name, tensor in kangaroo.adapter().state_dict().items() if name in kangaroo.NAMES},
+    ),
+}
+COPIES = ("embed_tokens.weight", *medusa.COPIES, "token_map", "lm_heads.0.weight", "t2d", "lm_head.weight")
+"""Tensors that may be missing, in some of the layouts; then what is refused, if anything, is something else."""
+
+WRONG = ("text", None, {}, 1.5, True, -1, 0, 10**9, math.nan, math.inf, [1.5], {"a": 1})
+every_checkpoint = pytest.mark.parametrize("name", MADE)
+
+
+@cache
+def checkpoint(name):
+    """The class that reads a checkpoint, its configuration and its tensors."""
+    return KINDS[name.split()[0]], *MADE[name]()
+
+
+def refusal(kind, config, tensors):
+    with pytest.raises(UserError) as caught:
+        kind.convert(config, tensors, "here")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@every_checkpoint
+def test_every_tensor_missing_further_misshapen_or_of_another_type_is_named(name):
+    kind, config, tensors = checkpoint(name)
+    kind.convert(config, {**tensors, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, "here")
+    for tensor, value in tensors.items():
+        rest = {other: value for other, value in tensors.items() if other != tensor}
+        assert f"unknown {tensor}.more" in refusal(kind, config, {**tensors, f"{tensor}.more": value})
+        if tensor not in COPIES:
+            assert f"missing {tensor}" in refusal(kind, config, rest)
+        if tensor != "token_map":
+            wrong = torch.cat([value, value[..., :1]], dim=-1)
+            line = refusal(kind, config, {**rest, tensor: wrong})
+            assert re.fullmatch(rf"here: {tensor} must be \(.*\) by config.json: got \(.*\)", line)
+            other = value.int() if value.is_floating_point() else value.float()
+            assert f"{tensor} must be a" in refusal(kind, config, {**rest, tensor: other})
+
+
+def _places(config, names, prefix):
+    """Objects of a configuration, and fields of these, that have one of some published names, with or without the
+    layout's prefix."""
+    for at in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for field in at:
+            if {field, str(field).removeprefix(prefix)} & {name.rpartition(".")[2] for name in names}:
+                yield at, field
+
+
+def _broken(rule, value):
+    """What a rule says of a value, or nothing."""
+    try:
+        rule.check("", value)
+    except UserError as error:
+        return str(error).strip()
+    return ""
+
+
+@every_checkpoint
+def test_every_field_that_breaks_its_rule_is_named(name):
+    """With values of all types, by the rules of the layout's table."""
+    kind, config, tensors = checkpoint(name)
+    count, row = 0, LAYOUTS[kind.layout]
+    for field in row.fields:
+        if field.read is not None or field.needed is not Field.needed:
+            continue
+        for number, _ in enumerate(_places(config, field.names, row.prefix)):
+            for value in WRONG:
+                said = _broken(field.rule, value)
+                if said and (value is not None or field.default is REQUIRED):
+                    changed = json.loads(json.dumps(config))
+                    at, key = list(_places(changed, field.names, row.prefix))[number]
+                    at[key] = value
+                    assert said in refusal(kind, changed, tensors), (key, value)
+                    count += 1
+    assert count > 5 or kind is Kangaroo
+
+
+@every_checkpoint
+def test_folders_are_recognised_and_read_by_their_own_drafter_alone(name, tmp_path):
+    kind, config, tensors = checkpoint(name)
+    folder = write(tmp_path, config, {key: value.contiguous() for key, value in tensors.items()}, "bin")
+    assert layouts.recognise(folder) == kind.layout
+    assert kind.read_published(folder)[0] == kind.convert(config, tensors, "here")[0]
+    for other in KINDS.values():
+        if kind.layout not in (other.layout, *LAYOUTS[other.layout].like):
+            with pytest.raises(UserError) as caught:
+                other.read_published(folder)
+            title = LAYOUTS[kind.layout].title
+            assert str(caught.value).endswith(f", received {title}: use {kind.layout}:{folder}")
+
+
+@pytest.mark.parametrize("name", ["eagle3 midlayer", "eagle3 without t2d", "msd"])
+def test_weights_are_read_in_their_own_dtype(name, tmp_path):
+    kind, config, tensors = checkpoint(name)
+    half = {key: value.half() if value.is_floating_point() else value for key, value in tensors.items()}
+    found = kind.read_published(Path(write(tmp_path, config, half)))[1]
+    assert {value.dtype for value in found.values()} == {torch.float16}
+
+
+# ---------------------------------------------------------------------- what rules of single fields do not say
+
+
+def _in_layer(**changes):
+    config = cut(GEMMA4, [0, 1])
+    return {"transformer_layer_config": {**config["transformer_layer_config"], **changes}}
+
+
+TYPES = "layer_types must be 2 of sliding_attention and full_attention"
+IDS = "must (be a list of layers|name 1 to 64 layers of the target, from 0 on)"
+REFUSALS = [
+    *[
+        (name, changes, said)
+        for name in ("msd", "eagle3 midlayer", "kangaroo")
+        for changes, said in (
+            ({"num_attention_heads": 96}, r"head_dim must be a whole number in \[2, 4096\]: got 0"),
+            ({"num_key_value_heads": 3}, "kv_heads must divide heads: got 3 for 4"),
+            ({"head_dim": 13}, "head_dim must be even, as rotary positions turn pairs: got 13"),
+        )
+        if name != "eagle3 midlayer" or "num_attention_heads" not in changes
+    ],
+    ("msd", {"hidden_size": None}, "hidden_size must be a whole number >= 1: got None"),
+    ("msd", {"num_attention_heads": "4"}, "num_attention_heads must be a whole number >= 1: got '4'"),
+    ("msd", {"intermediate_size": True}, "intermediate_size must be a whole number >= 1: got True"),
+    ("msd", {"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
+    ("msd", {"rms_norm_eps": "small"}, "rms_norm_eps must be > 0: got 'small'"),
+    ("msd", {"vocab_size": 95}, r"embed_tokens.weight must be \(95, 48\) by config.json: got \(96, 48\)"),
+    ("msd", {"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
+    ("msd", {"rope_theta": -1}, "rope_theta must be > 0: got -1"),
+    ("msd", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "received 1 with rope scaling 'linear'"),
+    ("msd", {"rope_parameters": {"rope_type": "yarn"}}, "received 1 with rope scaling 'yarn'"),
+    ("kangaroo", {"num_hidden_layers": 2}, "num_hidden_layers must be 1: got 2"),
+    ("eagle3 midlayer", {"vocab_size": None}, "vocab_size must be a whole number >= 1: got None"),
+    ("eagle3 midlayer", {"attention_bias": True}, "attention_bias must be unset or false: got True"),
+    ("eagle3 midlayer", {"draft_vocab_size": 41}, r"d2t must be \(41,\) by config.json: got \(40,\)"),
+    ("eagle3 midlayer", {"rope_scaling": {"type": "dynamic"}}, "rotary positions must be default, .*'dynamic'"),
+    ("eagle3 midlayer", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "turn whole heads: got a partial_rotary_fac"),
+    ("eagle3 midlayer", {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions must be valid: got .*"),
+    (
+        "eagle3 midlayer",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}},
+        "three sections of 8 frequencies in all",
+    ),
+    ("eagle3 midlayer", {"norm_before_fc": True}, "one of norm_before_fc and fc_norm must be false: got both true"),
+    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers: got '1,2'"),
+    (
+        "eagle3 midlayer",
+        {"aux_hidden_state_layer_ids": [1, 2, -3]},
+        r"reads must name 3 layers, from 0 on: got \[1, 2, -3",
+    ),
+    ("eagle3 midlayer", {"aux_hidden_state_layer_ids": [1, 2]}, r"unknown fc_norm.2.weight"),
+    ("eagle3 4", {"num_candidates": 0}, "num_candidates must be a whole number >= 1: got 0"),
+    ("eagle3 4", {"sliding_window": 0}, "sliding_window must be a whole number >= 1: got 0"),
+    ("eagle3 4", {**WINDOWS, "sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
+    (
+        "eagle3 layers",
+        _in_layer(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]),
+        r"layer_types must be all sliding_attention or none: got \['sliding_attention', 'full_attention'\]",
+    ),
+    ("eagle3 parallel", {"mask_token_id": None}, "mask_token_id must be a whole number >= 0: got None"),
+    ("dflash z-lab", {"block_size": None}, "block_size must be a whole number >= 1: got None"),
+    ("dflash transformers", {"mask_token_id": None}, "mask_token_id must be a whole number >= 0: got None"),
+    ("dflash vanilla", {"markov_rank": -1}, "markov_rank must be a whole number >= 0: got -1"),
+    ("dflash vanilla", {"sample_from_anchor": "yes"}, "sample_from_anchor must be True or False: got 'yes'"),
+    ("dflash z-lab", {"block_size": 1}, r"block_size must be a whole number in \[2, 64\]: got 1"),
+    ("dflash z-lab", {"dflash_config": {"mask_token_id": 99, "target_layer_ids": []}}, f"target_layer_ids {IDS}"),
+    ("dflash transformers", {"target_layer_ids": [1, -3]}, f"target_layer_ids {IDS}"),
+    ("dflash transformers", {"layer_types": ["full_attention"]}, TYPES),
+    ("dflash transformers", {"layer_types": ["full_attention", "chunked"]}, TYPES),
+    ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
+    ("dflash transformers", {"use_swa": True}, "use_swa must be unset or false: got True"),
+    ("dflash speculators", {"causal_head": 1}, "causal_head must be True or False: got 1"),
+    (
+        "dflash vanilla",
+        {"markov_head_type": "lstm"},
+        "markov_head_type must be 'vanilla' or 'gated' or 'rnn': got 'lstm'",
+    ),
+    (
+        "dflash vanilla",
+        {"markov_head_type": "gated"},
+        "missing markov_head.gate_proj.bias, markov_head.gate_proj.weight",
+    ),
+    ("dflash vanilla", {"markov_rank": 0}, "markov_rank must be positive for a confidence head that reads the Markov"),
+    ("dflash rnn", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_head.joint_proj.weight"),
+    (
+        "dflash vanilla",
+        {"markov_rank": 7},
+        r"confidence_head.proj.weight must be \(1, 55\) by config.json: got \(1, 54",
+    ),
+    (
+        "dflash vanilla",
+        {"enable_confidence_head": False},
+        "unknown confidence_head.proj.bias, confidence_head.proj.wei",
+    ),
+    ("dflash vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head must be True or False: got 'yes'"),
+    ("dflash vanilla", {"confidence_head_with_markov": False}, r"proj.weight must be \(1, 48\) by config.json"),
+    ("medusa medusa", {"medusa_num_heads": "many"}, r"num_heads must be a whole number in \[1, 64\]: got 'many'"),
+    ("hydra hydra", {"hidden_state_offset": 1}, r"hidden_state_offset must be a whole number in \[0, 0\]: got 1"),
+    ("medusa medusa", {"medusa_num_heads": 4}, r"missing 3\.0\.linear\.bias"),
+    ("medusa medusa", {"medusa_num_layers": 3}, r"missing 0\.2\.linear\.bias"),
+    ("medusa vllm", {"medusa_fc_bias": True}, r"missing blocks\.0\.layers\.0\.bias"),
+    ("medusa vllm", {"logit_scale": 2.0}, r"logit_scale must be a number in \[1, 1\]: got 2"),
+    ("medusa vllm-map", {"vocab_size": None}, "token_map must be a 1D integer tensor of distinct tokens below 0"),
+    ("hydra hydra", {"hydra_head_arch": "eagle-attn"}, "head_arch must be 'mlp' or 'prefix-mlp': got 'eagle-attn'"),
+    ("hydra hydra", {"grounded_heads": False}, r"unknown hydra_mlp\.0\.0\.res_connection\.bias"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_configurations_that_cannot_be_are_refused(name, changes, said):
+    kind, config, tensors = checkpoint(name)
+    with pytest.raises(UserError, match=said) as caught:
+        kind.convert({**config, **changes}, tensors, "here")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("eagle3 midlayer", {"d2t": torch.full((DRAFT,), 80)}, r"i \+ d2t\[i\] must be distinct tokens below 101"),
+        ("eagle3 midlayer", {"d2t": torch.zeros(DRAFT).long() - 1}, "distinct tokens below 101"),
+        ("eagle3 midlayer", {"d2t": torch.arange(DRAFT) * -1}, "distinct tokens below 101"),
+        ("eagle3 midlayer", {"t2d": torch.ones(101).bool()}, r"mark exactly the tokens i \+ d2t\[i\]: it marks 101"),
+        ("eagle3 midlayer", {"t2d": torch.arange(101) >= 101 - DRAFT}, "t2d must mark exactly .*: it marks 40"),
+        ("medusa vllm-map", {"token_map": medusa.MAP[:1].repeat(2)}, "token_map must be"),
+        ("medusa vllm-map", {"token_map": medusa.MAP + 90}, "token_map must be"),
+        (
+            "msd",
+            {"layers.0.self_attn.q_proj.bias": torch.zeros(48)},
+            "missing layers.0.self_attn.k_proj.bias, layers.0",
+        ),
+        (
+            "eagle3 4",
+            {f"efficient_lm_head.{part}": torch.zeros(1) for part in ("g_idx", "qweight", "qzeros", "scales")},
+            "unknown efficient_lm_head.g_idx, efficient_lm_head.qweight, efficient_lm_head.qzeros, efficient_lm_head",
+        ),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(name, changes, said):
+    kind, config, tensors = checkpoint(name)
+    with pytest.raises(UserError, match=said):
+        kind.convert(config, {**tensors, **changes}, "here")

@@ -1,0 +1,388 @@
+"""Losses of training objectives equal those of plain loops, which run every chain, block or head alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mmspec.drafters.checkpoint import load_network
+from mmspec.drafters.dflash import DFlash, DFlashNetwork
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaNetwork
+from mmspec.ssm.drafters.mamba import MambaConfig, MambaNetwork
+from mmspec.ssm.training import forward_kl
+from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.training.dflash import DFlashObjective
+from mmspec.training.eagle3 import Eagle3Objective
+from mmspec.training.kangaroo import KangarooObjective
+from mmspec.training.medusa import MedusaObjective
+from mmspec.training.objectives import LossOutput
+from mmspec.training.small import distillation_loss
+from mmspec.training.tasks import head_weight
+from mmspec.vision.training import HiddenStateObjective
+from tests import dflash, eagle3, medusa
+from tests.drafting import network_for
+from tests.kangaroo import adapter
+from tests.tiny import shared_model
+from tests.tiny.models import dflash_network, kangaroo_network, medusa_network
+from tests.training import assert_gradients, assert_losses, plain_loss, random_batch
+
+TWO = ([(3, 9)], [(2, 5), (6, 9)])  # answers of two conversations, in one of them two
+ALL = slice(None)
+
+
+@pytest.fixture(scope="module")
+def target() -> TransformersTarget:
+    return TransformersTarget(shared_model("llama"))
+
+
+def shaken() -> Any:
+    """Another model of the target's shape."""
+    network = copy.deepcopy(shared_model("llama"))
+    torch.manual_seed(3)
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return network
+
+
+def detached(output: LossOutput) -> LossOutput:
+    return replace(output, total=output.total.detach())
+
+
+def mamba_network() -> MambaNetwork:
+    torch.manual_seed(0)
+    return MambaNetwork(MambaConfig(101, hidden_size=16, heads=2, head_dim=8, state=4, layers=2))
+
+
+# ---------------------------------------------------------------------- EAGLE-3
+
+
+def eagle3_chains(plain, target, batch, passes, loss):
+    """Losses of each depth, over chains that are each run alone from the target's states."""
+    found = [[] for _ in range(passes)]
+    for row in range(len(batch.tokens)):
+        tokens, said = batch.tokens[row], batch.answer[row].nonzero().flatten().tolist()
+        states = list(batch.layers[row].split(48, dim=-1))
+        for start in said:  # the chain's first entry consumes this token
+            depths = 0
+            while depths < passes and start + depths in said and start + depths + 1 in said:
+                depths += 1
+            if not depths:
+                continue
+            positions = torch.arange(start).expand(3, -1)
+            followed = tokens[start + 1 : start + depths].tolist()
+            levels = plain.levels(tokens[1 : start + 1], [s[:start] for s in states], positions, followed)
+            for depth, logits in enumerate(levels):
+                goal = target.head(batch.hidden[row, start + depth])[plain.ids].softmax(-1)
+                found[depth].append(plain_loss(loss, goal, logits))
+    return found
+
+
+def eagle3_case(target, config, layout, folder):
+    """A head's published tensors, its network and draft vocabulary, and a batch."""
+    tensors = eagle3.head_tensors(config, layout)
+    shape, ours, draft_ids, _ = Eagle3.convert(config, tensors, "here")
+    batch = random_batch(TWO, (11, 11), shape.states)
+    batch.tokens[batch.visual] = 100
+    batch.embeds[:] = torch.nan  # never read: image positions are placeholder tokens
+    return tensors, load_network(Eagle3Network, shape, ours, folder), draft_ids, batch
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "loss"),
+    [
+        (eagle3.cut(eagle3.LLAMA3), "A", "kl"),
+        (eagle3.cut(eagle3.LLAMA3, fc_norm=True, norm_output=True), "A", "lk"),
+        (eagle3.cut(eagle3.GEMMA4, [0, 1], norm_before_fc=True, num_hidden_layers=2), "B", "lk"),
+        (eagle3.cut(eagle3.PEAGLE, [0, 1, 2], fc_norm=True, norm_output=True, num_hidden_layers=2), "B", "kl"),
+    ],
+)
+def test_passes_of_eagle3(config, layout, loss, target, tmp_path):
+    tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
+    tensors = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in tensors.items()}
+    output = Eagle3Objective(4, decay=0.5, loss=loss)(network, target, batch, draft_ids)
+    losses = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 4, loss)
+    total = assert_losses(output, {"token": losses}, partial(pow, 0.5))
+    names = ["fc.weight", "norm.weight", "lm_head.weight"]
+    at = "midlayer" if layout == "A" else "layers.0"
+    theirs = [*names, f"{at}.hidden_norm.weight", f"{at}.self_attn.o_proj.weight", f"{at}.mlp.down_proj.weight"]
+    ours = [*names, "layers.0.hidden_norm.weight", "layers.0.out.weight", "layers.0.down.weight"]
+    parts = dict(network.named_parameters())
+    assert_gradients(output.total, total, [parts[name] for name in ours], [tensors[name] for name in theirs])
+
+
+@pytest.mark.parametrize("config", [eagle3.cut(eagle3.LLAMA3), eagle3.cut(eagle3.PEAGLE, [0, 1, 2])])
+def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, tmp_path):
+    layout = "B" if "transformer_layer_config" in config else "A"
+    tensors, network, draft_ids, batch = eagle3_case(target, config, layout, tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    output = Eagle3Objective(3, decay=0.5, keep=0.6)(network, target, batch, draft_ids, generator)
+    with torch.no_grad():
+        plain = eagle3_chains(eagle3.PlainHead(config, tensors, target.embed), target, batch, 3, "kl")
+    kept = [plain[0]]
+    for depth in (2, 3):
+        losses, mean = plain[depth - 1], output.metrics[f"token_{depth}"]
+        subsets = (some for count in range(1, len(losses)) for some in combinations(losses, count))
+        kept.append(next(some for some in subsets if float(sum(some)) / len(some) == pytest.approx(mean, rel=1e-5)))
+    assert len(kept[1]) < len(plain[1])
+    assert_losses(detached(output), {"token": kept}, partial(pow, 0.5))
+    none = Eagle3Objective(3, decay=0.5, keep=0.0)(network, target, batch, draft_ids)
+    assert_losses(detached(none), {"token": plain[:1]}, partial(pow, 0.5))
+
+
+# ---------------------------------------------------------------------- DFlash
+
+
+def dflash_blocks(plain, target, batch, loss, ids, heads, causal, first):
+    """Losses of each slot, of one block after another; ``heads`` are published tensors of DSpark, or none."""
+    drafts = dflash.BLOCK - first
+    found = {"token": [[] for _ in range(drafts)], "confidence": [[] for _ in range(drafts)]}
+    for row in range(len(batch.tokens)):
+        said = batch.answer[row].nonzero().flatten().tolist()
+        for anchor in said:
+            states = batch.layers[row, :anchor].split(48, dim=-1)
+            last = int(batch.tokens[row, anchor])
+            block = dflash.block_states(plain, target, states, torch.arange(anchor), last, causal)
+            for slot in range(1, drafts + 1):
+                if anchor + slot not in said:
+                    break
+                goal = target.head(batch.hidden[row, anchor + slot - 1])[ids].softmax(-1)
+                read = block[first + slot - 1]
+                logits = target.head(read)[ids]
+                if "markov_head.markov_w1.weight" in heads:
+                    before = [*[last] * first, *batch.tokens[row, anchor : anchor + slot]]
+                    logits = logits + dflash.markov_logits(heads, block[: first + slot], before)
+                    read = torch.cat([read, heads["markov_head.markov_w1.weight"][before[-1]]])
+                found["token"][slot - 1].append(plain_loss(loss, goal, logits))
+                if "confidence_head.proj.weight" in heads:  # cross-entropy with the expected acceptance
+                    weight = heads["confidence_head.proj.weight"][0]
+                    sure = weight @ read[: len(weight)] + heads["confidence_head.proj.bias"][0]
+                    accepted = torch.minimum(goal, logits.softmax(-1)).sum()
+                    found["confidence"][slot - 1].append(F.binary_cross_entropy_with_logits(sure, accepted))
+    return {name: losses for name, losses in found.items() if losses[0]}
+
+
+def dflash_case(folder, causal=False, **heads):
+    """Published tensors, their network, and a batch of which one conversation ends with an answer of one token."""
+    config, tensors = dflash.published(dflash.reference(), "z-lab")
+    if heads:
+        config, tensors = dflash.with_heads(config, tensors, **heads)
+    config["dflash_config"]["causal_head"] = causal
+    shape, ours, _, _ = DFlash.convert(config, tensors, "here")
+    batch = random_batch(([(3, 11)], [(2, 5), (7, 9), (11, 12)]), (13, 12), layers=2)
+    batch.layers = batch.layers.nan_to_num(9.0)  # attention's mask does not hide NaN
+    batch.embeds[:] = torch.nan
+    return tensors, load_network(DFlashNetwork, shape, ours, folder), batch
+
+
+@pytest.mark.parametrize(
+    ("loss", "heads", "causal"),
+    [
+        ("kl", {}, False),
+        ("lk", {}, True),
+        ("tv", {"kind": "vanilla", "confidence": "markov"}, False),
+        ("kl", {"kind": "gated", "confidence": "state"}, False),
+        ("kl", {"kind": "rnn", "confidence": "none"}, True),
+        ("kl", {"kind": "rnn", "confidence": "markov", "from_anchor": False}, False),
+    ],
+)
+def test_blocks_of_dflash(loss, heads, causal, target, tmp_path):
+    tensors, network, batch = dflash_case(tmp_path, causal, **({"from_anchor": True} | heads if heads else {}))
+    narrow = torch.arange(0, 101, 2) if loss == "lk" else None
+    output = DFlashObjective(anchors=99, gamma=2.0, loss=loss)(network, target, batch, narrow)
+    own = {name: tensor for name, tensor in tensors.items() if "_head." in name}
+    with torch.no_grad():
+        ids, first = ALL if narrow is None else narrow, network.config.first
+        found = dflash_blocks(dflash.reference(), target, batch, loss, ids, own, causal, first)
+    assert len(found["token"]) == network.config.drafts
+    assert_losses(detached(output), found, lambda slot: math.exp(-slot / 2.0))
+    gradients = torch.autograd.grad(output.total, list(network.parameters()))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_heads_of_dspark_in_bfloat16(kind, target, tmp_path):
+    _, network, batch = dflash_case(tmp_path, kind=kind, from_anchor=False)
+    whole = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = DFlashObjective(anchors=99)(network, target, batch).total.detach()
+    torch.testing.assert_close(half, whole, rtol=0.02, atol=0.0)
+
+
+def test_anchors_are_drawn_from_the_answers_without_repetition(target, tmp_path):
+    """As many as the losses need, another draw with another seed."""
+    _, network, batch = dflash_case(tmp_path)
+
+    def drawn(anchors, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return float(DFlashObjective(anchors)(network, target, batch, generator=generator).total.detach())
+
+    assert drawn(1, 0) == drawn(1, 0) != drawn(1, 5)
+    assert drawn(99, 0) == pytest.approx(drawn(99, 5), rel=1e-5)
+
+
+# ---------------------------------------------------------------------- Medusa and Hydra
+
+
+@torch.no_grad()
+def medusa_heads(layout, tensors, target, batch, loss, ids):
+    """Losses of each head, at one token after another."""
+    found = [[] for _ in range(medusa.HEADS)]
+    for row, states in enumerate(batch.hidden):
+        said = batch.answer[row].nonzero().flatten().tolist()
+        if layout == "hydra-prefix":
+            states = medusa.prefix()(inputs_embeds=states[None]).last_hidden_state[0]
+        for root in said:
+            for head in range(medusa.HEADS):
+                if root + head + 1 not in said:
+                    break
+                embeds = batch.embeds[row, root : root + head + 1]
+                scores = medusa.logits(layout, tensors, head, states[root - 1], embeds, target.head)
+                goal = target.head(batch.hidden[row, root + head])[ids].softmax(-1)
+                found[head].append(plain_loss(loss, goal, scores))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [("medusa", "kl"), ("tgi", "lk"), ("vllm-narrow", "kl"), ("hydra", "lk"), ("hydra-prefix", "kl")],
+)
+def test_heads_of_medusa_and_hydra(layout, loss, target, tmp_path):
+    config, tensors = medusa.published(layout)
+    batch = random_batch(TWO, (11, 11))
+    shape, ours, ids, _ = (Hydra if layout.startswith("hydra") else Medusa).convert(config, tensors, str(tmp_path))
+    network = load_network(MedusaNetwork, shape, ours, tmp_path)
+    if layout == "hydra-prefix":
+        network.take_shape(Hydra.shape_of(medusa_network(target.model, prefix=True)))
+    assert layout != "vllm-narrow" or torch.equal(ids, medusa.MAP)
+    output = MedusaObjective(decay=0.7, loss=loss)(network, target, batch, ids)
+    expected = medusa_heads(layout, tensors, target, batch, loss, ALL if ids is None else ids)
+    assert_losses(detached(output), {"token": expected}, partial(pow, 0.7))
+    gradients = torch.autograd.grad(output.total, list(network.parameters()))
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head": 101}, {"grounded": True, "layers": 2}, {"grounded": True, "prefix": True}]
+)
+def test_heads_start_as_the_targets_output_layer(changes, target):
+    network = medusa_network(target.model, **changes)
+    network.start(head_weight(target, None))
+    state, rotation = torch.randn(1, 5, 48), (torch.ones(5, 1, 1), torch.zeros(5, 1, 1))
+    assert torch.equal(network(state, rotation, lambda q, k, v: q), state)
+    for head, chain in enumerate(network.heads):
+        read = torch.cat([state, torch.randn(1, 5, 48 * (head + 1))], dim=-1) if network.config.grounded else state
+        torch.testing.assert_close(network.scores(head, [chain(read)], target.head), target.head(state))
+
+
+# ---------------------------------------------------------------------- next tokens: Kangaroo, small models, Mamba
+
+
+def kangaroo_logits(target, network, batch, row, at):
+    """Of transformers' layer with the network's weights, over the states of the exit layer."""
+    ours = network.state_dict()
+    tensors = dict(zip("qkv", ours["layers.0.qkv.weight"].split([48, 24, 24]), strict=True))
+    tensors["o"] = ours["layers.0.out.weight"]
+    tensors = {f"layers.0.self_attn.{part}_proj.weight": tensor for part, tensor in tensors.items()}
+    norms = {"layers.0.input_layernorm.weight": ours["layers.0.input_norm.weight"], "norm.weight": ours["norm.weight"]}
+    read = batch.layers[row : row + 1, : at + 1]
+    return target.head(adapter(tensors | norms)(inputs_embeds=read, use_cache=False).last_hidden_state[0, -1])
+
+
+def small_logits(target, network, batch, row, at):
+    read = batch.tokens[row, : at + 1][~batch.visual[row, : at + 1]]
+    return network(input_ids=read[None]).logits[0, -1]
+
+
+def mamba_logits(target, network, batch, row, at):
+    hidden = network(batch.tokens[row : row + 1, : at + 1])[0][0, -1]
+    return network.embed.weight @ hidden
+
+
+NEXT = {
+    "kangaroo": (lambda loss: KangarooObjective(loss), kangaroo_network, kangaroo_logits),
+    "small": (lambda loss: partial(distillation_loss, loss), lambda model: shaken(), small_logits),
+    "mamba": (lambda loss: forward_kl, lambda model: mamba_network(), mamba_logits),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "ids"),
+    [
+        ("kangaroo", "kl", None),
+        ("kangaroo", "lk", torch.arange(0, 101, 3)),
+        ("small", "kl", None),
+        ("small", "lk", None),
+        ("mamba", "kl", None),
+        ("mamba", "kl", torch.tensor([3, 7, 50, 51, 99])),
+    ],
+)
+def test_next_tokens(kind, loss, ids, target):
+    """Padding is NaN, and rows have answers of several tokens, of one, and of several spans."""
+    make, network_of, logits_of = NEXT[kind]
+    network = network_of(target.model)
+    batch = random_batch(([(3, 6), (8, 9)], [(4, 5)], [(3, 5), (7, 12)]), (9, 5, 12), layers=1)
+    if kind == "kangaroo":
+        batch.layers = batch.layers.nan_to_num(9.0)  # the layers' attention does not know of padding
+    if kind == "small":
+        batch.tokens[batch.visual] = 5000  # images are left out
+    places = [(0, 3), (0, 4), (2, 3), *((2, at) for at in (7, 8, 9, 10))]
+    chosen, losses, right, agreed = ALL if ids is None else ids, [], 0, 0
+    best = logits_of(target, network, batch, 2, 10)[chosen].argmax()
+    batch.tokens[2, 11] = torch.arange(101)[chosen][best]  # an answer's token that is what the network says
+    for row, at in places:
+        logits, full = logits_of(target, network, batch, row, at)[chosen], target.head(batch.hidden[row, at])
+        goal = full[chosen].softmax(-1).detach()
+        losses.append(plain_loss(loss, goal, logits) + (goal * goal.log()).sum() * (kind == "mamba"))
+        best = torch.arange(101)[chosen][logits.argmax()]
+        agreed += int(best == full.argmax())
+        right += int(
+            best == (batch.tokens[row, at + 1] if kind == "mamba" else torch.arange(101)[chosen][goal.argmax()])
+        )
+    output = make(loss)(network, target, batch, ids)
+    if kind == "mamba":
+        shares = {"agreement": agreed / len(places), "right": right / len(places)}
+        total = torch.stack(losses).mean()
+        torch.testing.assert_close(output.total, total, atol=1e-5, rtol=1e-4)
+        assert output.metrics == pytest.approx({"kl": float(total.detach()), **shares}, rel=1e-4)
+    else:
+        total = assert_losses(output, {"token": [losses]}, lambda depth: 1.0)
+        assert output.metrics["right_1"] == pytest.approx(right / len(places))
+    if kind == "kangaroo":  # the loop's weights are copies
+        assert all(bool(each.any()) for each in torch.autograd.grad(output.total, list(network.parameters())))
+    else:
+        assert_gradients(output.total, total, list(network.parameters()))
+
+
+SILENT = {
+    "eagle3": (Eagle3Objective(), lambda model: Eagle3Network(Eagle3.convert(*eagle3_head(), "here")[0])),
+    "dflash": (DFlashObjective(), dflash_network),
+    "medusa": (MedusaObjective(), medusa_network),
+    "kangaroo": (KangarooObjective(), kangaroo_network),
+    "small": (partial(distillation_loss, "kl"), lambda model: shaken()),
+    "mamba": (forward_kl, lambda model: mamba_network()),
+    "msd": (HiddenStateObjective(), network_for),
+}
+
+
+def eagle3_head():
+    config = eagle3.cut(eagle3.LLAMA3)
+    return config, eagle3.head_tensors(config)
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_a_batch_without_answers_has_no_loss(kind, target):
+    """Nor does one whose answers have one token each."""
+    objective, network_of = SILENT[kind]
+    network, batch = network_of(target.model), random_batch(([(2, 3)], []), (4, 4), layers=3)
+    output = objective(network, target, batch)
+    assert float(output.total.detach()) == 0.0
+    assert not any(output.metrics.values())

@@ -1,0 +1,418 @@
+"""``mmspec train msd`` and ``mmspec train flash``: objective, and what sets up network and drafter to train.
+
+The objective has the target's next hidden states and tokens, also after the drafter's own ones. Entry j of a drafter's
+sequence takes token j + 1 and the target's hidden state at token j. It predicts the hidden state at token j + 1, and
+with the target's head token j + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mmspec.checks import (
+    FLAG,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    inherited,
+    inherited_optional,
+    option,
+    whole,
+    with_fields_of,
+)
+from mmspec.core.target import Target
+from mmspec.drafters.hidden_state import packing, take
+from mmspec.drafters.layer import Rotary, rotary_frequencies
+from mmspec.drafters.shape import TREE
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.training.features import Features
+from mmspec.training.objectives import LossOutput, PassCache, TokenLosses
+from mmspec.training.options import HeadOptions, Passes, TreeOptions
+from mmspec.training.tasks import (
+    DrafterSetup,
+    DrafterTraining,
+    OnlineLearner,
+    head_weight,
+    load_shared_weights,
+    output_rows,
+)
+from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
+
+_DEFAULT_SPAN = 256
+"""Visual tokens that share latents, if the target's configuration does not state the number per image."""
+
+
+@dataclass(frozen=True)
+class Losses(Passes):
+    """Settings of MSD's objective.
+
+    Attributes:
+        hidden_weight, token_weight: of the smooth L1 distance to the target's hidden state, and of the cross-entropy
+            with its next-token distribution. The papers of MSD and EAGLE weight the two 1 and 0.1.
+        noise: amplitude of uniform noise, times 512 / length, on the hidden states of the first pass.
+    """
+
+    hidden_weight: float = option(0.1, NOT_NEGATIVE, "Weight of the hidden-state loss.")
+    token_weight: float = option(1.0, NOT_NEGATIVE, "Weight of the token loss.")
+    noise: float = option(0.1, NOT_NEGATIVE, "Noise on the input hidden states.")
+
+
+@dataclass(frozen=True)
+class SlotLosses(Losses):
+    """Settings of FLASH's objective.
+
+    Attributes:
+        glancing: predictions are replaced by the target's states before the next pass (Falcon, arXiv 2412.12639,
+            replaces tokens: here the tokens of a block are the true ones anyway).
+    """
+
+    slot_decay: float = option(1.0, POSITIVE, "Weight of a slot to the one before.")
+    glancing: float = option(0.0, SHARE, "Share of wrong predictions replaced by the truth, decaying to 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+@with_fields_of(MSDConfig)
+class MSDOptions(Losses, HeadOptions):
+    """Options of ``mmspec train msd``."""
+
+    fit: bool = option(
+        False,
+        FLAG,
+        "Initialise by ridge regression of the target's hidden states, unless with --start: for little data.",
+    )
+    hide_visual: bool | None = inherited_optional(MSDConfig, "hide_visual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashOptions(SlotLosses, MSDOptions):
+    """Options of ``mmspec train flash``. Trees come from one pass; MSD's are wider and take a pass per level."""
+
+    passes: int = inherited(Passes, "passes", default=1)
+    top_k: int = inherited(TreeOptions, "top_k", default=4)
+    depth: int = inherited(TreeOptions, "depth", default=12)
+    slots: int = inherited(MSDConfig, "slots", "Tokens per forward pass; 1 as in MSD.", default=12)
+    latents: int | None = inherited_optional(
+        MSDConfig, "latents", "Latents per image; 0 keeps all visual tokens, as in MSD.", default_text="by --ratio"
+    )
+    ratio: float = option(9.0, POSITIVE, "Or visual tokens per latent.")
+    span: int | None = inherited_optional(
+        MSDConfig,
+        "span",
+        "Visual tokens per image; longer runs are split.",
+        default_text="that of the target's configuration, or 256",
+        rule=whole(1, 2**20),
+    )
+    rank: int | None = inherited_optional(
+        MSDConfig, "rank", "Rank of an output layer of their own for the slots after the first; 0: the target's head."
+    )
+
+
+def _setup(kind: type[MSD], options: MSDOptions, pipe: Pipeline, draft_ids: Tensor | None) -> DrafterSetup:
+    start, target = None, pipe.target
+    if options.start is not None:
+        start = MSD.from_checkpoint(options.start)
+        start.attach(target)  # refuses drafters of other targets
+    if draft_ids is None and start is not None:
+        draft_ids = start.draft_ids
+    tokens = output_rows(target) if draft_ids is None else len(draft_ids)
+    network = MSDNetwork(_network_config(options, target, start, tokens)).to(target.device, torch.float32)
+    config = network.config
+    if config.rank and options.passes > 1:
+        raise UserError(f"passes must be 1 with rank: got {options.passes}")
+    if config.reads:
+        nn.init.zeros_(network.read.weight)  # as without, at first
+    if start is not None:
+        load_shared_weights(start, network, options.start)
+    if config.rank and (start is None or start.network.config.rank != config.rank):
+        guess = start.network.cell.guess if start is not None and not start.network.config.rank else None
+        init_low_rank_head(network, head_weight(target, draft_ids), guess)
+    chosen = options.part(HiddenStateObjective.__dataclass_fields__)
+    fit = partial(fit_projection, network) if options.fit and start is None else None
+    tree = options.part(TREE)
+    return DrafterSetup(network, HiddenStateObjective(**chosen), kind, draft_ids, tree, fit, layers=config.reads)
+
+
+@torch.no_grad()
+def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | None = None) -> None:
+    """Initialises the output layer of ``MSDConfig.rank`` as the best approximation of the target's head.
+
+    Args:
+        network: to initialise.
+        head: (draft tokens, hidden), weight of the target's head.
+        guess: predicts the head's inputs from carried states; None is the identity.
+    """
+    whole = head if guess is None else head @ guess.weight.to(head)
+    left, values, right = torch.linalg.svd(whole.float(), full_matrices=False)
+    kept = values[: network.config.rank].sqrt()
+    network.cell.head.weight.zero_()
+    network.cell.narrow.weight.zero_()
+    network.cell.head.weight[:, : len(kept)] = left[:, : len(kept)] * kept
+    network.cell.narrow.weight[: len(kept)] = kept[:, None] * right[: len(kept)]
+    network.cell.head.bias.copy_(torch.zeros(len(head)) if guess is None else head @ guess.bias.to(head))
+
+
+@torch.no_grad()
+def fit_projection(network: MSDNetwork, batches: Iterable[Features], ridge: float = 0.01) -> None:
+    """Initialises a network as the best linear guess of the target's next hidden state, by ridge regression.
+
+    The projection of token embedding and hidden state is fitted; attention and MLP add nothing at first.
+
+    Args:
+        network: to initialise.
+        batches: features of conversations.
+        ridge: weight of the penalty, relative to the mean square of the inputs.
+    """
+    width = network.config.hidden_size
+    moments = torch.zeros(2 * width + 1, 3 * width + 1, dtype=torch.float64)
+    for batch in batches:
+        chosen = batch.answer[:, 1:] & batch.answer[:, :-1]
+        inputs = torch.cat([batch.embeds[:, 1:], batch.hidden[:, :-1]], dim=-1)[chosen].double().cpu()
+        inputs = F.pad(inputs, (0, 1), value=1.0)
+        moments += inputs.t() @ torch.cat([inputs, batch.hidden[:, 1:][chosen].double().cpu()], dim=1)
+    square, product = moments.split([2 * width + 1, width], dim=1)
+    scale = square.diagonal()[:-1]
+    penalty = torch.cat([scale[:width].mean().expand(width), scale[width:].mean().expand(width), scale.new_zeros(1)])
+    if bool((penalty[:-1] == 0).any()):
+        return  # no answers
+    solved = torch.linalg.solve(square + torch.diag(ridge * penalty), product)
+    network.fc.weight.copy_(solved[:-1].t())
+    network.fc.bias.copy_(solved[-1])
+    for branch in (network.out, network.down):
+        branch.weight.zero_()
+
+
+def _network_config(options: MSDOptions, target: Any, start: MSD | None, tokens: int) -> MSDConfig:
+    fields = options.part(MSDConfig.__dataclass_fields__)
+    fields |= _latents(options, target)
+    rank = fields.get("rank", start.network.config.rank if start else 0)
+    fields |= {"rank": rank, "head": tokens if rank else 0}
+    return replace(start.network.config, **fields) if start else MSDConfig.like(target.config, **fields)
+
+
+def _latents(options: MSDOptions, target: Any) -> dict[str, int]:
+    """Values of ``MSDConfig.latents`` and ``span`` for commands that have ``--ratio``."""
+    if not isinstance(options, FlashOptions):
+        return {}
+    # LLaVA's configurations state the number of tokens per image; in other families it varies.
+    span = options.span or getattr(target.model.config, "image_seq_length", None) or _DEFAULT_SPAN
+    latents = max(1, round(span / options.ratio)) if options.latents is None else options.latents
+    if options.hide_visual:
+        latents = 0
+    return {"latents": latents, "span": span if latents else 0}
+
+
+@dataclass(frozen=True)
+class HiddenStateObjective(SlotLosses):
+    """Losses of a batch over several forward passes, each fed with the predictions of the pass before.
+
+    The first pass takes the target's true hidden states, as for accepted tokens. Later passes take predicted states for
+    the last tokens and true states before them, as for a node of a tree (the training-time test of EAGLE-3, arXiv
+    2503.01840; a single pass is the training of MSD, arXiv 2505.14260).
+
+    With k slots a pass predicts k states in sequence, each from the state predicted before it and the true token: a
+    tree node matters only if its parent was accepted. The next pass is fed with all k. In the first pass such a chain
+    starts at every entry; every k-th chain, from a random one on, continues in the later passes.
+
+    Metrics are numbered by depth in a tree: ``right_d`` is the accuracy of tokens predicted d steps after a true state.
+
+    Attributes:
+        top_k: children per node, whose total probability ``MSDConfig.confidence`` learns.
+    """
+
+    top_k: int = option(10, whole(1))
+
+    def __call__(
+        self,
+        network: MSDNetwork,
+        target: Target,
+        batch: Features,
+        draft_ids: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        progress: float = 1.0,
+    ) -> LossOutput:
+        """The losses, see ``mmspec.training.tasks.Objective``. Noise, the first chain, and the predictions that
+        glancing replaces are drawn."""
+        slots = network.config.slots
+        read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
+        entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))
+        weights = {"token": self.token_weight, "hidden": self.hidden_weight}
+        losses = TokenLosses(self.loss, target, entries.truth, entries.wanted, draft_ids, weights)
+        if not losses.count:
+            return losses.output
+        chains = _Chains(self, network, entries, losses, self.glancing * (1.0 - progress), generator)
+        rotary = Rotary(rotary_frequencies(network.config.head_dim, network.config.rope_theta))
+        rotary.reserve(batch.hidden.shape[1], batch.embeds)
+        cache = PassCache()
+        x = network.combine(entries.embeds, entries.hidden, entries.visual)
+        outputs = network(x, rotary(entries.positions), cache.attend)
+        last, device = x.shape[1] - 1, x.device
+        entry, valid = packing(entries.wanted, left=False)
+        state, carried = network.begin(take(outputs, entry))
+        for number in range(self.passes):
+            states, ends = chains.predict(entry, state, carried, valid, number)
+            if number + 1 == self.passes or not bool(ends.any()):
+                break
+            if number == 0:
+                first = int(torch.randint(slots, (), generator=generator, device=device)) if slots > 1 else 0
+                entry, ends, states = entry[:, first::slots], ends[:, first::slots], states[:, first::slots]
+                cache.start_chains(entry)
+            link = (entry[..., None] + torch.arange(1, slots + 1, device=device)).clamp(max=last).flatten(1)
+            x = network.combine(take(entries.embeds, link), states.flatten(1, 2), None)
+            outputs = network(x, rotary(entries.positions_of(link)), cache.attend)
+            entry, valid = entry + slots, ends
+            state, carried = network.begin(outputs[:, slots - 1 :: slots])
+        return losses.output
+
+    def _noisy(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.noise == 0.0:
+            return hidden
+        noise = torch.rand(hidden.shape, generator=generator, device=hidden.device, dtype=torch.float32) - 0.5
+        return hidden + (2 * self.noise * 512 / hidden.shape[1] * noise).to(hidden.dtype)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The drafter's input sequences and targets of a batch, (batch, entries, ...) each.
+
+    Attributes:
+        embeds, hidden: inputs.
+        truth: the hidden states to predict.
+        visual: entries of visual tokens.
+        wanted: entries whose input token and predicted token both belong to an answer.
+        positions: of the entries; a slice if none were removed.
+    """
+
+    embeds: Tensor
+    hidden: Tensor
+    truth: Tensor
+    visual: Tensor
+    wanted: Tensor
+    positions: Tensor | slice
+
+    def positions_of(self, entry: Tensor) -> Tensor:
+        """Positions of entries, (batch, n) int64 each."""
+        return entry if isinstance(self.positions, slice) else self.positions.gather(1, entry)
+
+
+def _entries(network: MSDNetwork, batch: Features, hidden: Tensor) -> _Entries:
+    """The entries of a batch, images compressed or hidden; ``hidden``: (batch, entries, hidden)."""
+    answer = batch.answer[:, 1:]
+    wanted = answer & F.pad(answer[:, 1:], (0, 1))
+    embeds, truth, visual = batch.embeds[:, 1:], batch.hidden[:, 1:], batch.visual[:, 1:]
+    images = network.images(visual)
+    kept = network.kept(visual, images)
+    if kept is None:
+        return _Entries(embeds, hidden, truth, visual, wanted, slice(0, truth.shape[1]))
+    order, _ = packing(kept, left=False)
+    if images is not None:
+        embeds, hidden = network.with_latents(embeds, hidden, images)
+    visual, wanted = visual.gather(1, order), wanted.gather(1, order)
+    return _Entries(take(embeds, order), take(hidden, order), take(truth, order), visual, wanted, order)
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Predicts the states of a batch's chains and adds their losses.
+
+    Attributes:
+        glancing: share of the wrong predictions that the truth replaces.
+    """
+
+    objective: HiddenStateObjective
+    network: MSDNetwork
+    entries: _Entries
+    losses: TokenLosses
+    glancing: float
+    generator: torch.Generator | None
+
+    def predict(
+        self, entry: Tensor, state: Tensor, carried: Tensor, valid: Tensor, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the states of all slots of a pass.
+
+        Args:
+            entry: (batch, chains) int64, the entry of each chain's first slot.
+            state: (batch, chains, hidden), the states predicted in the first slot.
+            carried: (batch, chains, hidden), the recurrent state between slots.
+            valid: (batch, chains) bool, chains that are within an answer so far.
+            number: of the pass, from 0.
+
+        Returns:
+            The input states of the next pass, (batch, chains, slots, hidden), and the chains that it can continue,
+            (batch, chains) bool.
+        """
+        network, wanted = self.network, self.entries.wanted
+        slots, last = network.config.slots, wanted.shape[1] - 1
+        # Later passes continue one chain in ``slots``.
+        share, states = slots if number else 1, []
+        for slot in range(slots):
+            position = (entry + slot).clamp(max=last)
+            own = slot > 0 and network.config.rank > 0
+            if slot:
+                carried = network.cell(take(self.entries.embeds, position), carried)
+                state = state if own else network.guess(carried)
+            weight = self.objective.decay**number * self.objective.slot_decay**slot * share
+            states.append(self._scored(state, carried, own, position, valid, number * slots + slot + 1, weight))
+            valid = valid & wanted.gather(1, (entry + slot + 1).clamp(max=last))
+        return torch.stack(states, dim=2), valid
+
+    def _scored(
+        self, state: Tensor, carried: Tensor, own: bool, entry: Tensor, valid: Tensor, depth: int, weight: float
+    ) -> Tensor:
+        """Add the losses of predicted states.
+
+        Args:
+            state: (batch, chains, hidden), the predictions; not predicted by slots with an output layer of their own.
+            carried: (batch, chains, any), the recurrent state between slots.
+            own: whether the slot has an output layer of its own.
+            entry: (batch, chains) int64, the entries that they predict.
+            valid: (batch, chains) bool, predictions with a loss.
+            depth: suffix of the metrics' names.
+
+        Returns:
+            The states to continue with, (batch, chains, hidden): the predictions, some wrong ones replaced by glancing.
+        """
+        if not bool(valid.any()):
+            return state
+        predicted, inner, network = state[valid], carried[valid], self.network
+        truth, goal = take(self.entries.truth, entry), self.losses.goals(valid, entry)
+        scores, further = network.cell.scores(inner) if own else self.losses.head(predicted), {}
+        if not own:
+            further["hidden"] = F.smooth_l1_loss(predicted.float(), truth[valid].float())
+        if network.config.confidence:
+            # The network's states learn nothing from it.
+            logit = network.coverage(predicted.detach(), inner.detach()).float()[:, 0]
+            best = scores.topk(min(self.objective.top_k, scores.shape[-1]), dim=-1).indices
+            covered = goal.gather(-1, best).sum(-1).clamp(0.0, 1.0)
+            further["coverage"] = F.binary_cross_entropy_with_logits(logit, covered)
+        self.losses.add(depth, scores, goal, weight, **further)
+        if self.glancing == 0.0 or own:
+            return state
+        drawn = torch.rand(len(predicted), generator=self.generator, device=state.device) < self.glancing
+        wrong = scores.argmax(-1) != goal.argmax(-1)
+        replaced = torch.zeros_like(valid).masked_scatter(valid, drawn & wrong)
+        return torch.where(replaced[..., None], truth.to(state.dtype), state)
+
+
+MSD_TRAINING = DrafterTraining(
+    MSDOptions,
+    partial(_setup, MSD),
+    "Train an MSD drafter: first on text, then on a growing share of images and videos.",
+)
+FLASH_TRAINING = DrafterTraining(
+    FlashOptions,
+    partial(_setup, Flash),
+    """Train a FLASH drafter: MSD with images compressed to latents and several tokens per forward pass.
+
+    --latents 0 turns off the compression, --slots 1 the semi-autoregression. All else is as in `train msd`.""",
+)
+online_flash = partial(OnlineLearner, HiddenStateObjective(passes=1, loss="lk"))
+online_msd = partial(OnlineLearner, HiddenStateObjective(passes=2, loss="lk"))

@@ -1,1 +1,0 @@
-"""Training of MSD and FLASH drafters."""
