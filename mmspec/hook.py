@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from mmspec import plugins
+from mmspec.cache.tree_cache import CACHE_NAMES, cache_in
 from mmspec.checks import shown
 from mmspec.core.target import Prompt
 from mmspec.drafters.assisted import chosen_drafter
@@ -39,7 +41,8 @@ from mmspec.targets.support import base_model, refuse_learned_prompts
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """Output with ``return_dict_in_generate=True``: ``sequences``, one ``Stats`` per row, ``scores`` and ``logits`` if
-    asked for. The latter are zeros at rows that have ended. ``past_key_values`` is the cache that the caller passed."""
+    asked for. The latter are zeros at rows that have ended. ``cache`` (``past_key_values`` before transformers 5.24) is
+    the cache that the caller passed."""
 
     stats: list[Stats] | None = None
 
@@ -74,7 +77,7 @@ def decode(
             assistant.
         assistant_tokenizer: its tokenizer, if it is another one.
         raw_inputs: arguments of ``generate``, for draft models: images that ``generate`` has encoded are among them. If
-            ``past_key_values`` is, an empty cache, it is filled as by ``generate``, which takes a prefill more.
+            a cache is, an empty one, it is filled as by ``generate``, which takes a prefill more.
 
     Returns:
         (batch, length) int64, prompt and new tokens, padded on the right as by ``generate``, or ``SpeculativeOutput``.
@@ -106,14 +109,14 @@ def decode(
         if streamer is not None:
             streamer.end()  # after an error too: its reader would wait for ever
     sequences = _join(input_ids, rows, _padding(generation_config)) if joint is None else joint.ids
-    past = (raw_inputs or {}).get("past_key_values")
+    past = cache_in(raw_inputs or {})
     if past is not None:
         with pipe.engine.paused():
             _fill(model, input_ids, sequences, model_kwargs)
     if not generation_config.return_dict_in_generate:
         return sequences
     output = SpeculativeOutput(sequences=sequences, stats=[row.stats for row in rows])  # type: ignore[arg-type]
-    output.past_key_values = past
+    setattr(output, next(name for name in CACHE_NAMES if hasattr(type(output), name)), past)
     if records:
         own = [row.logits[: row.stats.num_generated_tokens] for row in rows if row.logits is not None]
         logits = logits_by_step(own, sequences.shape[1] - input_ids.shape[1])
@@ -149,7 +152,7 @@ def _fill(model: Any, input_ids: Tensor, sequences: Tensor, model_kwargs: dict[s
     Decoding has caches of its own; this takes a pass over the prompt and one over the answer.
     """
     if plugins.layer_class(model.config.get_text_config()) is not None:
-        warnings.warn("past_key_values stays empty: layers with states cannot fill it in one pass", stacklevel=4)
+        warnings.warn("the cache given stays empty: layers with states cannot fill it in one pass", stacklevel=4)
         return
     output = model(**model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs))
     if new := sequences.shape[1] - input_ids.shape[1] - 1:
@@ -289,7 +292,7 @@ if hasattr(GenerationMixin, "_extract_generation_mode_kwargs"):  # a private met
 def _prompt(input_ids: Tensor, model_kwargs: dict[str, Any], raw_inputs: dict[str, Any] | None) -> Prompt:
     mask = model_kwargs.get("attention_mask")
     own = ("input_ids", "inputs", "attention_mask", *model_kwargs)
-    skipped = ("attention_mask", "past_key_values", "cache_params", "use_cache", "logits_to_keep")
+    skipped = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
     embeds = model_kwargs.get("inputs_embeds")
     return Prompt(
         input_ids if embeds is None else input_ids.new_zeros(embeds.shape[:2]),
@@ -331,9 +334,9 @@ def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], 
     ]
     if wanted:
         raise UserError(f"sequences, scores, logits and stats are returned: {', '.join(wanted)} cannot be")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise UserError(f"past_key_values must be empty: the cache given holds {past.get_seq_length()} tokens")
-    past = model_kwargs.get("cache_params")
-    if past is not None and past.has_previous_state():
-        raise UserError("cache_params must be empty: the cache given holds a state")
+    past = cache_in(model_kwargs)
+    if past is None or not past.layers:
+        return
+    attends = any(isinstance(layer, CacheLayerMixin) for layer in past.layers)
+    if held := past.get_seq_length() if attends else past.has_previous_state():
+        raise UserError(f"the cache given must be empty: it holds {f'{held} tokens' if attends else 'a state'}")

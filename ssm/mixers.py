@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def _attention(
-    states: StateCache, original: Adapter, mixer: Any, hidden_states: Tensor, past_key_values: Any, **options: Any
+    states: StateCache, original: Adapter, mixer: Any, hidden_states: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """Replace ``MiniMaxLightningAttention.forward``."""
     if not states.verifying:
+        options = {name: value for name, value in options.items() if value is not states}
         y, state = original(mixer, hidden_states=hidden_states, **options)
         states.update_recurrent_state(state.transpose(2, 3), mixer.layer_idx)
         return y, None
@@ -57,9 +58,9 @@ class LightningAttention(Mamba2):
     functions: ClassVar[Functions] = {
         "MiniMaxLightningAttention.forward": (
             _attention,
-            ("hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+            ("hidden_states", "position_embeddings", "attention_mask"),
         ),
-        "MiniMaxModel.forward": (_model, ("past_key_values", "use_cache")),
+        "MiniMaxModel.forward": (_model, ("use_cache",)),
     }
 
     def read(  # type: ignore[override]
@@ -82,7 +83,6 @@ def _block(
     mixer: Any,
     input_states: Tensor,
     position_ids: Tensor,
-    past_key_values: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Replace ``RecurrentGemmaRecurrentBlock.forward``.
@@ -141,9 +141,9 @@ class RGLRU:
 
 
 def _projections(
-    states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, past_key_values: Any, conv_mask: Any
+    states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
 ) -> Any:
-    """Replace ``ZayaCCAProjection.forward``, with two convolutions and a delayed part of the values."""
+    """Replace ``ZayaCCAProjection.forward``, two convolutions and a delayed part of the values; called by position."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)
@@ -157,8 +157,8 @@ def _dynamic_convolution(
     module: Any,
     hidden_states: Tensor,
     dynamic_input: Tensor,
-    past_key_values: Any,
     conv_mask: Any,
+    **cache: Any,
 ) -> Any:
     """Replace ``Inkling2DynamicShortConvolution.forward``, whose weights depend on the token."""
     key, convolve = (module.layer_idx, module.conv_idx), partial(original, module, conv_mask=conv_mask)
@@ -173,7 +173,7 @@ def _relative_logits(
 
 
 _RELATIVE = _relative_logits, ("relative_states", "query_positions", "key_positions")
-_WINDOWED = ("hidden_states", "past_key_values", "conv_mask")
+_WINDOWED = ("hidden_states", "conv_mask")
 
 INKLING: Functions = {**CONVOLUTION, "InklingRelativeLogits.forward": _RELATIVE}
 INKLING2: Functions = {

@@ -10,7 +10,7 @@ from transformers.cache_utils import DFlashCache
 
 from tests.draft_checks import check_drafts, plain_pass
 from tests.published import write  # noqa: F401, for tests of these checkpoints
-from tests.targets import row_of
+from tests.targets import CACHE, row_of
 from tests.tiny.configs import VOCAB
 
 BLOCK, MASK, WIDTH = 5, 99, 48
@@ -94,7 +94,7 @@ def block_states(model, target, states, positions, last, causal=False):
         context_hidden_states=torch.cat(states, dim=-1)[None],
         attention_mask=mask,
         position_ids=torch.cat([positions, positions.max() + 1 + torch.arange(size)])[None],
-        past_key_values=cache,
+        **{CACHE: cache},
     ).last_hidden_state[0]
 
 

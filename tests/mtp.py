@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.mtp import MTPNetwork
 from tests.draft_checks import check_drafts, plain_pass
-from tests.targets import row_of
+from tests.targets import CACHE, row_of
 from tests.tiny.configs import _shrink
 
 
@@ -205,7 +205,7 @@ def gain_of(built: Any, model: PreTrainedModel, tokens: list[int], path: list[in
             states,
             position_embeddings=rotary(embeds, position_ids=axes, **kind),
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE: cache},
             **built.create_masks_for_mtp_layer(number, embeds, cache, positions),
         )
         gain *= float(model.lm_head(states[0, -1]).softmax(-1)[token])

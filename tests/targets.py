@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaModel, PreTrainedModel
 
 from mmspec import TokenTree, accept_path, plugins
+from mmspec.cache.tree_cache import CACHE_NAMES
 from mmspec.core.target import Prompt
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import random_tree, root_path, valid_nodes
+
+CACHE = next(name for name in CACHE_NAMES if name in signature(LlamaModel.forward).parameters)
+"""The name of the cache argument in this version of transformers."""
 
 
 def prompt_of(inputs: dict[str, Tensor]) -> Prompt:

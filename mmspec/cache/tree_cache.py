@@ -6,18 +6,40 @@ nodes after the longest row, and shorter rows mask the slots in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from inspect import signature
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mmspec.cache.buffers import KVBuffers, SlotBounds, StaticKVBuffers
 from mmspec.core.target import KeysValues
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache argument: from transformers 5.24 on, before, and before in models without attention."""
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Name of the cache argument of a module's forward; empty without any."""
+    kind: Any = type(module)
+    return _cache_argument(kind)
+
+
+@cache
+def _cache_argument(kind: Any) -> str:
+    parameters = signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "")
+
+
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among keyword arguments, by any of its names; None without any."""
+    return next((x for name in CACHE_NAMES if (x := arguments.get(name)) is not None), None)
 
 
 class TreeCache(Cache):

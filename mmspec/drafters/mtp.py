@@ -34,7 +34,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from mmspec import ops
 from mmspec.cache.rows import RowTensor
-from mmspec.cache.tree_cache import TreeCache
+from mmspec.cache.tree_cache import TreeCache, cache_argument
 from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
@@ -148,7 +148,7 @@ class MTPNetwork(nn.Module):
             position_embeddings=rotation,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{cache_argument(self.layers[number]): cache},
             **options,
         )
         return self.norm(outputs)

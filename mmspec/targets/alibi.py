@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmspec.cache.tree_cache import cache_in
 from mmspec.targets.layers import Place, replaced
 
 _ATTRIBUTE = "slot_positions"
@@ -100,7 +101,7 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.clip_qkv:
             states = states.clamp(-self.clip_qkv, self.clip_qkv)
         query, key, value = states.unflatten(2, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
-        key, value = options["past_key_values"].update(key, value, self.layer_idx)
+        key, value = cache_in(options).update(key, value, self.layer_idx)
         # Relative to the last position, as in the table: (heads, 1, positions), 0 at its end.
         positions = positions.clamp(max=position_bias.shape[2] - 1)  # no token is emitted after the last one
         bias = position_bias[:, 0, positions - 1 - int(positions.max())].transpose(0, 1).unsqueeze(2)

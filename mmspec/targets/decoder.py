@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mmspec.cache.tree_cache import TreeCache
+from mmspec.cache.tree_cache import CACHE_NAMES, TreeCache, cache_argument, cache_in
 from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
@@ -25,7 +25,7 @@ from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.support import cache_argument, decoder_of, output_layer, refuse_unsupported
+from mmspec.targets.support import decoder_of, output_layer, refuse_unsupported
 
 
 class Decoder:
@@ -132,7 +132,7 @@ class Decoder:
         last: dict[Feature, Tensor] = {}
 
         def record(_: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
-            if inputs.get(self._cache_argument) is cache:
+            if cache_in(inputs) is cache:
                 decoder_inputs.update(inputs) if out is None else last.update(last=self._in_dtype(out[0]))
 
         with (
@@ -214,7 +214,7 @@ class Decoder:
     def _run_model(self, call: dict[str, Any], cache: TreeCache) -> Any:
         # Some models can only compute the logits of all positions.
         least = {"logits_to_keep": 1} if "logits_to_keep" in signature(self._model.forward).parameters else {}
-        return self._model(**call, use_cache=True, **least, **{self._cache_argument: cache})
+        return self._model(**call, use_cache=True, **least, **{cache_argument(self._model): cache})
 
     @contextmanager
     def _applied(self) -> Iterator[None]:
@@ -272,7 +272,7 @@ class Decoder:
 
 
 _SPLIT = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "visual_pos_masks", "deepstack_visual_embeds"}
-_SPLIT |= {"past_key_values", "cache_params", "use_cache", "return_dict", "logits_to_keep"}
+_SPLIT |= {*CACHE_NAMES, "use_cache", "return_dict", "logits_to_keep"}
 """Inputs of a decoder that can be split into chunks of positions, or apply to every chunk."""
 
 

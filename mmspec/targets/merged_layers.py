@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec.cache.tree_cache import TreeCache
+from mmspec.cache.tree_cache import TreeCache, cache_in
 from mmspec.ops import cpu
 from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import StoredRows, concatenated
@@ -72,15 +72,15 @@ class MergedLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         assert position_embeddings is not None
-        rotation = rotation_of(*position_embeddings)
+        rotation, cache = rotation_of(*position_embeddings), cache_in(kwargs) if cache is None else cache
         if self.stack is not None and self.attends_by_kernel(kwargs):
-            output = self.stack.output(self.place, hidden_states, rotation, attention_mask, past_key_values)
+            output = self.stack.output(self.place, hidden_states, rotation, attention_mask, cache)
             if output is not None:
                 return output
         x = hidden_states.float()
@@ -88,8 +88,8 @@ class MergedLayer(nn.Module):
         query, key, value = qkv.transpose(1, 2).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.native is not None and self.attends_by_kernel(kwargs):
             key, value = key.bfloat16(), value.bfloat16()
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.self_attn.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.self_attn.layer_idx)
         read = self._attend(query, key, value, attention_mask, kwargs)
         return self.rounded(self._outputs(read.flatten(2), x))
 

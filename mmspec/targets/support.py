@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from mmspec import plugins
+from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError
 from mmspec.targets.alibi import Alibi
 from mmspec.targets.layers import ATTENTION, TreeLayers
@@ -148,11 +149,6 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return module
 
 
-def cache_argument(decoder: nn.Module) -> str:
-    """Name of the cache argument of a decoder's forward."""
-    return "past_key_values" if "past_key_values" in signature(decoder.forward).parameters else "cache_params"
-
-
 def base_model(model: Any) -> Any:
     """The model of transformers in a wrapper of peft, with the adapters in its layers; anything else unchanged.
 
@@ -205,10 +201,11 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         )
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
-    needs = {"position_ids", "past_key_values"} if attends else {cache_argument(decoder)}
-    if Alibi.supports(config, decoder):
-        needs.discard("position_ids")
-    if lacking := sorted(needs - signature(decoder.forward).parameters.keys()):
+    positions = (
+        not attends or Alibi.supports(config, decoder) or "position_ids" in signature(decoder.forward).parameters
+    )
+    lacking = [what for what, taken in (("position_ids", positions), ("a cache", cache_argument(decoder))) if not taken]
+    if lacking:
         raise UserError(f"forward must take {', '.join(lacking)}: that of {type(decoder).__name__} in {name} does not")
 
 

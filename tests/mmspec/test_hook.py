@@ -23,6 +23,7 @@ import mmspec
 from mmspec import UserError
 from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
+from tests.targets import CACHE
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
 from tests.tiny.configs import TEXT_CONFIGS
 from tests.tiny.drafters import tiny_drafter
@@ -694,9 +695,9 @@ def test_refuses_filled_caches():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     past = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=inputs["input_ids"][:, :5], past_key_values=past)
-    with pytest.raises(UserError, match="past_key_values must be empty: the cache given holds 5 tokens"):
-        mmspec.generate(model, drafter="ngram", nodes=4, past_key_values=past, **inputs, **GREEDY)
+        model(input_ids=inputs["input_ids"][:, :5], **{CACHE: past})
+    with pytest.raises(UserError, match="the cache given must be empty: it holds 5 tokens"):
+        mmspec.generate(model, drafter="ngram", nodes=4, **{CACHE: past}, **inputs, **GREEDY)
 
 
 def states(cache):
@@ -711,15 +712,15 @@ def test_a_callers_cache_is_filled_as_by_generate(name):
     answers = model.generate(**inputs, **GREEDY)[:, inputs["input_ids"].shape[1] :]
     options = {**GREEDY, "return_dict_in_generate": True, "eos_token_id": int(answers[0, 7]), "pad_token_id": 0}
     ours, theirs, none = (DynamicCache(config=model.config) for _ in range(3))
-    expected = model.generate(**inputs, **options, past_key_values=theirs)
-    found = mmspec.generate(model, drafter="ngram", nodes=6, past_key_values=ours, **inputs, **options)
+    expected = model.generate(**inputs, **options, **{CACHE: theirs})
+    found = mmspec.generate(model, drafter="ngram", nodes=6, **{CACHE: ours}, **inputs, **options)
     assert torch.equal(found.sequences, expected.sequences)
-    assert found.past_key_values is ours
+    assert found[CACHE] is ours
     assert ours.get_seq_length() == theirs.get_seq_length() == expected.sequences.shape[1] - 1
     for own, other in zip(states(ours), states(theirs), strict=True):
         torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
-    hooked = model.generate(**inputs, **options, past_key_values=none, custom_generate=mmspec.decode, drafter="ngram")
-    assert hooked.past_key_values is none
+    hooked = model.generate(**inputs, **options, **{CACHE: none}, custom_generate=mmspec.decode, drafter="ngram")
+    assert hooked[CACHE] is none
     for own, other in zip(states(none), states(theirs), strict=True):
         torch.testing.assert_close(own, other, atol=1e-4, rtol=1e-4)
 
@@ -727,16 +728,16 @@ def test_a_callers_cache_is_filled_as_by_generate(name):
 def test_a_filled_cache_continues_a_conversation():
     model, inputs = shared_model("llama"), text_inputs(1, 9)
     past = DynamicCache(config=model.config)
-    first = mmspec.generate(model, drafter="ngram", past_key_values=past, **inputs, **GREEDY)
+    first = mmspec.generate(model, drafter="ngram", **{CACHE: past}, **inputs, **GREEDY)
     second = torch.cat([first, torch.tensor([[5, 6, 7]])], dim=1)
-    assert torch.equal(model.generate(second, past_key_values=past, **GREEDY), model.generate(second, **GREEDY))
+    assert torch.equal(model.generate(second, **{CACHE: past}, **GREEDY), model.generate(second, **GREEDY))
 
 
 def test_caches_of_recurrent_states_stay_empty_with_a_warning():
     model, inputs = shared_model("bamba"), text_inputs(1, 9)
     past = DynamicCache(config=model.config)
-    with pytest.warns(UserWarning, match="past_key_values stays empty: layers with states"):
-        mmspec.generate(model, drafter="ngram", past_key_values=past, **inputs, **GREEDY)
+    with pytest.warns(UserWarning, match="the cache given stays empty: layers with states"):
+        mmspec.generate(model, drafter="ngram", **{CACHE: past}, **inputs, **GREEDY)
     assert past.get_seq_length() == 0
 
 

@@ -33,6 +33,7 @@ from mmspec.targets.merged_layers import MergedLayer, merge_layers, norm_of
 from mmspec.targets.packing import KINDS, QUANTISED, pack_model, packed, weights_kind
 from tests.compiled import needs_kernels
 from tests.mmspec.targets.packed import GEMMA3, VOCAB, layer_by_layer, model_of, target_of
+from tests.targets import CACHE
 
 FAMILIES = [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GEMMA3]
 PACKED = ["bfloat16", *QUANTISED]
@@ -91,7 +92,7 @@ def test_merged_layers_give_the_models_logits(config_class):
     ids = torch.randint(120, (2, 9))
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
     start, then = merged(ids[:, :5]), merged
-    after = then(ids[:, 5:], past_key_values=start.past_key_values).logits
+    after = then(ids[:, 5:], **{CACHE: start[CACHE]}).logits
     torch.testing.assert_close(after, model(ids).logits[:, 5:], atol=1e-5, rtol=1e-4)
 
 
@@ -143,8 +144,8 @@ def test_a_cache_of_transformers_holds_the_same_keys_and_values(kind, config_cla
     prefilled = target.prefill(Prompt(ids), max_new_tokens=9).logits.bfloat16()
     decoded = target.forward_tree(TokenTree.root(token[:, 0])).logits.bfloat16()  # as the model rounds them
     usual = DynamicCache(config=model.config)
-    assert torch.equal(model(ids, past_key_values=usual).logits[:, -1:].bfloat16(), prefilled)
-    assert torch.equal(model(token, past_key_values=usual).logits.bfloat16(), decoded)
+    assert torch.equal(model(ids, **{CACHE: usual}).logits[:, -1:].bfloat16(), prefilled)
+    assert torch.equal(model(token, **{CACHE: usual}).logits.bfloat16(), decoded)
     for layer, theirs in enumerate(usual.layers):
         for mine, other in zip(target.runner.cache.kv.states(layer), (theirs.keys, theirs.values), strict=True):
             assert mine.dtype == other.dtype == torch.bfloat16
@@ -170,7 +171,7 @@ def test_tokens_have_the_same_bits_in_prompts_trees_and_alone(config_class, kind
     pack_model(model, kind)
     assert all(layer.native is not None for layer in model.get_decoder().layers)
     ids = torch.randint(VOCAB, (1, 80))
-    whole = model(ids, past_key_values=DynamicCache(config=model.config)).logits
+    whole = model(ids, **{CACHE: DynamicCache(config=model.config)}).logits
     path = ids[0, 60:65].tolist()
     tokens, parents = [path[0]], [-1]
     kept = [0]

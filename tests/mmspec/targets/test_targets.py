@@ -185,7 +185,7 @@ def test_attention_that_takes_no_trees_is_replaced_during_passes(name, model_nam
         ),
         (
             lambda: random_model(small_config(OpenAIGPTConfig)),
-            "forward must take past_key_values: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
+            "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
         ),
     ],
 )
