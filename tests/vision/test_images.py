@@ -134,7 +134,9 @@ def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
         ("F", 1.0, WHITE),
         ("F", 0.5, (128, 128, 128)),
         ("F", 77.4, (77, 77, 77)),
+        ("F", 255.0, WHITE),
         ("F", 257.0 * 77, (77, 77, 77)),
+        ("F", 65535.0, WHITE),
     ],
 )
 def test_modes(mode: str, value: object, expected: tuple[int, int, int]) -> None:

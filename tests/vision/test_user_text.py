@@ -90,6 +90,19 @@ def test_chat_messages_with_typed_tokens(processor):
     assert torch.equal(ids[torch.isin(ids, control)], expected[torch.isin(expected, control)])
 
 
+def test_items_that_spell_a_special_token_together(processor):
+    """The templates join them without a separator."""
+    specials = _specials(processor)
+    control = torch.tensor(processor.tokenizer.convert_tokens_to_ids(specials))
+    kept = []
+    for texts in (("a", "b"), *((special[:2], f"{special[2:]}b") for special in specials)):
+        content = [{"type": "image"}, *({"type": "text", "text": text} for text in texts)]
+        ids = _encode(processor, {"prompt": [{"role": "user", "content": content}], "images": [_IMAGE]}).input_ids[0]
+        assert "".join(texts) in processor.tokenizer.decode(ids)
+        kept.append(ids[torch.isin(ids, control)].tolist())
+    assert kept == kept[:1] * len(kept)
+
+
 def test_a_typed_image_token_needs_no_image(llava):
     assert llava.generate("Describe <image> and </s>.", max_new_tokens=4).stats.num_generated_tokens
 

@@ -517,6 +517,17 @@ def test_corrupt_data_in_the_middle(tmp_path: Path, suffix: str, filler: int) ->
         load_video(bytes(data), frames=40)
 
 
+def test_a_broken_file_is_decoded_up_to_its_last_good_frame(tmp_path: Path) -> None:
+    """A seek into broken data fails; the frames before that are then decoded from the first on."""
+    options = BFRAMES | {"x264-params": "keyint=15:min-keyint=15:scenecut=0"}
+    path = encode(tmp_path / "a.mp4", even(600, step=40), options=options, gop=15, size=(32, 48))
+    data = bytearray(path.read_bytes())
+    first, last = (len(data) * share // 100 for share in (42, 60))
+    data[first:last] = bytes(last - first)
+    with pytest.raises(UserError, match=r"expected a frame at 20\.00 s, received a video that breaks after 1\d\."):
+        load_video(bytes(data), frames=3)
+
+
 def write_audio(path: Path, *, cover: bool = False) -> Path:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
@@ -551,6 +562,8 @@ def test_options_out_of_range(tmp_path: Path) -> None:
     for fps in (0.0, -1.0, float("nan"), float("inf")):
         assert_user_error(path, "fps must be None or a number > 0", fps=fps)
     assert_user_error(path, "is 5000 frames: expected at most 512", fps=1000.0)
+    assert_user_error(path, "is 513 frames: expected at most 512", fps=102.6)
+    assert len(load_video(path, fps=102.4).times) == MAX_FRAMES
     assert_user_error(path, "backend must be one of pyav, decord: received 'cv2'", backend="cv2")
 
 

@@ -85,6 +85,14 @@ def test_a_prefix_replaces_what_can_be_cut_from_it(whole):
     assert len(cache) == (4 if whole else 3)
 
 
+def test_a_prefix_with_features_that_a_longer_one_lacks_is_kept():
+    cache, states = PrefixCache(BYTES), torch.zeros(1, 30, 16)
+    cache.add(prefix(range(30), features={"last": states, 2: states}), whole=False)
+    cache.add(prefix(range(40)), whole=False)
+    assert len(cache) == 2
+    assert cache.find(range(50), "", ["last", 2], 0, whole=False)[1] == 30
+
+
 def test_the_least_recently_used_prefixes_leave_first():
     size = prefix(range(20)).nbytes
     cache = PrefixCache(3 * size)

@@ -40,8 +40,8 @@ def drafter_of(tmp_path, plain, layout="z-lab", **changes):
     return loaded(tmp_path, *published(plain, layout, **changes))
 
 
-def _network(model, kind):
-    heads = {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
+def _network(model, kind, **heads):
+    heads |= {"markov_rank": 32, "markov_inputs": VOCAB, "markov_outputs": VOCAB, "markov_type": kind}
     return dflash_network(model, window=0, sliding=[], from_anchor=True, **heads)
 
 
@@ -191,14 +191,16 @@ def test_levels_give_the_most_probable_paths(nodes):
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_trees_beside_quantised_weights(kind):
+@pytest.mark.parametrize(
+    ("kind", "confidence"), [("vanilla", "none"), ("vanilla", "state"), ("gated", "none"), ("rnn", "none")]
+)
+def test_trees_beside_quantised_weights(kind, confidence):
     """A vanilla head's tree is a call of the kernels, equal to the one that the others have from torch."""
     model = copy.deepcopy(shared_model("llama"))
     pack_model(model, "int8")
     inputs, options = text_inputs(3), {"max_new_tokens": 12, "eos_token_id": None}
     plain = mmspec.generate(model, drafter=None, **options, **inputs)
-    drafter = DFlash(_network(model, kind), top_k=3, total_tokens=12)
+    drafter = DFlash(_network(model, kind, confidence=confidence), top_k=3, total_tokens=12)
     trees = []
 
     def propose(token, budget):
@@ -210,7 +212,7 @@ def test_trees_beside_quantised_weights(kind):
 
     grow, drafter.grow = drafter.grow, propose
     found = mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs)
-    assert (drafter._markov is not None) == (kind == "vanilla")
+    assert (drafter._markov is not None) == ((kind, confidence) == ("vanilla", "none"))
     assert torch.equal(found, plain)
     assert len(trees) > 2
     for ours, theirs in trees:

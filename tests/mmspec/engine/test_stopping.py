@@ -43,10 +43,10 @@ def test_end_of_sequence_at_the_limit_is_a_stop():
     assert feed(Stopper(3, eos_token_ids=[2]), [10, 11, 2], [1, 2]) == ([10, 11, 2], "stop")
 
 
-@pytest.mark.parametrize("pieces", [[1] * 30, [30], [1, 7, 22], [2, 3, 5, 20]])
-@pytest.mark.parametrize("stop", ["END", "E", " wörld", "né", "\n\n"])
+@pytest.mark.parametrize("pieces", [[1] * 70, [70], [1, 7, 62], [2, 3, 5, 60]])
+@pytest.mark.parametrize("stop", ["END", "E", " wörld", "né", "\n\n", "日本語の文章です。終わり"])
 def test_stop_strings_split_over_tokens(stop, pieces):
-    text = "héllo wörld né\n\nEND more"
+    text = "héllo wörld né\n\nEND more 日本語の文章です。終わり!"
     tokens = ids_of(text)
     end = len(text[: text.index(stop)].encode()) + len(stop.encode())
     kept, reason = feed(Stopper(99, stop=("never", stop), tokenizer=byte_tokenizer()), tokens, pieces)

@@ -340,6 +340,10 @@ def test_training_starts_from_a_drafter(train: Callable[..., str], tmp_path: Pat
     network = json.loads((tmp_path / "flash" / DRAFTER / "config.json").read_text())["network"]
     assert (network["mlp"], network["slots"], network["latents"]) == (16, 3, 2)
     assert_same(tmp_path / "msd", tmp_path / "flash")
+    options = ["--draft-vocabulary", "10", "--slots", "3", "--depth", "3", "--rank", "4"]
+    train(tmp_path / "a", "--steps", "10", "--rate", "1e-2", "--prompts", "0", *options, command="flash")
+    train(tmp_path / "b", *STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
+    assert_same(tmp_path / "a", tmp_path / "b")
     with pytest.raises(UserError, match=r"expected gate_up.weight \(16, \d+\) to start from, received \(32, \d+\)"):
         train(tmp_path / "other", "--steps", "1", "--start", str(begin), "--mlp", "8")
 
