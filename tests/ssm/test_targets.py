@@ -151,7 +151,7 @@ def test_a_filled_cache_is_refused(name):
     model, ids = shared_model(name), torch.tensor([[5, 6, 7]])
     _, cache = decoded(model, ids, [8])
     given = {cache_argument(model.get_decoder()): cache}
-    with pytest.raises(UserError, match="must be empty: the cache given holds"):
+    with pytest.raises(UserError, match="the cache given must be empty: it holds"):
         model.generate(
             torch.tensor([[5, 6, 7, 8]]), **given, max_new_tokens=3, custom_generate=mmspec.decode, drafter=None
         )

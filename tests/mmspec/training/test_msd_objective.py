@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+pytest.importorskip("accelerate")
+
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.training import HiddenStateObjective
 from tests.drafting import (

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+pytest.importorskip("accelerate")
+
 from mmspec.drafters.checkpoint import load_network
 from mmspec.drafters.dflash import DFlash, DFlashNetwork
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Network
