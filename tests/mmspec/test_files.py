@@ -178,7 +178,7 @@ def test_a_new_folder_has_one_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("new", [True, False])
 def test_of_two_writers_of_a_folder_the_faster_makes_it(tmp_path: Path, new: bool) -> None:
-    """The slower one is told if its folder must be new; a folder that is there is not written again."""
+    """The second writer gets an error if its folder must be new, else the existing folder is kept as it is."""
 
     def told() -> AbstractContextManager[Any]:
         return (

@@ -72,6 +72,7 @@ DRAFTERS = {"none": lambda: None, "ngram": Ngram, "recycle": Recycle, "oracle": 
         ("END", TEXT[: TEXT.index("END")]),
         (["nowhere", "日本"], TEXT[: TEXT.index("日本")]),
         (["END.", "ENDE a"], TEXT[: TEXT.index("ENDE")]),
+        (["ND", "END"], TEXT[: TEXT.index("END")]),
         ("G", ""),
         ("nowhere", TEXT),
     ],

@@ -319,6 +319,26 @@ def test_a_request_from_within_a_request_is_refused(from_where):
     assert pipe.generate(PROMPTS[0], **KEYWORDS)
 
 
+def test_a_drafter_that_one_target_refuses_is_free_for_others(alone):
+    class Choosy(Ngram):
+        refuses = True
+
+        def attach(self, target):
+            if self.refuses:
+                raise UserError("made for another target")
+
+    drafter = Choosy()
+    with pytest.raises(UserError, match="made for another target"):
+        pipeline(drafter)
+    drafter.refuses, answers = False, []
+    thread = threading.Thread(
+        target=lambda: answers.append(pipeline(drafter).generate(PROMPTS[0], **KEYWORDS)), daemon=True
+    )
+    thread.start()
+    thread.join(60)
+    assert [answer.token_ids for answer in answers] == [alone[PROMPTS[0]]]
+
+
 def test_a_drafter_follows_the_pipeline_that_uses_it():
     """A second pipeline attaches the drafter to its own target; the first one's requests must not draft for that."""
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from mmspec.training.kangaroo import KangarooObjective
 from mmspec.training.medusa import MedusaObjective
 from mmspec.training.objectives import LossOutput
 from mmspec.training.small import distillation_loss
-from mmspec.training.tasks import head_weight
+from mmspec.training.tasks import head_weight, mask_token
 from mmspec.vision.training import HiddenStateObjective
 from tests import dflash, eagle3, medusa
 from tests.drafting import network_for
@@ -388,3 +389,14 @@ def test_a_batch_without_answers_has_no_loss(kind, target):
     output = objective(network, target, batch)
     assert float(output.total.detach()) == 0.0
     assert not any(output.metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [((7, 3, 1), 7), ((None, 3, 1), 3), ((101, 3, 1), 3), ((101, 200, None), 100)]
+)
+def test_a_mask_token_is_one_that_the_embedding_has(named: tuple[int | None, ...], expected: int) -> None:
+    """A tokenizer's own first; tokens beyond the vocabulary are left out."""
+    target = TransformersTarget(shared_model("llama"))
+    tokenizer = SimpleNamespace(**dict(zip(("mask_token_id", "pad_token_id", "unk_token_id"), named, strict=True)))
+    pipe: Any = SimpleNamespace(target=target, processor=SimpleNamespace(tokenizer=tokenizer))
+    assert mask_token(pipe) == expected
