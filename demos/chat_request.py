@@ -184,7 +184,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatState:
     """State of a visitor's conversation. The page keeps it, so that it survives a restart of the server.
 
     Attributes:
@@ -199,11 +199,11 @@ class Conversation:
     running: str = ""
     opened: bool = False
 
-    def restarted(self) -> Conversation:
+    def restarted(self) -> ChatState:
         """A new conversation beside the running request, if any."""
-        return Conversation(running=self.running, opened=True)
+        return ChatState(running=self.running, opened=True)
 
-    def with_turn(self, turn: Turn) -> Conversation:
+    def with_turn(self, turn: Turn) -> ChatState:
         return replace(self, turns=[*self.turns, turn])
 
     @property
@@ -211,13 +211,13 @@ class Conversation:
         return [(turn.prompt, turn.answer) for turn in self.turns]
 
 
-def parse_conversation(value: Any) -> Conversation:
+def parse_conversation(value: Any) -> ChatState:
     """The conversation that a page sent; an empty one if it is malformed."""
     try:
         turns = [_parse_turn(turn) for turn in value["turns"][-MAX_TURNS:]]
-        return Conversation(turns, int(value["seed"]), str(value["running"]), bool(value["opened"]))
+        return ChatState(turns, int(value["seed"]), str(value["running"]), bool(value["opened"]))
     except (KeyError, TypeError, ValueError):
-        return Conversation()
+        return ChatState()
 
 
 def _parse_turn(turn: Any) -> Turn:

@@ -20,7 +20,7 @@ from mmspec.demos.chat_request import (
     MAX_IMAGES,
     MAX_NEW_TOKENS,
     MAX_PROMPT_CHARS,
-    Conversation,
+    ChatState,
     Kind,
     Upload,
     parse_conversation,
@@ -64,16 +64,16 @@ with mock.patch("gradio.component_meta.create_or_modify_pyi", create=True):
             return FileData(path=preview_of(value[0].path), orig_name=value[0].name) if value else None
 
     class KeptConversation(gr.JSON):
-        """A component, not meant to be seen, whose value is a ``Conversation``."""
+        """A component, not meant to be seen, whose value is a ``ChatState``."""
 
         def get_block_name(self) -> str:
             return "json"
 
-        def preprocess(self, payload: Any) -> Conversation:  # type: ignore[override]
+        def preprocess(self, payload: Any) -> ChatState:  # type: ignore[override]
             return parse_conversation(payload)
 
-        def postprocess(self, value: Conversation | None) -> Any:  # type: ignore[override]
-            return super().postprocess(asdict(value or Conversation()))
+        def postprocess(self, value: ChatState | None) -> Any:  # type: ignore[override]
+            return super().postprocess(asdict(value or ChatState()))
 
 
 _ADD = (

@@ -35,7 +35,7 @@ _POLL = 0.5  # seconds after which a request that waits for its turn can be canc
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class QueuePlace:
     """The place of a request.
 
     Attributes:
@@ -45,17 +45,17 @@ class Turn:
     alone: bool = False
 
 
-class Turns:
-    """Turns of requests, in the order of their arrival. Threads may share it.
+class RequestQueue:
+    """Places of requests, in the order of their arrival. Threads may share it.
 
     Requests that arrive after one that must run alone begin when it has ended.
     """
 
     def __init__(self) -> None:
-        self._turns: list[Turn] = []  # that run or wait
+        self._turns: list[QueuePlace] = []  # that run or wait
         self._changed = Condition()  # on a re-entrant lock: a garbage-collected request ends in any thread
 
-    def join(self, count: int = 1, *, alone: bool = False) -> list[Turn]:
+    def join(self, count: int = 1, *, alone: bool = False) -> list[QueuePlace]:
         """New turns after all others.
 
         Raises:
@@ -64,14 +64,14 @@ class Turns:
         with self._changed:
             if len(self._turns) + count > RUNNING + WAITING:
                 raise UserError(f"the server is busy with {RUNNING + WAITING} requests: try again in a minute")
-            joined = [Turn(alone) for _ in range(count)]
+            joined = [QueuePlace(alone) for _ in range(count)]
             self._turns += joined
             return joined
 
-    def ahead(self, turn: Turn, seconds: float = 0.0) -> int | None:
+    def ahead(self, turn: QueuePlace, seconds: float = 0.0) -> int | None:
         """Number of requests before one that may not begin within ``seconds``; None if it may."""
 
-        def earlier() -> list[Turn]:
+        def earlier() -> list[QueuePlace]:
             turns = list(self._turns)  # a request that is collected here leaves in this thread
             return turns[: turns.index(turn)]
 
@@ -82,7 +82,7 @@ class Turns:
         with self._changed:
             return None if self._changed.wait_for(free, seconds) else len(earlier())
 
-    def leave(self, turns: Iterable[Turn]) -> None:
+    def leave(self, turns: Iterable[QueuePlace]) -> None:
         """Requests have ended, or wait no more."""
         with self._changed:
             for turn in turns:
@@ -182,7 +182,7 @@ class ModelCache:
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._threads = torch.get_num_threads()
         self._lock = RLock()
-        self.turns = Turns()
+        self.turns = RequestQueue()
         self.kept: str | None = None
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ import gradio as gr
 from mmspec import plugins
 from mmspec.demos import endpoints, views
 from mmspec.demos.catalog import FEWEST, MOST, example_of, is_sample
-from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_PROMPT_CHARS, ChatRequest, Conversation, Kind, Turn, Upload
+from mmspec.demos.chat_request import DEFAULT_PROMPTS, MAX_PROMPT_CHARS, ChatRequest, ChatState, Kind, Turn, Upload
 from mmspec.demos.controls import Controls, KeptConversation
 from mmspec.demos.racing import Race, recording
 from mmspec.demos.service import Service
@@ -25,7 +25,7 @@ from mmspec.errors import UserError
 _OPENING_TOKENS = 64
 _LOST = "the connection to the server was lost before the answer was complete: ask again"
 
-# Requests wait for their turn in ``Turns.run``, which knows their place and rejects too many of them.
+# Requests wait for their turn in ``RequestQueue.run``, which knows their place and rejects too many of them.
 QUEUED: dict[str, Any] = {"concurrency_limit": None, "api_visibility": "private", "show_progress": "hidden"}
 UNQUEUED: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
@@ -103,7 +103,7 @@ class Tab:
         return gr.CheckboxGroup(choices, value=picked), *about, *labels
 
     def ask(
-        self, conversation: Conversation, follow_up: bool, prompt: str, _: Any, *settings: Any
+        self, conversation: ChatState, follow_up: bool, prompt: str, _: Any, *settings: Any
     ) -> Iterator[tuple[Any, ...]]:
         """Answer the prompt with one drafter, in a new conversation unless it is a follow-up question."""
         conversation = conversation if follow_up else conversation.restarted()
@@ -112,31 +112,31 @@ class Tab:
         yield from self._run(conversation, chat, answers)
 
     def race(
-        self, conversation: Conversation, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any
+        self, conversation: ChatState, follow_up: bool, prompt: str, methods: Sequence[str], *settings: Any
     ) -> Iterator[tuple[Any, ...]]:
         """Answer the prompt with several methods; see ``ask``."""
         conversation = conversation if follow_up else conversation.restarted()
         chat = self._chat_request(conversation, prompt, settings)
         yield from self._run(conversation, chat, self.service.race(chat, methods))
 
-    def stop(self, conversation: Conversation) -> None:
+    def stop(self, conversation: ChatState) -> None:
         """Stop the running request; its handler shows and keeps the partial answer."""
         if stop := self._running.get(conversation.running):
             stop.set()
 
     @staticmethod
     def clear() -> tuple[Any, ...]:
-        empty = Conversation(opened=True)
+        empty = ChatState(opened=True)
         return empty, views.result_html([]), gr.skip(), *_buttons(empty)
 
-    def resume(self, conversation: Conversation) -> tuple[Any, ...]:
+    def resume(self, conversation: ChatState) -> tuple[Any, ...]:
         """Go on after the connection was lost while a request ran."""
         self.stop(conversation)
         conversation = replace(conversation, running="")
         html = views.result_html(views.turns_html(conversation.turns), note=_LOST)
         return conversation, html, gr.skip(), *_buttons(conversation)
 
-    def _chat_request(self, conversation: Conversation, prompt: str, settings: tuple[Any, ...]) -> ChatRequest:
+    def _chat_request(self, conversation: ChatState, prompt: str, settings: tuple[Any, ...]) -> ChatRequest:
         model, drafter, temperature, seed, length, frames, *media = settings
         return ChatRequest(
             kind=self.kind,
@@ -165,7 +165,7 @@ class Tab:
         return f"{model} was trained with one picture in a question: its answers about several may be wrong."
 
     def _run(
-        self, conversation: Conversation, chat: ChatRequest, work: Iterator[Race], *, plays: bool = False
+        self, conversation: ChatState, chat: ChatRequest, work: Iterator[Race], *, plays: bool = False
     ) -> Iterator[tuple[Any, ...]]:
         """Run a request; yields values of ``outputs``. The answer becomes a turn, also if it was stopped.
 
@@ -199,7 +199,7 @@ class Tab:
 
     def _finished(
         self,
-        conversation: Conversation,
+        conversation: ChatState,
         chat: ChatRequest,
         race: Race | None,
         limits: str,
@@ -223,13 +223,13 @@ class Tab:
         conversation = conversation.with_turn(Turn.of(chat.prompt, answer.tokens, stopped))
         return conversation, html, claim, *_buttons(conversation)
 
-    def opening(self, conversation: Conversation, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+    def opening(self, conversation: ChatState, request: gr.Request) -> Iterator[tuple[Any, ...]]:
         """The race of the first example, when a visitor without a link first sees the tab."""
         if conversation.opened or "kind" in request.query_params:
             yield (gr.skip(),) * len(self.outputs)
             return
         chat = self.opening_request()
-        yield from self._run(Conversation(), chat, self.service.opening(chat), plays=True)
+        yield from self._run(ChatState(), chat, self.service.opening(chat), plays=True)
 
     def opening_request(self) -> ChatRequest:
         first = self.controls.examples(self.service.catalog.default_model(self.kind))[0].value
@@ -239,7 +239,7 @@ class Tab:
         return ChatRequest(self.kind, DEFAULT_PROMPTS[self.kind], shown, max_new_tokens=_OPENING_TOKENS)
 
 
-def _buttons(conversation: Conversation) -> tuple[Any, ...]:
+def _buttons(conversation: ChatState) -> tuple[Any, ...]:
     """Updates of Race, Ask, Stop and the switch of follow-up questions."""
     idle = not conversation.running
     follow_up = gr.Checkbox(interactive=True) if conversation.turns else gr.Checkbox(False, interactive=False)

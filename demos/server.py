@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos.catalog import Catalog
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
-from mmspec.demos.models import RUNNING, WAITING, ModelCache, Turn, Turns
+from mmspec.demos.models import RUNNING, WAITING, ModelCache, QueuePlace, RequestQueue
 from mmspec.demos.page import Tab, build
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder, running, temporary_folder
@@ -140,9 +140,9 @@ class SharedSlots:
         waiting: choices that wait for their turn.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: RequestQueue) -> None:
         self._turns = turns
-        self._running: list[Turn] = []
+        self._running: list[QueuePlace] = []
         self.waiting = 0
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import KINDS, NORMS, Attention, Cell, Layer, Linear, Markov, Pass
+from mmspec.ops.cpu_library import KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Pass
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
@@ -337,7 +337,7 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
     return tokens
 
 
-def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> Cell:
+def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> EagleCell:
     """The weights of a recurrent cell, for ``draft_cells``; sizes of states and of what ``into`` returns are multiples
     of 16.
 
@@ -347,7 +347,7 @@ def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> Cell:
         norm: a ``torch.nn.LayerNorm`` with float32 weights.
     """
     pointers = table.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr()
-    return Cell(*layers, *pointers, norm.eps)
+    return EagleCell(*layers, *pointers, norm.eps)
 
 
 def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Markov:
@@ -387,7 +387,7 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
 
 
 def draft_cells(
-    weights: Cell,
+    weights: EagleCell,
     carried: Tensor,
     first: tuple[Tensor, Tensor],
     last: Tensor,

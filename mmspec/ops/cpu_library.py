@@ -63,7 +63,7 @@ class Pass(ctypes.Structure):
     ]
 
 
-class Cell(ctypes.Structure):
+class EagleCell(ctypes.Structure):
     _fields_ = [
         *((name, Linear) for name in ("into", "out", "guess", "head")),
         *((name, ctypes.c_void_p) for name in ("table", "norm", "norm_bias")),
@@ -125,7 +125,7 @@ def library() -> ctypes.CDLL | str:
     tree = [pointer] * 3
     loaded.draft_slots.argtypes = [address(Markov), pointer, pointer, *[count] * 4, *tree]
     limits = count, count, count, count, ctypes.c_float, count
-    loaded.draft_cells.argtypes = [address(Cell), *[pointer] * 5, *limits, *tree, threads]
+    loaded.draft_cells.argtypes = [address(EagleCell), *[pointer] * 5, *limits, *tree, threads]
     loaded.draft_cells.restype = count
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
     for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError, as_api_error
-from mmspec.serving.formats import Format
+from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
@@ -136,7 +136,9 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         content = await read_body(request, body_bytes)
         return await asyncio.to_thread(lambda: use(parse(kind, content)))
 
-    async def answered(request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, Format]]) -> Response:
+    async def answered(
+        request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]
+    ) -> Response:
         asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
         if not asked.stream:
             return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
@@ -232,14 +234,14 @@ async def _respond(request: Request, error: Exception) -> Response:
     return as_api_error(error).response()
 
 
-async def _whole(runner: RequestRunner, job: GenerationJob, form: Format) -> dict[str, Any]:
+async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> dict[str, Any]:
     async with runner.start(job) as pieces:
         async for index, piece in pieces:
             form.choices[index].append(piece)
     return form.whole()
 
 
-async def _events(runner: RequestRunner, job: GenerationJob, form: Format) -> AsyncGenerator[bytes]:
+async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> AsyncGenerator[bytes]:
     """Server-sent events; exceptions after the first one are events, too."""
     started = False
     try:

@@ -62,7 +62,7 @@ def spelt(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-class Format(ABC):
+class WireFormat(ABC):
     """Build the responses of one request.
 
     Args:
@@ -153,7 +153,7 @@ class Format(ABC):
         """Log probabilities of a choice's next tokens: each is passed once, after the text that it is part of."""
 
 
-class ChatFormat(Format):
+class ChatFormat(WireFormat):
     """``chat.completion`` and ``chat.completion.chunk``.
 
     Args:
@@ -208,7 +208,7 @@ class ChatFormat(Format):
         return {"token": spelt(content), "logprob": max(logprob, _LEAST), "bytes": list(content)}
 
 
-class TextFormat(Format):
+class TextFormat(WireFormat):
     """``text_completion``."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"

@@ -19,7 +19,7 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.errors import APIError
-from mmspec.serving.formats import ChatFormat, Format, TextFormat
+from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader, Medium
 from mmspec.serving.metrics import Metrics
@@ -105,12 +105,12 @@ class JobBuilder:
             message = f"unknown model: expected {expected}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, Format]:
+    def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
         return job, ChatFormat(self._names[0], self._pipe.io, asked, [""] * job.n, reader=plan.reader)
 
-    def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, Format]:
+    def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of a response, and the format of its response."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
@@ -142,7 +142,7 @@ class JobBuilder:
         self._check_characters([*texts, *map(json.dumps, functions)], "messages")
         return conversation(messages, self._pipe.io.reads_media)
 
-    def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, Format]:
+    def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of completions, and the format of its response."""
         self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")

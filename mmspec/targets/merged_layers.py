@@ -344,7 +344,7 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
 
 
-class Norm(nn.Module):
+class Float32Norm(nn.Module):
     """RMSNorm in float32, in few operations.
 
     Args:
@@ -368,21 +368,21 @@ class Norm(nn.Module):
         return self  # stays in float32
 
 
-def norm_of(norm: Any) -> Norm:
+def norm_of(norm: Any) -> Float32Norm:
     """An RMSNorm of transformers, whose gain is its weight or, in Gemma, 1 more."""
     gain = norm.weight.detach().float()
     applied = copy.deepcopy(norm).float()(torch.ones_like(gain))  # in bfloat16, a large gain and 1 more are the same
     if (applied - gain - 1).abs().max() < (applied - gain).abs().max():
         gain = gain + 1
-    return Norm(gain, _epsilon(norm))
+    return Float32Norm(gain, _epsilon(norm))
 
 
-def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Norm:
+def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Float32Norm:
     """The norms of queries' and keys' heads, whose features are paired, as one: gains (heads + kv_heads, head_dim)."""
     order = pair_order(head_dim)
     parts = [(attention.q_norm, heads), (attention.k_norm, kv_heads)]
     gains = [norm_of(norm).weight[order].expand(count, -1) for norm, count in parts]
-    return Norm(torch.cat(gains), _epsilon(attention.q_norm))
+    return Float32Norm(torch.cat(gains), _epsilon(attention.q_norm))
 
 
 def _epsilon(norm: Any) -> float:

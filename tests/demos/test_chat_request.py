@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmspec.demos import chat_request
-from mmspec.demos.chat_request import ChatRequest, Conversation, Token, Turn, Upload, parse_conversation
+from mmspec.demos.chat_request import ChatRequest, ChatState, Token, Turn, Upload, parse_conversation
 from mmspec.demos.views import tokens_html, turns_html
 from mmspec.errors import UserError
 from tests.demos.serving import write_video
@@ -85,7 +85,7 @@ TOKENS = [Token("A", "first", 0), Token(" <b", "accepted", 1), Token("ox>", "acc
 
 
 def kept():
-    return Conversation([Turn.of("What?", TOKENS, stopped=True)], seed=7, running="id", opened=True)
+    return ChatState([Turn.of("What?", TOKENS, stopped=True)], seed=7, running="id", opened=True)
 
 
 def test_page_keeps_a_conversation():
@@ -110,7 +110,7 @@ def test_malformed_conversation_is_an_empty_one(change):
     sent = asdict(kept())
     change(sent)
     for malformed in (sent, None, [1]):
-        assert parse_conversation(malformed) == Conversation()
+        assert parse_conversation(malformed) == ChatState()
 
 
 def test_long_conversation_is_cut_to_its_last_turns():

@@ -15,7 +15,7 @@ from mmspec.compare import Difference
 from mmspec.demos import racing
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.chat_request import ChatRequest
-from mmspec.demos.models import ModelCache, Turns
+from mmspec.demos.models import ModelCache, RequestQueue
 from mmspec.demos.racing import Race, StreamedAnswer, race, stream_answer
 from mmspec.demos.service import Service
 from mmspec.demos.storage import UploadFolder
@@ -152,7 +152,7 @@ class _Timed(Service):
 
 @pytest.mark.parametrize(("speedups", "shown"), [([1.5], 1.5), ([1.02, 1.5], 1.5), ([0.5, 0.9], 0.9)])
 def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, shown):
-    service = _Timed(SimpleNamespace(turns=Turns()), make_catalog(["tiny-llava"]), UploadFolder(tmp_path, 2**20))
+    service = _Timed(SimpleNamespace(turns=RequestQueue()), make_catalog(["tiny-llava"]), UploadFolder(tmp_path, 2**20))
     service.raced, service.speedups = [], iter([*speedups, 2.0])
     for _ in range(2):  # the second visitor gets the first one's
         *_, race = service.opening(ChatRequest("text", "Hello"))
@@ -163,7 +163,7 @@ def test_opening_race_that_does_not_pay_is_repeated_once(tmp_path, speedups, sho
 
 
 def test_visitor_during_the_opening_race_gets_its_result(tmp_path):
-    service = _Timed(SimpleNamespace(turns=Turns()), make_catalog(["tiny-llava"]), UploadFolder(tmp_path, 2**20))
+    service = _Timed(SimpleNamespace(turns=RequestQueue()), make_catalog(["tiny-llava"]), UploadFolder(tmp_path, 2**20))
     service.raced, service.speedups = [], iter([1.5, 2.0])
     first, second = (service.opening(ChatRequest("text", "Hello")) for _ in range(2))
     next(first)

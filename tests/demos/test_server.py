@@ -25,7 +25,7 @@ import mmspec
 from mmspec.demos import models as models_module
 from mmspec.demos import service
 from mmspec.demos.chat_request import MAX_UPLOAD_MIB
-from mmspec.demos.models import ModelCache, Turns
+from mmspec.demos.models import ModelCache, RequestQueue
 from mmspec.demos.server import API, SharedSlots
 from mmspec.serving.errors import APIError
 from tests.demos.serving import SHORT, TIMEOUT, demo_server, stored_path, upload
@@ -360,7 +360,7 @@ def test_slots_are_shared_in_order(monkeypatch):
     monkeypatch.setattr(models_module, "WAITING", 3)
 
     async def scenario():
-        turns, order = Turns(), []
+        turns, order = RequestQueue(), []
         slots = SharedSlots(turns)
 
         async def ask(name, count):

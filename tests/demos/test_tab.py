@@ -11,7 +11,7 @@ from PIL import Image
 from mmspec import plugins
 from mmspec.demos import page as page_module
 from mmspec.demos.catalog import TEXTS, TRAINED_TEXTS, make_catalog
-from mmspec.demos.chat_request import Conversation, Token, Upload
+from mmspec.demos.chat_request import ChatState, Token, Upload
 from mmspec.demos.page import build
 from mmspec.demos.racing import Race, StreamedAnswer
 from mmspec.demos.service import Service
@@ -72,7 +72,7 @@ def ask(built, service):
     def press_button(kind, prompt, model, *media, conversation=None, follow_up=False, press="ask", seed=0):
         handler = getattr(built[1][kind], press)
         settings = (model, "auto", 0.0, seed, 12, 8, media)
-        return list(handler(conversation or Conversation(), follow_up, prompt, ["none", "ngram"], *settings))[-1][:2]
+        return list(handler(conversation or ChatState(), follow_up, prompt, ["none", "ngram"], *settings))[-1][:2]
 
     press_button.tabs = built[1]
     return press_button
@@ -140,9 +140,9 @@ def test_a_question_starts_a_conversation_unless_it_is_a_follow_up(ask, service,
 def test_a_running_request_is_not_joined_by_another(ask, service, monkeypatch, press):
     with monkeypatch.context() as patched:
         patched.setitem(ask.tabs["text"]._running, "busy", Event())
-        ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="busy"), press=press)
+        ask("text", "Hello", "tiny-hybrid", conversation=ChatState(running="busy"), press=press)
     assert service.requests == []
-    ask("text", "Hello", "tiny-hybrid", conversation=Conversation(running="of a server that is gone"), press=press)
+    ask("text", "Hello", "tiny-hybrid", conversation=ChatState(running="of a server that is gone"), press=press)
     assert len(service.requests) == 1
 
 
@@ -155,8 +155,8 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
             ask.tabs["text"].stop(conversations[-1])
 
     service.answer = answer
-    for outputs in ask.tabs["text"].ask(Conversation(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
-        if isinstance(outputs[0], Conversation):
+    for outputs in ask.tabs["text"].ask(ChatState(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8):
+        if isinstance(outputs[0], ChatState):
             conversations.append(outputs[0])
     assert conversations[-1].history == [("Hello", "yes")]
     assert conversations[-1].running == ""
@@ -168,14 +168,14 @@ def test_stopped_answer_is_kept_as_a_turn(ask, service):
 
 def test_place_in_the_queue_is_shown(ask, service, monkeypatch):
     monkeypatch.setattr(service, "race", lambda *_: (Race([], ahead=ahead) for ahead in (2, 1)))
-    states = list(ask.tabs["text"].race(Conversation(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
+    states = list(ask.tabs["text"].race(ChatState(), False, "Hello", [], "tiny-hybrid", "auto", 0.0, 0, 12, 8))
     assert ["2 requests ahead" in states[1][1], "1 request ahead" in states[2][1]] == [True, True]
     assert "Stopped before the first token" in states[-1][1]
 
 
 def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
     for kind, tab in ask.tabs.items():
-        conversation, html, *_ = list(tab.opening(Conversation(), SimpleNamespace(query_params={})))[-1]
+        conversation, html, *_ = list(tab.opening(ChatState(), SimpleNamespace(query_params={})))[-1]
         prompt = service.requests[-1].prompt
         assert conversation.opened
         assert conversation.history == [(prompt, "yes")]
@@ -183,9 +183,9 @@ def test_opening_race_runs_when_a_tab_is_first_seen(ask, service):
         assert "&quot;plays&quot;:true" in html
         assert service.requests[-1].kind == kind
         raced = len(service.requests)
-        for before, query in ((conversation, {}), (tab.clear()[0], {}), (Conversation(), {"kind": "text"})):
+        for before, query in ((conversation, {}), (tab.clear()[0], {}), (ChatState(), {"kind": "text"})):
             ((skipped, *_),) = tab.opening(before, SimpleNamespace(query_params=query))
-            assert not isinstance(skipped, Conversation)
+            assert not isinstance(skipped, ChatState)
         assert len(service.requests) == raced
     _, html = ask("text", "Hello", "tiny-hybrid", press="race")
     assert "&quot;plays&quot;:false" in html  # only the opening replay plays by itself
