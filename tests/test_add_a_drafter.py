@@ -10,6 +10,7 @@ import torch
 import mmspec
 from mmspec import UserError, plugins
 from mmspec.core.budget import Budget
+from mmspec.core.drafter import as_drafter, features, fork, learns
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import drafter_spec, make_drafter
 from mmspec.drafters.union import Union
@@ -47,6 +48,35 @@ def test_it_drafts_what_followed_the_last_token(bigram):
     tree = drafter.propose(torch.tensor([5]), Budget(nodes=3, depth=1))
     assert tree.tokens.tolist() == [[5, 6, 7]]
     assert tree.path_probs == [[pytest.approx(2 / 4), pytest.approx(1 / 4)]]
+
+
+def test_an_object_with_a_drafters_methods_is_one(bigram):
+    """What it has of the optional parts of the protocol is used; copies share its network and the target."""
+    names = ("begin", "select", "propose", "observe")
+    methods = {name: getattr(bigram, name) for name in names} | {"attach": lambda self, target: None}
+    bare = type("Bare", (), methods)
+    chains = []
+    optional = {"learns": False, "features": ["last"], "draft_chains": lambda self, length: chains.append(length)}
+    drafter, target = as_drafter(type("Whole", (bare,), optional)()), object()
+    drafter.plain.network = torch.nn.Linear(2, 2)
+    drafter.attach(target)
+    copied = fork(drafter, target)
+    assert copied.plain is not drafter.plain
+    assert copied.plain.network is drafter.plain.network
+    assert not learns(drafter)
+    assert features(drafter) == ("last",)
+    drafter.draft_chains(5)
+    assert chains == [5]
+
+    without = as_drafter(bare())
+    assert learns(without)
+    assert not learns(None)
+    assert without.tree_size is None
+    assert features(without) == ()
+    with pytest.raises(UserError, match="chains need a drafter that can draft them"):
+        without.draft_chains(5)
+    with pytest.raises(UserError, match="drafter must be a name, a folder, a Drafter or None: got object"):
+        as_drafter(target)
 
 
 def test_a_class_may_be_registered_without_a_declaration(bigram, monkeypatch):
