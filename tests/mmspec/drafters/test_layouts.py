@@ -204,6 +204,7 @@ REFUSALS = [
     ),
     ("eagle3 midlayer", {"norm_before_fc": True}, "one of norm_before_fc and fc_norm must be false: got both true"),
     ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers: got '1,2'"),
+    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"must be a list of layers: got \[1, '2'\]"),
     (
         "eagle3 midlayer",
         {"aux_hidden_state_layer_ids": [1, 2, -3]},
@@ -273,6 +274,12 @@ def test_configurations_that_cannot_be_are_refused(name, changes, said):
     with pytest.raises(UserError, match=said) as caught:
         kind.convert({**config, **changes}, tensors, "here")
     assert "\n" not in str(caught.value)
+
+
+def test_heads_of_one_layer_may_leave_out_its_number():
+    kind, config, tensors = checkpoint("eagle3 midlayer")
+    del config["num_hidden_layers"]
+    assert kind.convert(config, tensors, "here")[0].layers == 1
 
 
 @pytest.mark.parametrize(
