@@ -25,6 +25,9 @@ from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 
+# Their code for releases of transformers before the cache argument's new name.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 IDS, BLOCK, MASK = torch.arange(4, 84, 2), 5, 99
 SHAPE = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {**SHAPE, "vocab_size": VOCAB, "attn_implementation": "eager"}
