@@ -53,10 +53,12 @@ def published(model, layout, **changes):
     if layout == "z-lab":
         own = {"target_layer_ids": ids, "mask_token_id": config["mask_token_id"]}
         named = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_target_layers": 2}
+        named["is_causal"] = False
         return {**layer, "rope_theta": theta, "block_size": BLOCK, "dflash_config": own, **named, **changes}, tensors
     layer["rope_parameters"] = config["rope_parameters"]
     own = {"aux_hidden_state_layer_ids": [one + 1 for one in ids], "mask_token_id": config["mask_token_id"]}
     named = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": BLOCK}
+    named["sliding_window_non_causal"] = True
     return {**named, **own, **changes}, tensors
 
 
@@ -90,8 +92,12 @@ def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed
 
 
 @torch.no_grad()
-def block_states(model, target, states, positions, last, causal=False):
-    """The reference's states of a block, (block, hidden): one pass over whole context and block."""
+def block_states(model, target, states, positions, last, causal=()):
+    """The reference's states of a block, (block, hidden): one pass over whole context and block.
+
+    Args:
+        causal: kinds of layers that do not attend to later positions.
+    """
     cache, length, size = DFlashCache(config=model.config), len(positions), model.config.block_size
     cache.set_previous_accepted_tokens(length)
     tokens = torch.tensor([[last, *[model.config.mask_token_id] * (size - 1)]])
@@ -99,7 +105,8 @@ def block_states(model, target, states, positions, last, causal=False):
     if causal:
         before = (length + torch.arange(size))[:, None] - torch.arange(length + size)
         near = before.abs() <= model.config.sliding_window
-        mask = {"full_attention": before >= 0, "sliding_attention": (before >= 0) & near}
+        mask = {"full_attention": torch.ones_like(near), "sliding_attention": near}
+        mask = {kind: one & (before >= 0) if kind in causal else one for kind, one in mask.items()}
         mask = {kind: torch.zeros(one.shape).masked_fill(~one, -math.inf)[None, None] for kind, one in mask.items()}
     return model(
         noise_embeds=target.model.get_input_embeddings()(tokens),
@@ -152,7 +159,7 @@ def path_gain(block, scores, tensors, last, path, index, first):
     return gain
 
 
-def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=False, ids=None, head=None, **asked):
+def check_blocks(model, inputs, drafter, plain, *, tensors=None, causal=(), ids=None, head=None, **asked):
     """Decode; every node must have the probability of the reference, and every output token be right.
 
     Args:

@@ -1,9 +1,9 @@
 """DFlash drafter (arXiv 2602.06036) for any target: text, vision-language and hybrid models.
 
 One pass of the network drafts all levels of a tree, see ``grow_slots``. With a Markov head (DSpark, arXiv 2607.05147)
-the children of a node depend on its token, with a recurrent one on its path: each node has a memory of its own. The
-exact distributions of all nodes that a level extends are one product. The probability of a path is the product of its
-tokens' probabilities and of the confidences at their parents (section 3.2).
+or a selector (DFlash2) the children of a node depend on its token, with a recurrent one on its path: each node has a
+memory of its own. The exact distributions of all nodes that a level extends are one product. The probability of a path
+is the product of its tokens' probabilities and of the confidences at their parents (section 3.2).
 
 Entry j of a row's cache is the context of token j, image positions included; the block is never committed. Positions
 are the target's, of a target with several axes the largest of them.
@@ -58,6 +58,11 @@ class DFlashConfig(HeadShape):
         markov_type: of the Markov head: its correction depends on the token before alone, is gated by the position's
             state, or comes from a recurrent state over the block's tokens so far (rnn).
         confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
+        conv_kernel_size: taps of the convolutions around attention and MLP (DFlash2); 0 is none.
+        conv_group_size: channels that share the input's part of a tap.
+        selector_rank: rank of the selector (DFlash2); 0 is none.
+        selector_top_k: most probable tokens of a position, its candidates, that the selector scores.
+        selector_tokens: the target's tokens.
     """
 
     block_size: int = required(whole(2, 64), "Tokens per block, with the last one.", default_text="8")
@@ -85,6 +90,13 @@ class DFlashConfig(HeadShape):
     confidence: str = option(
         "none", choice("none", "state", "markov"), "What a head of the acceptance probability reads (DSpark)."
     )
+    conv_kernel_size: int = option(0, whole(0, 64), "Taps of convolutions around attention and MLP (DFlash2); 0: none.")
+    conv_group_size: int = option(16, whole(1, 2**16), "Channels that share a part of these taps.")
+    selector_rank: int = option(
+        0, whole(0, 2**16), "Rank of the choice among the most probable tokens by the token before (DFlash2); 0: none."
+    )
+    selector_top_k: int = option(16, whole(1, 1024), "Most probable tokens of which it chooses.")
+    selector_tokens: int = option(0, whole(0, 2**24))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +118,16 @@ class DFlashConfig(HeadShape):
             raise UserError(f"markov_outputs must be the {self.head} rows of the head: got {self.markov_outputs}")
         if self.confidence == "markov" and not self.markov_rank:
             raise UserError("markov_rank must be positive for a confidence head that reads the Markov head: got 0")
+        if bool(self.selector_tokens) != bool(self.selector_rank):
+            raise UserError(f"selector_tokens must be given with selector_rank only: got {self.selector_tokens}")
+        if self.selector_rank and (self.head or self.dspark):
+            raise UserError("selector_rank requires the target's output layer, and no heads of DSpark")
+        if self.selector_rank and self.selector_top_k > self.selector_tokens:
+            raise UserError(f"selector_top_k must be at most {self.selector_tokens}: got {self.selector_top_k}")
+        if self.conv_kernel_size > self.block_size:
+            raise UserError(f"conv_kernel_size must be at most {self.block_size}: got {self.conv_kernel_size}")
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise UserError(f"conv_group_size must divide {self.hidden_size}: got {self.conv_group_size}")
 
     @property
     def first(self) -> int:
@@ -140,6 +162,36 @@ def default_layer_ids(layers: int) -> list[int]:
     return sorted({round(first + (last - first) * step / 4) for step in range(5)})
 
 
+class BlockConvolution(nn.Module):
+    """Two convolutions over the positions of a block, before and after a sublayer (DFlash2, z-lab/dflash).
+
+    Both have causal taps, ``y_t = sum_i (base_i + delta_i(t)) * x_(t-i)``, which do not reach before the block; base
+    has a value per channel, delta one per group of channels, a projection of the sublayer's input at t.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, self.block = config.hidden_size, config.block_size
+        self.taps, self.group = config.conv_kernel_size, config.conv_group_size
+        base = torch.zeros(2, self.taps, width)
+        base[:, 0] = 1.0  # the identity, as projections start at 0
+        self.base = nn.Parameter(base)
+        self.delta = nn.Linear(width, 2 * self.taps * width // self.group, bias=False)
+        nn.init.zeros_(self.delta.weight)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sublayer's output between both convolutions; (batch, blocks * block, hidden) each."""
+        groups = self.delta(x).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, dim=-1)
+        before, after = (self.base + groups).unbind(-3)
+        return self._convolve(sublayer(self._convolve(x, before)), after)
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """x (batch, nodes, hidden), kernel (batch, nodes, taps, hidden)."""
+        blocks = x.unflatten(1, (-1, self.block))
+        shifted = [F.pad(blocks, (0, 0, tap, -tap)).flatten(1, 2) for tap in range(self.taps)]
+        return sum((one * kernel[:, :, tap] for tap, one in enumerate(shifted[1:], 1)), shifted[0] * kernel[:, :, 0])
+
+
 class BlockLayer(nn.Module):
     """Decoder layer whose attention reads the context beside the block. Parameters are (out, in); ``kv`` stacks keys
     and values, ``gate_up`` gate and up."""
@@ -156,6 +208,8 @@ class BlockLayer(nn.Module):
         self.post_norm = Norm(width, config.norm_eps)
         self.gate_up = nn.Linear(width, 2 * config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, width, bias=False)
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
     @property
     def parts(self) -> LayerParts:
@@ -173,12 +227,21 @@ class BlockLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """(batch, nodes, hidden) -> (batch, nodes, hidden); ``attend`` adds the context."""
-        normed = self.input_norm(x)
-        queries = rotate(self.q_norm(self.q(normed).unflatten(-1, (self.heads, self.head_dim))), rotation)
-        read = attend(queries.transpose(1, 2), *self.keys_values(normed, rotation))
-        x = x + self.out(read.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+
+        def attention(normed: Tensor) -> Tensor:
+            queries = rotate(self.q_norm(self.q(normed).unflatten(-1, (self.heads, self.head_dim))), rotation)
+            read = attend(queries.transpose(1, 2), *self.keys_values(normed, rotation))
+            return self.out(read.transpose(1, 2).flatten(2))
+
+        def mlp(normed: Tensor) -> Tensor:
+            gate, up = self.gate_up(normed).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+
+        if self.attention_conv is None or self.mlp_conv is None:
+            x = x + attention(self.input_norm(x))
+            return x + mlp(self.post_norm(x))
+        x = x + self.attention_conv(self.input_norm(x), attention)
+        return x + self.mlp_conv(self.post_norm(x), mlp)
 
 
 class DFlashNetwork(nn.Module):
@@ -197,6 +260,9 @@ class DFlashNetwork(nn.Module):
     - vanilla: ``W e``;
     - gated: ``W (sigmoid(G [h; e]) * e)``;
     - rnn: ``W tanh(o)`` with ``[g; c; o] = J [m; e; h]``, then ``m = sigmoid(g) * m + (1 - sigmoid(g)) * tanh(c)``.
+
+    DFlash2 (z-lab/dflash) adds convolutions to the layers, and a selector among the most probable tokens of a position:
+    the logit of token b after token a becomes ``U(b) + <P[a] * W h, S[b]>``.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -218,6 +284,11 @@ class DFlashNetwork(nn.Module):
             self.markov_gate = nn.Linear(width + config.markov_rank, config.markov_rank)
         if config.markov_type == "rnn":
             self.markov_cell = nn.Linear(2 * config.markov_rank + width, 3 * config.markov_rank)
+        if config.selector_rank:
+            self.predecessors, self.successors = (
+                nn.Embedding(config.selector_tokens, config.selector_rank) for _ in range(2)
+            )
+            self.selector_state = nn.Linear(width, config.selector_rank, bias=False)
         if config.confidence != "none":
             self.confidence = nn.Linear(width + config.markov_rank * (config.confidence == "markov"), 1)
 
@@ -265,6 +336,17 @@ class DFlashNetwork(nn.Module):
             if config.confidence == "markov":
                 read = torch.cat([states.expand(*embeds.shape[:-1], -1), embeds], dim=-1)
         return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1), memory
+
+    def select(self, scores: Tensor, tokens: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits of candidates after given tokens, by the selector.
+
+        Args:
+            scores: (..., candidates), logits of the output layer, or these less a number per position.
+            tokens: (..., candidates) int64.
+            states, previous: as for ``corrected``.
+        """
+        latent = self.predecessors(previous) * self.selector_state(states)
+        return scores + torch.einsum("...r,...cr->...c", latent, self.successors(tokens))
 
     def first_memory(self, states: Tensor, last: Tensor) -> Tensor | None:
         """Memory of a recurrent Markov head before the first position that predicts; None is zero.
@@ -344,8 +426,9 @@ class DFlash(PositionedDrafter):
         self.keep_to(network.config.head or (self.published or {}).get("vocab_size"), target)
         head = network.lm_head if network.config.head else self.target_head(target)
         drafted = head(self.sample_embedding).shape[-1]
-        if network.config.markov_outputs not in (0, drafted):
-            raise UserError(f"markov_outputs must be the {drafted} draft tokens: got {network.config.markov_outputs}")
+        for name in ("markov_outputs", "selector_tokens"):
+            if (outputs := getattr(network.config, name)) not in (0, drafted):
+                raise UserError(f"{name} must be the {drafted} draft tokens: got {outputs}")
         self._markov = NativeMarkov.of(network, self.draft_ids)
         return head
 
@@ -367,6 +450,7 @@ class DFlash(PositionedDrafter):
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         config = self.network.config
         alike = not config.sliding and len(config.causal) in (0, config.layers)  # the kernels take one mask
+        alike = alike and not config.conv_kernel_size
         return super()._native_layers(kind) if alike else None
 
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
@@ -397,6 +481,9 @@ class DFlash(PositionedDrafter):
             return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
         memory = self.network.first_memory(block, token)
         memory = None if memory is None else memory[:, None]
+        if config.selector_rank:
+            scored = self._selecting(scores, states)
+            return grow_levels(token, scored, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
 
         def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal memory
@@ -406,6 +493,19 @@ class DFlash(PositionedDrafter):
             return tokens, log_probs
 
         return grow_levels(token, children, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
+
+    def _selecting(self, scores: Tensor, states: Tensor) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """``children`` for ``grow_levels``, by the selector, of whose candidates the sum of probabilities is kept."""
+        drafts, unary = ops.top_log_probs(scores, self.network.config.selector_top_k)
+        tokens, share = self.target_tokens(drafts), unary.logsumexp(-1, keepdim=True)
+
+        def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
+            among, one = drafts[:, level, None], states[:, level, None]
+            chosen = self.network.select(unary[:, level, None], among, one, parents).float().log_softmax(-1)
+            best = chosen.topk(min(self.top_k, chosen.shape[-1]), dim=-1)
+            return tokens[:, level, None].expand_as(chosen).gather(2, best.indices), best.values + share[:, level, None]
+
+        return children
 
     def _ranked(
         self, scores: Tensor, states: Tensor, previous: Tensor, memory: Tensor | None = None

@@ -454,10 +454,13 @@ def _sliding(source: Source, values: Values) -> list[int]:
 
 
 def _causal(source: Source, values: Values) -> list[int]:
-    """Layers that are causal inside a block: all, none, or in speculators those with a window."""
+    """Layers that are causal inside a block: all, none, or those with a window, by default as in the code that trained
+    them (vllm-project/speculators, z-lab/dflash, deepseek-ai/DeepSpec, transformers)."""
     if (name := next((name for name in _CAUSAL if source.fields.get(name) is not None), None)) is not None:
         return list(range(values["layers"])) if source.flag(name, False) else []
-    return [] if source.flag("sliding_window_non_causal", True) else values["sliding"]
+    plain = "dflash2" if "speculators_model_type" in source.config else "dspark"
+    non_causal = source.named(plain) or source.named("museglimmer")
+    return [] if source.flag("sliding_window_non_causal", non_causal) else values["sliding"]
 
 
 def _nested_dspark(source: Source) -> bool:
@@ -1105,8 +1108,10 @@ def _check_z_lab(network: Any) -> None:
         raise UserError("format z-lab requires the target's output layer and embedding: the drafter has its own")
     if network.dspark or network.from_anchor:
         raise UserError("format z-lab requires a drafter without the heads and positions of DSpark: use speculators")
-    if network.causal not in ([], list(range(network.layers))):
-        raise UserError(f"format z-lab requires all layers to be causal, or none: got {network.causal}")
+    if network.causal not in ([], network.sliding, list(range(network.layers))):
+        raise UserError(
+            f"format z-lab requires all layers to be causal, or none, or those with a window: got {network.causal}"
+        )
 
 
 def _check_blocks(network: Any) -> None:
@@ -1117,6 +1122,10 @@ def _check_blocks(network: Any) -> None:
 def _if(condition: Callable[[Any], Any], value: Callable[[Any], Any]) -> Callable[[Written], Any]:
     """A value that is written for some networks only, from a network's configuration."""
     return lambda written: value(written.network) if condition(written.network) else OMITTED
+
+
+def _is_causal(network: Any) -> bool:
+    return len(network.causal) == network.layers
 
 
 def _is_dspark(network: Any) -> bool:
@@ -1168,7 +1177,8 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
                 ("architectures", ["DFlashDraftModel"]),
                 *_layer_fields("qwen3"),
                 *("block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids"),
-                ("dflash_config.causal_head", _if(lambda network: network.causal, lambda network: True)),
+                ("dflash_config.causal_head", _if(_is_causal, lambda network: True)),
+                ("is_causal", _if(lambda one: one.causal != one.sliding, lambda network: bool(network.causal))),
                 ("num_target_layers", lambda written: written.decoder.num_hidden_layers),
                 ("rope_theta", lambda written: _written_rope(written)["rope_theta"]),
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from math import exp
 from typing import Any, Literal
@@ -38,7 +39,9 @@ from mmspec.training.tasks import (
     output_rows,
 )
 
-_OWN = ("fc.", "hidden_norm.", "markov_", "confidence.")  # modules that no target has
+_OWN = re.compile(  # modules that no target has
+    r"(fc|hidden_norm|markov_\w+|confidence|predecessors|successors|selector_state|layers\.\d+\.\w+_conv)\."
+)
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
 
@@ -76,6 +79,10 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
         nn.init.zeros_(network.markov_out.weight)  # no correction at first
+    if config.selector_rank:
+        if draft_ids is not None:
+            raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
+        nn.init.zeros_(network.successors.weight)
     if start is not None:
         load_shared_weights(start, network, options.start)
     elif options.from_target:
@@ -87,6 +94,8 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
 
 def _network_config(options: DFlashOptions, pipe: Pipeline, start: DFlash | None, drafts: int) -> DFlashConfig:
     given, decoder = options.part(DFlashConfig.__dataclass_fields__), pipe.target.config
+    if "selector_rank" in given:
+        given["selector_tokens"] = decoder.vocab_size * (given["selector_rank"] > 0)
     if "markov_rank" in given:
         has = given["markov_rank"] > 0
         given |= {"markov_inputs": has * decoder.vocab_size, "markov_outputs": has * drafts}
@@ -111,7 +120,7 @@ def copy_last_layers(network: DFlashNetwork, target: Any) -> None:
     parts = {
         ours: some
         for ours, some in published_names(own, LAYOUTS["dflash"].names).items()
-        if not ours.startswith(_OWN) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
+        if not _OWN.match(ours) and (some[0] in theirs or not ours.endswith(_OPTIONAL))
     }
     for name, expected in shapes_of(own, parts, network.config).items():
         if (received := tuple(theirs[name].shape) if name in theirs else "none") != expected:
@@ -131,10 +140,10 @@ class DFlashObjective(BlockLoss):
     An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
     to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
     A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
-    11).
+    11); a selector the target's token by cross-entropy among the slot's candidates (vllm-project/speculators).
 
-    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, ``confidence_k`` is the confidence head's
-    loss.
+    The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, without a selector; ``confidence_k`` and
+    ``selector_k`` are the losses of these heads.
     """
 
     def __call__(
@@ -165,13 +174,25 @@ class DFlashObjective(BlockLoss):
                 break
             read, previous = states[:, :, network.config.first + slot - 1][alive], batch.tokens.gather(1, at)[alive]
             memory = None if memory is None else memory[alive[before]]
-            scores, confidence, memory = network.corrected(scoring(read), read, previous, memory)
-            goal, further = losses.goals(alive, at), {}
+            scores, goal, further, confidence = scoring(read), losses.goals(alive, at), {}, None
+            if network.config.selector_rank:
+                further["selector"] = _selector_loss(network, scores, goal, read, previous)
+            else:
+                scores, confidence, memory = network.corrected(scores, read, previous, memory)
             if confidence is not None:
                 accepted = torch.minimum(goal, scores.detach().float().softmax(-1)).sum(-1).clamp(max=1.0)
                 further["confidence"] = F.binary_cross_entropy_with_logits(confidence.float(), accepted)
             losses.add(slot, scores, goal, exp(-(slot - 1) / self.gamma), **further)
         return losses.output
+
+
+def _selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+    """Mean loss of the selector. The target's token replaces the last candidate where it is none."""
+    wanted, among = goal.argmax(-1, keepdim=True), scores.topk(network.config.selector_top_k, dim=-1).indices
+    found = among == wanted
+    among[:, -1:] = among[:, -1:].where(found.any(-1, keepdim=True), wanted)
+    chosen = network.select(scores.gather(-1, among), among, states, previous)
+    return F.cross_entropy(chosen.float(), (among == wanted).int().argmax(-1))
 
 
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

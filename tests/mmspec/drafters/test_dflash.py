@@ -189,16 +189,23 @@ def test_causal_blocks(name, static, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     plain = reference()
     config, tensors = published(plain, "z-lab")
+    del config["is_causal"]
     (config if name == "is_causal" else config["dflash_config"])[name] = True
     drafter = loaded(tmp_path, config, tensors)
     assert drafter.network.config.causal == [0, 1]
-    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, causal=True)
+    kinds = ("full_attention", "sliding_attention")
+    check_blocks(shared_model("llama"), text_inputs(3), drafter, plain, causal=kinds)
 
 
-def test_layers_with_a_window_are_causal_alone(tmp_path):
-    config, tensors = published(reference(), "speculators", sliding_window_non_causal=False)
-    assert loaded(tmp_path, config, tensors).network.config.causal == [1]
-    assert loaded(tmp_path, {**config, "causal": False}, tensors).network.config.causal == []
+@pytest.mark.parametrize(("layout", "name"), [("speculators", "sliding_window_non_causal"), ("z-lab", "is_causal")])
+def test_layers_with_a_window_are_causal_unless_the_configuration_says_otherwise(layout, name, tmp_path):
+    plain = reference()
+    config, tensors = published(plain, layout)
+    assert loaded(tmp_path / "a", config, tensors).network.config.causal == []
+    del config[name]
+    drafter = loaded(tmp_path / "b", config, tensors)
+    assert drafter.network.config.causal == [1]
+    check_blocks(shared_model("llama"), text_inputs(2), drafter, plain, causal=("sliding_attention",))
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 40])

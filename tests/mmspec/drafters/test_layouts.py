@@ -210,6 +210,7 @@ REFUSALS = [
     ),
     ("eagle3 midlayer", {"norm_before_fc": True}, "one of norm_before_fc and fc_norm must be false: got both true"),
     ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers: got '1,2'"),
+    ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"must be a list of layers: got \[1, '2'\]"),
     (
         "eagle3 midlayer",
         {"aux_hidden_state_layer_ids": [1, 2, -3]},
@@ -321,6 +322,12 @@ def test_fields_that_may_change_numbers_are_refused_by_name_wherever_they_are(na
         assert f"here/config.json: expected {row.title} whose fields are known, received {field} {value!r}:" in str(
             caught.value
         )
+
+
+def test_heads_of_one_layer_may_leave_out_its_number():
+    kind, config, tensors = checkpoint("eagle3 midlayer")
+    del config["num_hidden_layers"]
+    assert kind.convert(config, tensors, "here")[0].layers == 1
 
 
 @pytest.mark.parametrize(
