@@ -20,7 +20,10 @@ class UserError(ValueError):
 
 
 class SlowWarning(UserWarning):
-    """Decoding is much slower than it could be on this machine. The command line prints it as ``note: ...``."""
+    """Decoding is much slower than it could be: on another machine, with another drafter.
+
+    The command line prints it as ``note: ...``.
+    """
 
 
 def first_line(error: BaseException) -> str:

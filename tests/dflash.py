@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -14,6 +16,8 @@ from tests.targets import CACHE, row_of
 from tests.tiny.configs import VOCAB
 
 BLOCK, MASK, WIDTH = 5, 99, 48
+CONFIGS = json.loads(Path(__file__).with_name("drafter_configs.json").read_text())
+"""Published configurations by layout and name, with all fields that are known of them."""
 _NAMES = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 
 
@@ -56,6 +60,14 @@ def published(model, layout, **changes):
     named = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": BLOCK}
     named["sliding_window_non_causal"] = True
     return {**named, **own, **changes}, tensors
+
+
+def cut(config):
+    """A published configuration at the reference's sizes, without further fields."""
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 40, "vocab_size": VOCAB, "block_size": BLOCK, "markov_rank": 6}
+    sizes |= {"mask_token_id": MASK, "target_layer_ids": [1, 0], "layer_types": ["full_attention"] * 2}
+    return {name: cut(value) if name == "dflash_config" else sizes.get(name, value) for name, value in config.items()}
 
 
 def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed=3, kind="vanilla", from_anchor=True):

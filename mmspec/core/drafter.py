@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.errors import UserError, first_line
+from mmspec.errors import SlowWarning, UserError, first_line
 from mmspec.ops import kernels
 
 _log = logging.getLogger("mmspec.drafting")
@@ -31,6 +32,7 @@ class Drafter(ABC):
     """
 
     network: Any = None  # its network, if it has one
+    watched = 0, 0.0  # its first steps with drafts, and the tokens that these emitted, see ``Guard``
     _target: Target | None = None
 
     def attach(self, target: Target) -> None:
@@ -112,6 +114,11 @@ class Drafter(ABC):
         """Why a sequence is decoded without this drafter, or a part of it, after an error: its name and the error's."""
         return ""
 
+    @property
+    def checks(self) -> str:
+        """What to check if almost no draft is accepted; empty where that is no mistake, as of drafters that look up."""
+        return ""
+
     def draft_chains(self, length: int) -> None:
         """Draft chains from now on, one child per node, of at most ``length`` tokens if the drafter has a tree size.
 
@@ -165,6 +172,10 @@ class Wrapper(Drafter):
 
     def failure(self, row: int) -> str:
         return self.drafter.failure(row)
+
+    @property
+    def checks(self) -> str:
+        return self.drafter.checks
 
     def draft_chains(self, length: int) -> None:
         self.drafter.draft_chains(length)
@@ -234,6 +245,13 @@ class PlainDrafter(Drafter):
         return getattr(self.plain, name, default)
 
 
+_WATCHED = 64
+"""Steps with drafts after which the acceptance length is checked."""
+
+_LEAST = 1.05
+"""Mean acceptance length below which a drafter is for another target, or is read wrongly."""
+
+
 class Guard(Wrapper):
     """Decode plainly after an error of a drafter, instead of ending the requests that it drafts for.
 
@@ -241,6 +259,8 @@ class Guard(Wrapper):
     that are running have ended, those included that join them meanwhile. Then it is tried again. If it cannot drop its
     rows, it rests for good. Each drafter's errors are logged once per type and process. Errors of a CUDA device are
     raised: nothing can be computed after them.
+
+    A drafter that is almost never right is reported once: shapes do not show what a network was trained on.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -268,6 +288,18 @@ class Guard(Wrapper):
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self._call("observe", tree, verdict, output)
+        if self.drafter.watched[0] < _WATCHED and tree.nodes > 1 and not self.rests:
+            self._watch([path for path, _ in verdict.host])
+
+    def _watch(self, paths: list[list[int]]) -> None:
+        """Count a step; idle rows have empty paths."""
+        if not any(paths):
+            return
+        steps, emitted = self.drafter.watched
+        steps, emitted = self.drafter.watched = steps + 1, emitted + sum(map(len, paths)) / len(paths)
+        if steps == _WATCHED and emitted < _LEAST * steps and self.checks:
+            little = f"the drafter {self._name} is of little use: {emitted / steps:.2f} tokens per step"
+            warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         return self._call("continuations", row, path) or ()
@@ -289,8 +321,12 @@ class Guard(Wrapper):
             self._rest(error)
             return None
 
+    @property
+    def _name(self) -> str:
+        return "+".join(type(member.key).__name__ for member in self.members)
+
     def _rest(self, error: Exception) -> None:
-        name = "+".join(type(member.key).__name__ for member in self.members)
+        name = self._name
         self._failure = f"{name}: {type(error).__name__}: {first_line(error)}"
         if (name, type(error)) not in _REPORTED:
             _REPORTED.add((name, type(error)))

@@ -7,7 +7,6 @@ hidden states carry the image.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 
 from mmspec.checks import FLAG, NUMBERS, option, optional, whole
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Target, TargetOutput, output_of
+from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
 from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
@@ -233,13 +231,6 @@ class Eagle3Network(nn.Module):
         return torch.full_like(ranked, -torch.inf).scatter(-1, candidates, logits)
 
 
-_WATCHED = 128
-"""Verify passes after which the acceptance length of a published checkpoint is checked."""
-
-_LEAST = 1.1
-"""Mean acceptance length below which a head reads the wrong states, or is for another target."""
-
-
 class Eagle3(PositionedDrafter):
     name: ClassVar[str] = "eagle3"
 
@@ -248,7 +239,6 @@ class Eagle3(PositionedDrafter):
     layout = "eagle3"
     usual_tree = TreeShape(top_k=10, depth=8, total_tokens=59)
     features = ()  # known when attached
-    _passes, _emitted = 0, 0.0  # with drafts, while watched
 
     def check_width(self, width: int) -> None:
         config = self.network.config
@@ -301,25 +291,10 @@ class Eagle3(PositionedDrafter):
         allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
         return self.run(x, self.rotation(batch, count), allowed, self.cache)
 
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        super().observe(tree, verdict, output)
-        if self.published is not None and tree.nodes > 1 and self._passes < _WATCHED:
-            self._watch(verdict)
-
-    def _watch(self, verdict: Verdict) -> None:
-        """Warn once of an acceptance length near 1: shapes do not tell which layers a head was trained on."""
-        if not any(path for path, _ in verdict.host):  # rows are idle
-            return
-        self._passes += 1
-        self._emitted += sum(len(path) for path, _ in verdict.host) / len(verdict.host)
-        if self._passes == _WATCHED and self._emitted < _LEAST * _WATCHED:
-            reads = ", ".join(map(str, self.features))
-            warnings.warn(
-                f"the EAGLE-3 drafter is of little use: {self._emitted / _WATCHED:.2f} tokens per step. It may be for "
-                f"another target, or read other layers of it than {reads}: try eagle3:FOLDER@LAYERS",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    @property
+    def checks(self) -> str:
+        reads = ", ".join(map(str, self.features))
+        return super().checks and f"{super().checks}, and the layers {reads} that it reads: try eagle3:FOLDER@LAYERS"
 
 
 SPEC = DrafterSpec(

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -304,8 +305,10 @@ LAYER = (
     Field("mlp", ("intermediate_size",), whole(1)),
     Field("norm_eps", ("rms_norm_eps",), POSITIVE, OWN),
     Field("", ("hidden_act",), choice("silu"), "silu"),
+    Field("halves", ("rope_is_neox_style", "is_neox_style"), FLAG, True),  # otherwise neighbours are rotated together
 )
-ROPE = Field("rope", ("rope_parameters",), read=rope_parameters, encode=lambda value, written: _written_rope(written))
+ROPES = ("rope_parameters", "rope_scaling", "rope_theta")
+ROPE = Field("rope", ROPES, read=rope_parameters, encode=lambda value, written: _written_rope(written))
 VOCABULARY = Field("vocab_size", ("vocab_size",), settable(whole(1)), None)
 NO_BIAS = (Field("", ("attention_bias",), UNSET, False), Field("", ("mlp_bias",), UNSET, False))
 
@@ -431,7 +434,7 @@ _EAGLE3_FIELDS = (
         read=lambda s, v: s.rows(f"{_CANDIDATES}_down_proj.weight") or 1,  # missing: refused by name
         needed=_is_eagle4,
     ),
-    Field("candidates", read=_candidates, needed=_is_eagle4),
+    Field("candidates", ("num_candidates", "candidate_head.num_candidates"), read=_candidates, needed=_is_eagle4),
 )
 
 # DFlash, JetSpec, DSpark
@@ -469,7 +472,7 @@ def _confidence(source: Source, values: Values) -> str:
     nested = _nested_dspark(source)
     if not source.flag("enable_confidence_head", nested or bool(source.fields.get("confidence_head_alpha"))):
         return "none"
-    return "markov" if source.flag("confidence_head_with_markov", nested) else "state"
+    return "markov" if source.flag("confidence_head_with_markov", values["markov_rank"] > 0) else "state"
 
 
 def _has_markov(source: Source, values: Values) -> bool:
@@ -480,6 +483,8 @@ _DFLASH_FIELDS = (
     *LAYER,
     *NO_BIAS,
     *(Field("", (name,), UNSET, False) for name in ("fc_layernorm", "use_swa", "shift_label")),
+    Field("", ("attention_mode",), choice("gqa"), "gqa"),
+    Field("", ("projector_type",), choice("dflash", "dspark"), "dflash"),
     Field("layers", ("num_hidden_layers",), whole(1)),
     ROPE,
     VOCABULARY,
@@ -504,7 +509,7 @@ _DFLASH_FIELDS = (
         needed=lambda s, v: bool(v["sliding"]),
         encode=lambda value, written: value or None,
     ),
-    Field("causal", ("sliding_window_non_causal",), read=_causal, encode=lambda value, written: not value),
+    Field("causal", ("sliding_window_non_causal", *_CAUSAL), read=_causal, encode=lambda value, written: not value),
     Field("own", ("draft_vocab_size",), settable(whole(1)), lambda s, v: s.rows("lm_head.weight") or None),
     Field(
         "head",
@@ -514,18 +519,19 @@ _DFLASH_FIELDS = (
     ),
     Field("draft", read=lambda s, v: v["head"]),
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
-    Field("from_anchor", ("sample_from_anchor",), FLAG, lambda s, v: s.named("dspark")),
+    Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
     Field("markov_rank", ("markov_rank",), whole(0), lambda s, v: 256 * _nested_dspark(s)),
     Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"])),
     Field("markov_type", ("markov_head_type",), choice("vanilla", "gated", "rnn"), "vanilla", needed=_has_markov),
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
-    Field("confidence", read=_confidence),
+    Field("confidence", ("enable_confidence_head", "confidence_head_with_markov"), read=_confidence),
 )
 
 # Medusa, Hydra
 
 HEAD_VOCABULARY = settable(whole(1, 2**24))
+_HEAD_SIZES = ("hidden_size", "truncated_vocab_size", "max_paths", "topk", "num_lookahead_tokens")  # tensors show them
 _PREFIX = "prefix_embeding_layer"  # as files spell it
 _VLLM = {"heads.#.#.linear": ("blocks.{0}.layers.{1}",), "outputs.#": ("lm_heads.{0}",)}
 _ORIGINAL = {"heads.#.#.linear": ("{0}.{1}.linear",), "outputs.#": ("{0}.{layers}",)}
@@ -612,6 +618,7 @@ def _heads(names: Callable[[Source], Names], **more: Any) -> Any:
             Field("", ("head_arch",), choice("mlp", "prefix-mlp"), "mlp"),
             Field("grounded", ("grounded_heads",), FLAG, False),
             Field("", ("hidden_state_offset",), whole(0, 0), 0),
+            Field("", _HEAD_SIZES),
             Field("heads", read=_head_count),
             Field("hidden_size", read=lambda s, v: _head_rows(s, v, *linears[: v["layers"]])),
             Field("bias", read=lambda s, v: v["fc_bias"] or v["names"] is not _VLLM),
@@ -700,6 +707,7 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
             *LAYER,
             Field("mlp", read=lambda s, v: 0),
             Field("", ("num_hidden_layers",), Rule("1", lambda value: value == 1), 1),
+            Field("", ROPES),
             VOCABULARY,
         ),
     ),
@@ -752,6 +760,31 @@ def recogniser(*layouts: str) -> Callable[[Path], bool]:
 
 # reading
 
+INERT = re.compile(
+    "|".join(GenerationConfig().to_dict())
+    + r"""
+    # origin and tokens
+    | _?name_or_path | base_model_name.* | architectures | auto_map | modal_type | .*(model_type|version)
+    | (torch_)?dtype | torchscript | use_bfloat16 | _?attn_impl\w* | .*token_(ids?|index) | (id2label|label2id)
+    # training and use
+    | .*dropout.* | initializer_.* | pretraining_tp | embed_requires_grad | (max|num)_anchors | confidence_head_alpha
+    | .*loss_.* | (un)?freeze_.* | tune_.* | gradient_checkpointing\w* | output_.* | (use_)?return_dict | use_cache
+    | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder | speculators_config | parallel_draft_step
+    # what tensors show, and what only targets have
+    | max_(position_embeddings|window_layers|sequence_length|seq_len) | num_target_layers | target_hidden_size
+    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | (\w+_)?bias | has_lm_head | num_eagle_features
+    | next_layer_regular | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
+    | ((use_)?mm|image|video|vision|audio|mtp|moe|mamba|linear_(num|key|value|conv))_.* | .*expert.* | text_config
+    | attn_output_gate | output_gate_type | full_attention_interval | decoder_sparse_step | mlp_only_layers
+    | norm_topk_prob
+    # rotary positions, of which each kind reads its own
+    | (rope_)?type | rope_theta | (original_max|low|high)_\w+ | (attention_)?factor | beta_(fast|slow) | mscale\w*
+    | truncate | finetuned | mrope_\w+
+    """,
+    re.VERBOSE,
+)
+"""Fields of published configurations that change no number of a drafter's network."""
+
 
 def read(folder: Path, layout: str, kind: type[Checked], network: Callable[[Any], nn.Module]) -> Published:
     """Read a published drafter; arguments as for ``convert``.
@@ -802,11 +835,14 @@ def convert(
     for one in row.fields:
         if (value := one.value(source, values)) is not OWN and one.ours:
             values[one.ours] = value
+    check_fields(config, row, where)
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     ours: Any = kind.read({name: value for name, value in values.items() if name in known}, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)
     if isinstance(shape, RotaryShape):
         rotary_of(shape)  # raises
+    if not values.get("halves", True):
+        _pair_halves(source.tensors, shape.head_dim)
     names = values.get("names", row.names)
     prefixes = row.prefixes if any(source.has(after) for after in row.prefixes.values()) else {}
     state = parameters(network, ours)
@@ -817,6 +853,40 @@ def convert(
     if draft:
         source.draft_ids = draft_tokens(source.tensors, draft, vocab or 0, where)
     return ours, stack(source.tensors, parts), source.draft_ids, _verifier(config, ours, vocab)
+
+
+def check_fields(config: Mapping[str, Any], row: Layout, where: str) -> None:
+    """Check that no field of ``config.json`` may change numbers unread; values of 0, 1, false and nothing do not.
+
+    Raises:
+        UserError: a field that neither the layout reads nor ``INERT`` names.
+    """
+    paths = [name.split(".") for one in row.fields for name in one.names]
+    known = {part for path in paths for part in path}
+    inside = {*row.nested, *ROPES, *(path[0] for path in paths if len(path) > 1)}
+
+    def unread(config: Mapping[str, Any]) -> Iterable[str]:
+        for name, value in config.items():
+            bare, neutral = name.removeprefix(row.prefix), not value or (value == 1 and value is not True)
+            if bare in inside and isinstance(value, Mapping):
+                yield from unread(value)
+            elif not (bare in known or INERT.fullmatch(name) or neutral):
+                yield f"{name} {value!r:.60}"
+
+    if found := list(unread(config)):
+        raise UserError(
+            f"{where}/config.json: expected {row.title} whose fields are known, received {', '.join(found)}: remove "
+            "fields that its network does not use"
+        )
+
+
+def _pair_halves(tensors: dict[str, Tensor], size: int) -> None:
+    """Reorder queries and keys of heads of ``size`` whose neighbours are rotated together, so that halves are; their
+    products stay the same."""
+    order = torch.arange(size).view(-1, 2).t().flatten()
+    for name, tensor in tensors.items():
+        if re.search(r"\.self_attn\.[qk]_(proj|norm)\.(weight|bias)$", name) and len(tensor) % size == 0:
+            tensors[name] = tensor.unflatten(0, (-1, size))[:, order].flatten(0, 1)
 
 
 def _further(source: Source, row: Layout, values: Values, ours: Any) -> tuple[dict[str, tuple[int, ...]], set[str]]:

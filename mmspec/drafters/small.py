@@ -58,6 +58,7 @@ class Small(CapturedDrafter):
     """
 
     learns: ClassVar[bool] = False
+    checks: ClassVar[str] = "its tokenizer and chat template"
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class TreeDrafter(CapturedDrafter):
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
     usual_tree: ClassVar[TreeShape] = TreeShape(top_k=10, depth=6, total_tokens=59)
+    checks = "the target that it was trained for, chat template, rotary positions, positions after images"
 
     def __init__(self, network: Any, **tree: int) -> None:
         shape = replace(self.usual_tree, **tree)
@@ -109,6 +110,10 @@ class TrainedDrafter(TreeDrafter):
         """The same from its files' contents; ``where`` is its name in messages."""
         assert cls.layout is not None
         return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
+
+    @property
+    def checks(self) -> str:  # type: ignore[override]
+        return "" if self.published is None and self.verifier is None else TreeDrafter.checks
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
         """The target's tokens of draft-vocabulary indices, (...) int64."""

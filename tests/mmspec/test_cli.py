@@ -229,6 +229,16 @@ def test_drafter_of_another_vocabulary(generate: Run, tmp_path: Path) -> None:
     assert_user_error(generate("A", "--drafter", f"small:{other}"), "vocabulary", "400", "320")
 
 
+def test_a_drafter_of_another_model_is_noted_once(generate: Run, model: str, tmp_path: Path) -> None:
+    other, options = Path(shutil.copytree(model, tmp_path / "other")), ("--max-new-tokens", "150", "--ignore-eos")
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    for drafter, notes in ((model, 0), (other, 1)):
+        status, _, err = generate("A", *options, "--num-draft-tokens", "1", "--drafter", f"small:{drafter}")
+        assert (status, err.count("note: the drafter Small is of little use: 1.")) == (0, notes), err
+
+
 class Other:
     """What a pickle may hold besides tensors."""
 

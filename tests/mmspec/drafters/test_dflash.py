@@ -8,6 +8,8 @@ from itertools import product
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.cohere import modeling_cohere
+from transformers.models.muse_glimmer_assistant import modeling_muse_glimmer_assistant
 
 import mmspec
 from mmspec import SamplingParams, UserError, plugins
@@ -19,7 +21,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.ops import kernels
 from mmspec.targets.packing import pack_model
 from tests.compiled import needs_kernels
-from tests.dflash import BLOCK, WIDTH, check_blocks, published, reference, with_heads, write
+from tests.dflash import BLOCK, CONFIGS, WIDTH, check_blocks, cut, published, reference, with_heads, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
 from tests.tiny.models import dflash_network, text_inputs, vision_inputs
@@ -84,6 +86,36 @@ def test_nodes_after_images_and_of_hybrids_while_sampling(name, tmp_path):
     config, tensors = with_heads(*published(plain, "z-lab"), kind="rnn")
     drafter, params = loaded(tmp_path, config, tensors), SamplingParams(temperature=1.0)
     check_blocks(shared_model(name), inputs, drafter, plain, tensors=tensors, new=8, params=params)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("LiquidAI/LFM2.5-2.6B-DSpark", "lfm2"),
+        ("RadixArk/Qwen3.8-27B-DSpark", "qwen3_5"),
+        ("openbmb/MiniCPM5-2B-DSpark", "llama"),
+        ("SpecForge/Qwen3-8B-dspark", "llama"),
+    ],
+)
+def test_published_configurations_of_dspark(name, target, tmp_path, monkeypatch):
+    """The reference rotates neighbours together, as GPT-J does, where the configuration says so."""
+    config = cut(CONFIGS[f"dflash {name}"])
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta", 1e4)}
+    kinds = {"layer_types": ["full_attention"] * 2, "rms_norm_eps": config["rms_norm_eps"]}
+    plain = reference(rope_parameters=rope, **kinds)
+    tensors = with_heads(*published(plain, "z-lab"))[1]
+    if config.get("rope_is_neox_style") is False:
+        rotate = modeling_muse_glimmer_assistant.apply_rotary_pos_emb
+
+        def together(q, k, *waves):
+            return rotate(q, k, *(one[..., : one.shape[-1] // 2].repeat_interleave(2, dim=-1) for one in waves))
+
+        monkeypatch.setattr(modeling_muse_glimmer_assistant, "rotate_half", modeling_cohere.rotate_half)
+        monkeypatch.setattr(modeling_muse_glimmer_assistant, "apply_rotary_pos_emb", together)
+    drafter = loaded(tmp_path, config, tensors)
+    assert (drafter.network.config.from_anchor, drafter.network.config.confidence) == (True, "markov")
+    inputs = vision_inputs(target, 2) if target == "qwen3_5" else text_inputs(2)
+    check_blocks(shared_model(target), inputs, drafter, plain, tensors=tensors, skip=(1,), depth=BLOCK)
 
 
 def test_scaled_positions_and_layers_without_windows(tmp_path):

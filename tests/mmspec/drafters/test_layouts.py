@@ -6,6 +6,7 @@ import json
 import math
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from mmspec.drafters.medusa import Hydra, Medusa
 from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.drafters.vispec import ViSpec
 from tests import dflash, kangaroo, medusa
+from tests.dflash import CONFIGS
 from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, GPT_OSS, LLAMA3, PEAGLE, cut, head_tensors
 from tests.published import LLAVA, QWEN, VICUNA, VISPEC, tensors_of, vispec_tensors, write
 
@@ -195,7 +197,11 @@ REFUSALS = [
     ("eagle3 midlayer", {"attention_bias": True}, "attention_bias must be unset or false: got True"),
     ("eagle3 midlayer", {"draft_vocab_size": 41}, r"d2t must be \(41,\) by config.json: got \(40,\)"),
     ("eagle3 midlayer", {"rope_scaling": {"type": "dynamic"}}, "rotary positions must be default, .*'dynamic'"),
-    ("eagle3 midlayer", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "turn whole heads: got a partial_rotary_fac"),
+    (
+        "eagle3 midlayer",
+        {"rope_scaling": {"partial_rotary_factor": 0.5}},
+        "known, received partial_rotary_factor 0.5: remove",
+    ),
     ("eagle3 midlayer", {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions must be valid: got .*"),
     (
         "eagle3 midlayer",
@@ -230,6 +236,10 @@ REFUSALS = [
     ("dflash transformers", {"layer_types": ["full_attention"]}, TYPES),
     ("dflash transformers", {"layer_types": ["full_attention", "chunked"]}, TYPES),
     ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
+    ("dflash transformers", {"attention_mode": "mla"}, "attention_mode must be 'gqa': got 'mla'"),
+    ("dflash transformers", {"projector_type": "domino"}, "projector_type must be 'dflash' or 'dspark': got 'domino'"),
+    ("dflash transformers", {"rope_is_neox_style": 1}, "rope_is_neox_style must be True or False: got 1"),
+    ("dflash transformers", {"logit_scale": 0.5}, "a DFlash drafter whose fields are known, received logit_scale 0.5"),
     ("dflash transformers", {"use_swa": True}, "use_swa must be unset or false: got True"),
     ("dflash speculators", {"causal_head": 1}, "causal_head must be True or False: got 1"),
     (
@@ -274,6 +284,44 @@ def test_configurations_that_cannot_be_are_refused(name, changes, said):
     with pytest.raises(UserError, match=said) as caught:
         kind.convert({**config, **changes}, tensors, "here")
     assert "\n" not in str(caught.value)
+
+
+NUMBERS = {
+    "logit_scale": 0.5,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "query_pre_attn_scalar": 256,
+    "residual_multiplier": 0.22,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "partial_rotary_factor": 0.25,
+    "confidence_temperatures": [1.5, 0.9],
+    "attention_chunk_size": 8192,
+    "use_mtp_layernorm": True,
+    "dspark_bonus_anchor": True,
+    "mla_config": {"rank": 2},
+}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *MADE])
+def test_fields_that_may_change_numbers_are_refused_by_name_wherever_they_are(name):
+    config, row = CONFIGS[name] if name in CONFIGS else checkpoint(name)[1], LAYOUTS[name.split()[0]]
+    layouts.check_fields(config, row, "here")
+    ruled = {one for field in row.fields for one in field.names}
+    places = [None, *({*row.nested, *layouts.ROPES, "eagle_config"} & config.keys())]
+    for place, (field, value) in product(places, NUMBERS.items()):
+        if field in ruled or not isinstance(config.get(place, {}), dict):
+            continue
+
+        def changed(value, place=place, field=field):
+            return {**config, **({field: value} if place is None else {place: {**config[place], field: value}})}
+
+        for neutral in (None, False, 0, 1.0, [], ""):
+            layouts.check_fields(changed(neutral), row, "here")
+        with pytest.raises(UserError) as caught:
+            layouts.check_fields(changed(value), row, "here")
+        assert f"here/config.json: expected {row.title} whose fields are known, received {field} {value!r}:" in str(
+            caught.value
+        )
 
 
 def test_heads_of_one_layer_may_leave_out_its_number():

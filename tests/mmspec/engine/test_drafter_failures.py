@@ -1,5 +1,6 @@
 """A drafter that fails in a call of its protocol rests; running requests get the target's tokens without it."""
 
+import copy
 import logging
 
 import pytest
@@ -15,21 +16,24 @@ from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.distributed import RankError
 from mmspec.engine.stopping import Stopper
+from mmspec.errors import SlowWarning
 from mmspec.ops import kernels
 from mmspec.pipeline import Generation
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor
+from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.decoding import SteppedEngine
 from tests.device import waiting
 from tests.mmspec.engine.test_engine import VOCAB, TableTarget, prompt_of, said_plainly
 from tests.ranks import alone
-from tests.tiny import byte_model, byte_tokenizer, table_model
-from tests.tiny.drafters import VARIANTS
+from tests.tiny import byte_model, byte_tokenizer, shared_model, table_model
+from tests.tiny.drafters import VARIANTS, tiny_drafter
 from tests.tiny.models import text_inputs
 
 pytestmark = pytest.mark.drafter_fails
@@ -327,3 +331,24 @@ def test_the_line_of_figures_says_that_drafting_stopped():
     line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram")
     assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "hydra", "kangaroo", "mamba", "small"])
+def test_a_drafter_that_is_almost_never_right_is_reported_once(kind, tmp_path):
+    model, options = shared_model("llama"), dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=2)
+    if kind == "small":
+        made = Small(copy.deepcopy(model))
+        made.model.get_output_embeddings().weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    else:
+        tiny_drafter(kind, model, 20).save(tmp_path, TransformersTarget(model))
+        made = make_drafter(str(tmp_path))
+    with pytest.warns(SlowWarning, match=r"of little use: 1\.0\d tokens per step\. Check .* chat template"):
+        mmspec.generate(model, drafter=made, **text_inputs(1), **options)
+    mmspec.generate(model, drafter=made, **text_inputs(1), **options)  # another warning would be an error
+
+
+@pytest.mark.parametrize("drafter", [lambda: Small(shared_model("llama")), Ngram, Recycle])
+def test_drafters_that_are_right_or_look_up_are_not_reported(drafter):
+    """A warning would be an error."""
+    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=1)
+    mmspec.generate(shared_model("llama"), drafter=drafter(), **text_inputs(1), **options)
