@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from transformers.cache_utils import Cache
 
 from mmspec.errors import UserError
 from mmspec.ssm.cache import STATES, StateCache
-from mmspec.ssm.mixers import INKLING, INKLING2, RGLRU, ZAYA, LightningAttention
+from mmspec.ssm.mixers import INKLING, INKLING2, INKLING2_BIASES, RGLRU, ZAYA, LightningAttention
 from mmspec.ssm.recurrences import CONVOLUTION, Adapter, Functions, GatedDelta, KimiDelta, Mamba1, Mamba2, Recurrence
 from mmspec.targets.layers import Place, replaced
 
@@ -158,8 +159,13 @@ class Inkling2Layers(RecurrentLayers):
     """The same, with some convolutions whose weights depend on the token (Inkling 2)."""
 
     families = ("inkling2_text",)
-    functions = INKLING2
     static_shapes = False
+
+    @classmethod
+    def replaced(cls) -> Functions:
+        module = import_module("transformers.models.inkling2.modeling_inkling2")
+        biases = {name: one for name, one in INKLING2_BIASES.items() if hasattr(*_place(module, name))}
+        return {**INKLING2, **biases}
 
 
 class ZayaLayers(RecurrentLayers):

@@ -172,13 +172,33 @@ def _relative_logits(
     return states.by_row(partial(original, module), relative_states)
 
 
+def _position_bias(
+    states: StateCache,
+    original: Adapter,
+    module: Any,
+    hidden_states: Tensor,
+    relative_distance: Tensor,
+    *positions: Any,
+) -> Tensor:
+    """Replace ``Inkling2RelativePositionBias.forward``."""
+
+    def biased(hidden: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return original(module, hidden, queries[:, None] - keys, queries[None])
+
+    return states.by_row(biased, hidden_states)
+
+
 _RELATIVE = _relative_logits, ("relative_states", "query_positions", "key_positions")
 _WINDOWED = ("hidden_states", "conv_mask")
 
 INKLING: Functions = {**CONVOLUTION, "InklingRelativeLogits.forward": _RELATIVE}
 INKLING2: Functions = {
     **CONVOLUTION,
-    "Inkling2RelativeLogits.forward": _RELATIVE,
     "Inkling2DynamicShortConvolution.forward": (_dynamic_convolution, (*_WINDOWED, "dynamic_input")),
+}
+_BIAS = _position_bias, ("hidden_states", "relative_distance", "position_ids")
+INKLING2_BIASES: Functions = {
+    "Inkling2RelativeLogits.forward": _RELATIVE,  # up to transformers 5.23
+    "Inkling2RelativePositionBias.forward": _BIAS,
 }
 ZAYA: Functions = {"ZayaCCAProjection.forward": (_projections, _WINDOWED)}

@@ -14,7 +14,7 @@ engines read of them. Checkpoints are read strictly, without running their code.
   sgl-project/SpecForge, Tencent/AngelSlim), ``layers.0.*`` with a nested ``transformer_layer_config``
   (vllm-project/speculators), or without embedding and ``t2d`` (NVIDIA/Model-Optimizer). EAGLE-4 heads have the tensors
   that NVIDIA-NeMo/Automodel documents; quantised output layers and mixtures of experts are not read.
-- ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147): flat (z-lab,
+- ``dflash``: DFlash, DFlash2, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147): flat (z-lab,
   deepseek-ai/DeepSpec), nested (vllm-project/speculators), or with ``encoder.*`` (transformers). ``causal_head`` of
   JetSpec is ``causal`` or ``is_causal`` in vLLM.
 - ``medusa``: Medusa heads (arXiv 2401.10774) of FasterDecoding/Medusa, text-generation-inference, which share the
@@ -36,6 +36,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import gcd
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -470,6 +471,10 @@ def _nested_dspark(source: Source) -> bool:
     return source.named("dspark") and "speculators_model_type" in source.config
 
 
+def _nested_dflash2(source: Source) -> bool:
+    return source.named("dflash2") and "speculators_model_type" in source.config
+
+
 def _confidence(source: Source, values: Values) -> str:
     nested = _nested_dspark(source)
     if not source.flag("enable_confidence_head", nested or bool(source.fields.get("confidence_head_alpha"))):
@@ -523,7 +528,17 @@ _DFLASH_FIELDS = (
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
     Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
     Field("markov_rank", ("markov_rank",), whole(0), lambda s, v: 256 * _nested_dspark(s)),
-    Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"])),
+    *(
+        Field(name, (name, f"dflash_config.{name}"), whole(least), default)
+        for name, least, default in (
+            ("conv_kernel_size", 0, lambda s, v: 2 * _nested_dflash2(s)),
+            ("conv_group_size", 1, 16),
+            ("selector_rank", 0, lambda s, v: 256 * _nested_dflash2(s)),
+            ("selector_top_k", 1, 16),
+        )
+    ),
+    Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])),
+    Field("selector_tokens", read=lambda s, v: v["vocab_size"], needed=lambda s, v: v["selector_rank"] > 0),
     Field("markov_type", ("markov_head_type",), choice("vanilla", "gated", "rnn"), "vanilla", needed=_has_markov),
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
@@ -665,6 +680,14 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
             "markov_gate": ("markov_head.gate_proj",),
             "markov_cell": ("markov_head.joint_proj",),
             "confidence": ("confidence_head.proj",),
+            **{
+                f"layers.#.{one}_conv.{ours}": (f"layers.{{0}}.{one}_conv.{theirs}",)
+                for one in ("attention", "mlp")
+                for ours, theirs in (("base", "base_kernel"), ("delta", "kernel_projection"))
+            },
+            "predecessors.weight": ("candidate_selector.predecessor_codebook",),
+            "successors.weight": ("candidate_selector.successor_codebook",),
+            "selector_state": ("candidate_selector.hidden_projection",),
         },
         _DFLASH_FIELDS,
         prefixes={"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."},
@@ -1127,6 +1150,7 @@ def _check_biased(network: Any) -> None:
 
 
 def _check_z_lab(network: Any) -> None:
+    _check_dflash2("z-lab", network)
     if network.head or network.embedding:
         raise UserError("format z-lab requires the target's output layer and embedding: the drafter has its own")
     if network.dspark or network.from_anchor:
@@ -1137,7 +1161,14 @@ def _check_z_lab(network: Any) -> None:
         )
 
 
+def _check_dflash2(layout: str, network: Any) -> None:
+    if bool(network.conv_kernel_size) != bool(network.selector_rank):
+        has = "convolutions" if network.conv_kernel_size else "a selector"
+        raise UserError(f"format {layout} requires convolutions and a selector, or neither: the drafter has {has} only")
+
+
 def _check_blocks(network: Any) -> None:
+    _check_dflash2("speculators", network)
     if network.causal not in ([], network.sliding):
         raise UserError(f"format speculators requires layers with a window to be causal, or none: got {network.causal}")
 
@@ -1153,6 +1184,21 @@ def _is_causal(network: Any) -> bool:
 
 def _is_dspark(network: Any) -> bool:
     return network.dspark
+
+
+def _is_dflash2(network: Any) -> bool:
+    return bool(network.selector_rank)
+
+
+def _dflash_class(network: Any) -> str:
+    kind = "DSpark" if network.dspark else "DFlash2" if network.selector_rank else "DFlash"
+    return f"{kind}DraftModel"
+
+
+def _dflash2_fields(at: str = "") -> tuple[tuple[str, Any], ...]:
+    """The fields of DFlash2, in an object ``at``."""
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return tuple((f"{at}{name}", _if(_is_dflash2, attrgetter(name))) for name in names)
 
 
 def _rope_scaling(written: Written) -> dict[str, Any] | None:
@@ -1228,8 +1274,9 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "z-lab": Format(
             _check_z_lab,
             (
-                ("architectures", ["DFlashDraftModel"]),
+                ("architectures", lambda w: [_dflash_class(w.network)]),
                 *_layer_fields("qwen3"),
+                *_dflash2_fields("dflash_config."),
                 *("block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids"),
                 ("dflash_config.causal_head", _if(_is_causal, lambda network: True)),
                 ("is_causal", _if(lambda one: one.causal != one.sliding, lambda network: bool(network.causal))),
@@ -1240,14 +1287,15 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "speculators": Format(
             _check_blocks,
             (
-                ("architectures", lambda w: ["DSparkDraftModel" if w.network.dspark else "DFlashDraftModel"]),
+                ("architectures", lambda w: [_dflash_class(w.network)]),
+                *_dflash2_fields(),
                 *("aux_hidden_state_layer_ids", "block_size", "draft_vocab_size"),
                 ("confidence_head_with_markov", _if(_is_dspark, lambda network: network.confidence == "markov")),
                 ("enable_confidence_head", _if(_is_dspark, lambda network: network.confidence != "none")),
                 ("markov_head_type", _if(_is_dspark, lambda network: network.markov_type)),
                 ("markov_rank", _if(_is_dspark, lambda network: network.markov_rank)),
                 *("mask_token_id", "sample_from_anchor", "sliding_window_non_causal"),
-                *_speculators_fields(lambda network: "dspark" if network.dspark else "dflash"),
+                *_speculators_fields(lambda network: _dflash_class(network).removesuffix("DraftModel").lower()),
                 *_layer_fields("qwen3", _NESTED),
             ),
         ),

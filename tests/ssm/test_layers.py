@@ -161,7 +161,7 @@ def test_a_version_that_lacks_what_is_built_upon_is_named(monkeypatch):
         ("zamba", 1, 12, 4),
         ("lfm2", 0, 2, 0),
         ("inkling_text", 0, 16, 0),
-        *[("inkling2_text", *numbers) for numbers in ((0, 16, 4), (2, 16, 12)) if "inkling2_text" in HYBRID_CONFIGS],
+        *[("inkling2_text", *numbers) for numbers in ((0, 16, 4), (1, 16, 12)) if "inkling2_text" in HYBRID_CONFIGS],
     ],
 )
 @torch.inference_mode()

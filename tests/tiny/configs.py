@@ -161,7 +161,9 @@ CONVOLUTION_CONFIGS: dict[str, Any] = {
         sliding_window=6,
     ),
     "inkling_text": lambda: _inkling(transformers.InklingTextConfig, logits_mup_width_multiplier=1.5),
-    "inkling2_text": lambda: _inkling(transformers.Inkling2TextConfig, n_layers_per_attn_res_block=3),
+    "inkling2_text": lambda: _inkling(
+        transformers.Inkling2TextConfig, n_layers_per_attn_res_block=3, unpadded_vocab_size=VOCAB
+    ),
     "zaya": lambda: _shrink(
         transformers.ZayaConfig,
         num_hidden_layers=4,

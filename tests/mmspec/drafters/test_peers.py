@@ -25,6 +25,9 @@ from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 
+# Their code for releases of transformers before the cache argument's new name.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 IDS, BLOCK, MASK = torch.arange(4, 84, 2), 5, 99
 SHAPE = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SIZES = {**SHAPE, "vocab_size": VOCAB, "attn_implementation": "eager"}
@@ -161,6 +164,12 @@ BLOCKS = [
         {"draft_vocab_size": VOCAB, "markov_rank": 0, "confidence_head_with_markov": False},
         {},
     ),
+    ("dflash2", {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 7}, SLIDING),
+    (
+        "dflash2",
+        {"draft_vocab_size": VOCAB, "conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": True},
+        {},
+    ),
 ]
 
 
@@ -194,23 +203,28 @@ def test_blocks(algorithm, fields, kinds, tmp_path, monkeypatch):
             heard = torch.cat([hidden, embeds], dim=-1) if model.config.confidence_head_with_markov else hidden
             factors = model.confidence_head(heard)[0].sigmoid()
         slots = slice(first, first + len(path))
+        if getattr(model, "candidate_selector", None) is not None:
+            among, chosen = model.candidate_selector.select(logits, hidden, before)
+            factors = logits.softmax(-1).gather(-1, among).sum(-1)[0]  # the other tokens' part
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, among, chosen)
         return logits[0, slots], factors[slots]
 
     check(target, tmp_path, scores, depth=BLOCK - first)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
 def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     """All of a drafter's tensors, and those that it shares with its target."""
     target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
-    if algorithm in ("dflash", "dspark"):
+    if algorithm in ("dflash", "dflash2", "dspark"):
         layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}
     else:
         layer, own = LlamaConfig(**SIZES, num_hidden_layers=2), {**own, f"eagle_{reads}": [0, 1, 2]}
     if algorithm == "eagle3":
         del own["mask_token_id"]
     target.save_pretrained(tmp_path / "target")
-    model = peer(algorithm, layer, target, draft_vocab_size=len(IDS), **own)
+    own["draft_vocab_size"] = VOCAB if algorithm == "dflash2" else len(IDS)
+    model = peer(algorithm, layer, target, **own)
     model.save_pretrained(tmp_path / "theirs")
     known = copy.deepcopy(target.config)
     known.name_or_path = str(tmp_path / "target")
@@ -218,6 +232,7 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     again, state = SpeculatorModel.from_pretrained(tmp_path / "ours"), model.state_dict()
     assert type(again) is type(model)
     fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
+    fields += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     for name in (*fields, reads, f"eagle_{reads}", *layouts.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():
