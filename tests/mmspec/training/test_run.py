@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 pytest.importorskip("accelerate")
 
 import mmspec
+from mmspec.cli import main
 from mmspec.cli.commands import train as commands
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
@@ -224,6 +225,16 @@ def test_a_drafter_learns_to_predict_its_target(
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.mean_acceptance_length > 1.3
+    exported = main(["export", *named(target, tmp_path / DRAFTER, tmp_path / "out")])
+    markov = command == "dflash" and "--markov-rank" in options  # of 40 tokens, without an output layer of its own
+    assert exported == (
+        0 if command in ("eagle3", "dflash", "medusa") and "--grounded" not in options and not markov else 2
+    )
+    assert exported == 2 or make_drafter(str(tmp_path / "out")).name == command
+
+
+def named(target: str, drafter: Path, out: Path) -> list[str]:
+    return ["--model", target, "--drafter", str(drafter), "--out", str(out)]
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
