@@ -797,8 +797,8 @@ INERT = re.compile(
     | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder | speculators_config | parallel_draft_step
     # what tensors show, and what only targets have
     | max_(position_embeddings|window_layers|sequence_length|seq_len) | num_target_layers | target_hidden_size
-    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | (\w+_)?bias | has_lm_head | num_eagle_features
-    | next_layer_regular | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
+    | (use_)?sliding_window | runtime_block_size | layer_types | tie_\w*embeddings? | (\w+_)?bias | has_lm_head
+    | num_eagle_features | next_layer_regular | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
     | ((use_)?mm|image|video|vision|audio|mtp|moe|mamba|linear_(num|key|value|conv))_.* | .*expert.* | text_config
     | attn_output_gate | output_gate_type | full_attention_interval | decoder_sparse_step | mlp_only_layers
     | norm_topk_prob
@@ -855,12 +855,12 @@ def convert(
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
     row = LAYOUTS[layout]
+    check_fields(config, row, where)
     source = Source(config, tensors, row, where)
     values: Values = {}
     for one in row.fields:
         if (value := one.value(source, values)) is not OWN and one.ours:
             values[one.ours] = value
-    check_fields(config, row, where)
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     ours: Any = kind.read({name: value for name, value in values.items() if name in known}, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)
