@@ -292,6 +292,8 @@ NUMBERS = {
     "attn_logit_softcapping": 50.0,
     "query_pre_attn_scalar": 256,
     "residual_multiplier": 0.22,
+    "output_multiplier": 0.2,
+    "input_embedding_scale": 0.5,
     "hidden_activation": "gelu_pytorch_tanh",
     "partial_rotary_factor": 0.25,
     "confidence_temperatures": [1.5, 0.9],
