@@ -55,7 +55,17 @@ TEXT_CONFIGS: dict[str, Any] = {
     "gemma2": lambda: _shrink(transformers.Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
     "gemma3": lambda: _shrink(transformers.Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
     "doge": lambda: _shrink(transformers.DogeConfig),
+    "dory": lambda: _dory(),
 }
+if not hasattr(transformers, "DoryConfig"):  # added after transformers 5.23
+    del TEXT_CONFIGS["dory"]
+
+
+def _dory(**changes: Any) -> Any:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    layers = dict(num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, layer_types=kinds)
+    return _shrink(transformers.DoryConfig, **layers, sliding_window=6, n_recurrent_loops=3, **changes)
+
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
 _MIXER: dict[str, Any] = dict(

@@ -19,6 +19,7 @@ from transformers import (
     PhiConfig,
     T5Config,
     T5ForConditionalGeneration,
+    XLMConfig,
 )
 
 import mmspec
@@ -31,6 +32,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.decoder import Decoder
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
@@ -290,6 +292,26 @@ def test_layers_whose_kinds_are_not_named_are_refused():
     config = SimpleNamespace(model_type="bamba")
     with pytest.raises(UserError, match=r"^tree verification of BambaForCausalLM requires layer_types in SimpleName"):
         tree_layers(shared_model("bamba"), config)
+
+
+def test_a_model_whose_forward_removes_cached_tokens_from_its_input_is_refused():
+    model = random_model(small_config(XLMConfig))
+    with pytest.raises(UserError, match=r"^the target must be one that trees can reproduce: XLMWithLMHeadModel takes"):
+        TransformersTarget(model)
+
+
+@pytest.mark.skipif("dory" not in TEXT_CONFIGS, reason="the installed transformers has no Dory")
+def test_loops_over_layers():
+    model = copy.deepcopy(shared_model("dory"))
+    with pytest.raises(UserError, match=r"^single layers need a decoder that runs each once: got 8 runs of 4 layers$"):
+        Decoder(model, 1)
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(
+        UserError, match=r"^loops over layers must have .*: expected .* in DoryForCausalLM, received 'l"
+    ):
+        TransformersTarget(model)
+    model.config.n_recurrent_loops = 1
+    TransformersTarget(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
