@@ -476,14 +476,14 @@ class DFlash(PositionedDrafter):
         if self._markov is not None and not self.static_shapes:
             tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
+        if config.selector_rank:
+            scored = self._selecting(scores, states)
+            return grow_levels(token, scored, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
         if not config.markov_rank:
             tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
             return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
         memory = self.network.first_memory(block, token)
         memory = None if memory is None else memory[:, None]
-        if config.selector_rank:
-            scored = self._selecting(scores, states)
-            return grow_levels(token, scored, budget, self.top_k, depth=deepest, nodes=self.total_tokens)
 
         def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
             nonlocal memory

@@ -14,7 +14,7 @@ engines read of them. Checkpoints are read strictly, without running their code.
   sgl-project/SpecForge, Tencent/AngelSlim), ``layers.0.*`` with a nested ``transformer_layer_config``
   (vllm-project/speculators), or without embedding and ``t2d`` (NVIDIA/Model-Optimizer). EAGLE-4 heads have the tensors
   that NVIDIA-NeMo/Automodel documents; quantised output layers and mixtures of experts are not read.
-- ``dflash``: DFlash, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147): flat (z-lab,
+- ``dflash``: DFlash, DFlash2, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147): flat (z-lab,
   deepseek-ai/DeepSpec), nested (vllm-project/speculators), or with ``encoder.*`` (transformers). ``causal_head`` of
   JetSpec is ``causal`` or ``is_causal`` in vLLM.
 - ``medusa``: Medusa heads (arXiv 2401.10774) of FasterDecoding/Medusa, text-generation-inference, which share the
@@ -36,6 +36,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import gcd
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -189,7 +190,8 @@ class Field:
         """The published value under one of ``names``."""
         if not self.ours:
             return self.default
-        value, shift = self.encode(getattr(written.network, self.ours), written), self.shifts.get(name, 0)
+        ours = getattr(written.network, self.ours, self.default)
+        value, shift = self.encode(ours, written), self.shifts.get(name, 0)
         return [one - shift for one in value] if shift else value
 
 
@@ -352,7 +354,8 @@ def _eagle(**more: Any) -> Any:
             *LAYER,
             Field("layers", ("num_hidden_layers",), whole(1), 1),
             ROPE,
-            Field("rope_theta", read=_plain_theta),
+            Field("rope_theta", ("rope_theta",), read=_plain_theta),
+            Field("", ("attention_bias",), default=False),
             Field("input_norm", read=lambda s, v: is_whole(s) or norm in s.tensors),
             Field("qkv_bias", read=lambda s, v: is_whole(s) or has_bias(s)),
             Field("vocab_size", ("vocab_size",), whole(1), lambda s, v: s.rows(EMBEDDING) or None),
@@ -468,6 +471,10 @@ def _nested_dspark(source: Source) -> bool:
     return source.named("dspark") and "speculators_model_type" in source.config
 
 
+def _nested_dflash2(source: Source) -> bool:
+    return source.named("dflash2") and "speculators_model_type" in source.config
+
+
 def _confidence(source: Source, values: Values) -> str:
     nested = _nested_dspark(source)
     if not source.flag("enable_confidence_head", nested or bool(source.fields.get("confidence_head_alpha"))):
@@ -521,7 +528,17 @@ _DFLASH_FIELDS = (
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
     Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
     Field("markov_rank", ("markov_rank",), whole(0), lambda s, v: 256 * _nested_dspark(s)),
-    Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"])),
+    *(
+        Field(name, (name, f"dflash_config.{name}"), whole(least), default)
+        for name, least, default in (
+            ("conv_kernel_size", 0, lambda s, v: 2 * _nested_dflash2(s)),
+            ("conv_group_size", 1, 16),
+            ("selector_rank", 0, lambda s, v: 256 * _nested_dflash2(s)),
+            ("selector_top_k", 1, 16),
+        )
+    ),
+    Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])),
+    Field("selector_tokens", read=lambda s, v: v["vocab_size"], needed=lambda s, v: v["selector_rank"] > 0),
     Field("markov_type", ("markov_head_type",), choice("vanilla", "gated", "rnn"), "vanilla", needed=_has_markov),
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
@@ -663,6 +680,14 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
             "markov_gate": ("markov_head.gate_proj",),
             "markov_cell": ("markov_head.joint_proj",),
             "confidence": ("confidence_head.proj",),
+            **{
+                f"layers.#.{one}_conv.{ours}": (f"layers.{{0}}.{one}_conv.{theirs}",)
+                for one in ("attention", "mlp")
+                for ours, theirs in (("base", "base_kernel"), ("delta", "kernel_projection"))
+            },
+            "predecessors.weight": ("candidate_selector.predecessor_codebook",),
+            "successors.weight": ("candidate_selector.successor_codebook",),
+            "selector_state": ("candidate_selector.hidden_projection",),
         },
         _DFLASH_FIELDS,
         prefixes={"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."},
@@ -1036,12 +1061,15 @@ class Format:
         check: raises ``UserError`` if the format cannot describe a network's configuration.
         fields: of ``config.json``, in order: published names of the layout's fields, or a name and its value, or a
             function of ``Written``; with dots, in objects inside.
-        prefixes: of tensors, see ``Layout``.
+        prefixes, names: of tensors, see ``Layout``; without ``names``, those of the layout.
+        file: of tensors.
     """
 
     check: Callable[[Any], None]
     fields: tuple[str | tuple[str, Any], ...]
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+    file: str = "model.safetensors"
 
 
 def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str | tuple[str, Any], ...]:
@@ -1103,7 +1131,26 @@ def _check_head(layout: str) -> Callable[[Any], None]:
     return check
 
 
+def _check_eagle(network: Any) -> None:
+    further = ("decoupled", "reads", "norm_output", "confidence", "input_norm", "qkv_bias")
+    own = [name for name in (*further, "visual_states", "latents", "hide_visual") if getattr(network, name, False)]
+    if own := [*own, *(["slots"] if network.slots > 1 else [])]:
+        raise UserError(f"format eagle requires a layer of EAGLE-1: the drafter has {', '.join(own)}")
+
+
+def _check_medusa(network: Any) -> None:
+    if not network.head:
+        raise UserError("formats of Medusa require output layers of the heads' own: they use the target's")
+
+
+def _check_biased(network: Any) -> None:
+    _check_medusa(network)
+    if not network.bias:
+        raise UserError("format medusa requires heads with biases: they have none")
+
+
 def _check_z_lab(network: Any) -> None:
+    _check_dflash2("z-lab", network)
     if network.head or network.embedding:
         raise UserError("format z-lab requires the target's output layer and embedding: the drafter has its own")
     if network.dspark or network.from_anchor:
@@ -1114,7 +1161,14 @@ def _check_z_lab(network: Any) -> None:
         )
 
 
+def _check_dflash2(layout: str, network: Any) -> None:
+    if bool(network.conv_kernel_size) != bool(network.selector_rank):
+        has = "convolutions" if network.conv_kernel_size else "a selector"
+        raise UserError(f"format {layout} requires convolutions and a selector, or neither: the drafter has {has} only")
+
+
 def _check_blocks(network: Any) -> None:
+    _check_dflash2("speculators", network)
     if network.causal not in ([], network.sliding):
         raise UserError(f"format speculators requires layers with a window to be causal, or none: got {network.causal}")
 
@@ -1132,6 +1186,21 @@ def _is_dspark(network: Any) -> bool:
     return network.dspark
 
 
+def _is_dflash2(network: Any) -> bool:
+    return bool(network.selector_rank)
+
+
+def _dflash_class(network: Any) -> str:
+    kind = "DSpark" if network.dspark else "DFlash2" if network.selector_rank else "DFlash"
+    return f"{kind}DraftModel"
+
+
+def _dflash2_fields(at: str = "") -> tuple[tuple[str, Any], ...]:
+    """The fields of DFlash2, in an object ``at``."""
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return tuple((f"{at}{name}", _if(_is_dflash2, attrgetter(name))) for name in names)
+
+
 def _rope_scaling(written: Written) -> dict[str, Any] | None:
     rope = {name: value for name, value in _written_rope(written).items() if name != "rope_theta"}
     return rope if rope["rope_type"] != "default" or "mrope_section" in rope else None
@@ -1139,6 +1208,10 @@ def _rope_scaling(written: Written) -> dict[str, Any] | None:
 
 _NESTED = "transformer_layer_config."
 _FLAT_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+_EAGLE_1 = Format(  # SafeAILab/EAGLE, for vLLM
+    _check_eagle,
+    (("architectures", ["LlamaForCausalLM"]), *_layer_fields("llama", rope=False), "rope_theta"),
+)
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "eagle3": {
         "speculators": Format(  # for vLLM
@@ -1170,12 +1243,40 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
             {"layers.0.": "midlayer."},
         ),
     },
+    "eagle": {"eagle": _EAGLE_1},
+    "msd": {"eagle": _EAGLE_1},
+    "medusa": {
+        "vllm": Format(
+            _check_medusa,
+            (
+                ("architectures", ["MedusaModel"]),
+                ("model_type", "medusa"),
+                *(("num_heads", lambda w: w.network.heads), ("num_hidden_layers", lambda w: w.network.layers)),
+                ("hidden_size", lambda written: written.network.hidden_size),
+                ("medusa_fc_bias", lambda written: written.network.bias),
+                ("truncated_vocab_size", lambda written: written.network.head),
+                ("vocab_size", lambda written: written.decoder.vocab_size),
+            ),
+            names=_VLLM,
+        ),
+        "medusa": Format(  # FasterDecoding/Medusa
+            _check_biased,
+            (
+                ("base_model_name_or_path", lambda written: written.target.name_or_path),
+                ("medusa_num_heads", lambda written: written.network.heads),
+                ("medusa_num_layers", lambda written: written.network.layers),
+            ),
+            names=_ORIGINAL,
+            file="medusa_lm_head.safetensors",
+        ),
+    },
     "dflash": {
         "z-lab": Format(
             _check_z_lab,
             (
-                ("architectures", ["DFlashDraftModel"]),
+                ("architectures", lambda w: [_dflash_class(w.network)]),
                 *_layer_fields("qwen3"),
+                *_dflash2_fields("dflash_config."),
                 *("block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids"),
                 ("dflash_config.causal_head", _if(_is_causal, lambda network: True)),
                 ("is_causal", _if(lambda one: one.causal != one.sliding, lambda network: bool(network.causal))),
@@ -1186,14 +1287,15 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "speculators": Format(
             _check_blocks,
             (
-                ("architectures", lambda w: ["DSparkDraftModel" if w.network.dspark else "DFlashDraftModel"]),
+                ("architectures", lambda w: [_dflash_class(w.network)]),
+                *_dflash2_fields(),
                 *("aux_hidden_state_layer_ids", "block_size", "draft_vocab_size"),
                 ("confidence_head_with_markov", _if(_is_dspark, lambda network: network.confidence == "markov")),
                 ("enable_confidence_head", _if(_is_dspark, lambda network: network.confidence != "none")),
                 ("markov_head_type", _if(_is_dspark, lambda network: network.markov_type)),
                 ("markov_rank", _if(_is_dspark, lambda network: network.markov_rank)),
                 *("mask_token_id", "sample_from_anchor", "sliding_window_non_causal"),
-                *_speculators_fields(lambda network: "dspark" if network.dspark else "dflash"),
+                *_speculators_fields(lambda network: _dflash_class(network).removesuffix("DraftModel").lower()),
                 *_layer_fields("qwen3", _NESTED),
             ),
         ),
@@ -1219,22 +1321,29 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     _check_written_target({**known, **(drafter.verifier or drafter.published or {})}, target)
     form = FORMATS[drafter.layout][name]
     form.check(network)
-    network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
+    if hasattr(network, "features"):
+        network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
     if (corrected := getattr(network, "markov_outputs", 0)) not in (0, network.head or decoder.vocab_size):
         raise UserError(
             f"format {name} requires an output layer of its own for the {corrected} tokens of a Markov head: the "
             "drafter uses the target's"
         )
     state = drafter.network.state_dict()
-    tensors = unstack(state, published_names(state, row.names, form.prefixes), network)
-    if drafter.draft_ids is not None and network.head:
+    parts = published_names(state, form.names or row.names, form.prefixes, getattr(network, "layers", 1))
+    tensors = unstack(state, parts, getattr(network, "layer", network))
+    dtype = str(next(iter(tensors.values())).dtype)
+    if drafter.draft_ids is not None and form.file != "model.safetensors":
+        raise UserError(f"format {name} requires output layers of all the target's tokens: got a draft vocabulary")
+    if drafter.draft_ids is not None and drafter.layout == "medusa":
+        tensors["token_map"] = drafter.draft_ids.cpu()
+    elif drafter.draft_ids is not None and network.head:
         ids = drafter.draft_ids.cpu()
         marked = torch.zeros(decoder.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
     config = _written_config(form, row, Written(network, target, getattr(network, "drafts", tokens)))
-    config["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config["dtype"] = dtype.removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "model.safetensors") as part:
+    with atomic(folder / form.file) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, {"format": "pt"})
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 

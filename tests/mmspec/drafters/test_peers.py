@@ -10,17 +10,19 @@ from transformers import LlamaConfig, Qwen3Config
 
 from mmspec.drafters import layouts
 from mmspec.drafters.registry import make_drafter
+from mmspec.training.dflash import selector_loss
 from tests.draft_checks import check_drafts, plain_pass
 from tests.mtp import mtp_tensors, write_target
 from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs
+from tests.tiny.models import dflash_network, text_inputs
 
 pytest.importorskip("speculators.models.eagle3.core", reason="speculators cannot be imported", exc_type=ImportError)
 from speculators import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
 from speculators.convert.mtp.converter import MTPConverter
 from speculators.models.dflash import core as dflash
+from speculators.models.dflash2.metrics import selector_training_candidates
 from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -164,6 +166,12 @@ BLOCKS = [
         {"draft_vocab_size": VOCAB, "markov_rank": 0, "confidence_head_with_markov": False},
         {},
     ),
+    ("dflash2", {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 7}, SLIDING),
+    (
+        "dflash2",
+        {"draft_vocab_size": VOCAB, "conv_kernel_size": 3, "conv_group_size": 8, "sample_from_anchor": True},
+        {},
+    ),
 ]
 
 
@@ -197,23 +205,48 @@ def test_blocks(algorithm, fields, kinds, tmp_path, monkeypatch):
             heard = torch.cat([hidden, embeds], dim=-1) if model.config.confidence_head_with_markov else hidden
             factors = model.confidence_head(heard)[0].sigmoid()
         slots = slice(first, first + len(path))
+        if getattr(model, "candidate_selector", None) is not None:
+            among, chosen = model.candidate_selector.select(logits, hidden, before)
+            factors = logits.softmax(-1).gather(-1, among).sum(-1)[0]  # the other tokens' part
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, among, chosen)
         return logits[0, slots], factors[slots]
 
     check(target, tmp_path, scores, depth=BLOCK - first)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dspark"])
+def test_the_selectors_loss():
+    """Of targets among the candidates, and of others, which take the place of the least probable one."""
+    target, layer = shared_model("llama"), Qwen3Config(**SIZES, num_hidden_layers=1)
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [2, 1], "selector_top_k": 7}
+    peers = peer("dflash2", layer, target, draft_vocab_size=VOCAB, **own).candidate_selector
+    network = dflash_network(target, selector_rank=256, selector_tokens=VOCAB, selector_top_k=7)
+    network.predecessors.weight.data = peers.predecessor_codebook.data
+    network.successors.weight.data = peers.successor_codebook.data
+    network.selector_state.weight.data = peers.hidden_projection.weight.data
+    g = torch.Generator().manual_seed(0)
+    scores, goal, states = (torch.randn(40, size, generator=g) for size in (VOCAB, VOCAB, 48))
+    goal[:20] = scores[:20].roll(1, -1).where(scores[:20] < 1, scores[:20])
+    goal, previous = goal.softmax(-1), torch.randint(VOCAB, (40,), generator=g)
+    among, place, found = selector_training_candidates(scores.topk(7).indices, goal.argmax(-1))
+    assert 0 < int(found.sum()) < 40
+    logits = peers.score_candidates(scores, states, previous, among)
+    expected = torch.nn.functional.cross_entropy(logits, place)
+    torch.testing.assert_close(selector_loss(network, scores, goal, states, previous), expected)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
 def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     """All of a drafter's tensors, and those that it shares with its target."""
     target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
-    if algorithm in ("dflash", "dspark"):
+    if algorithm in ("dflash", "dflash2", "dspark"):
         layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}
     else:
         layer, own = LlamaConfig(**SIZES, num_hidden_layers=2), {**own, f"eagle_{reads}": [0, 1, 2]}
     if algorithm == "eagle3":
         del own["mask_token_id"]
     target.save_pretrained(tmp_path / "target")
-    model = peer(algorithm, layer, target, draft_vocab_size=len(IDS), **own)
+    own["draft_vocab_size"] = VOCAB if algorithm == "dflash2" else len(IDS)
+    model = peer(algorithm, layer, target, **own)
     model.save_pretrained(tmp_path / "theirs")
     known = copy.deepcopy(target.config)
     known.name_or_path = str(tmp_path / "target")
@@ -221,6 +254,7 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     again, state = SpeculatorModel.from_pretrained(tmp_path / "ours"), model.state_dict()
     assert type(again) is type(model)
     fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
+    fields += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     for name in (*fields, reads, f"eagle_{reads}", *layouts.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():
