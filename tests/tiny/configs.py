@@ -188,7 +188,7 @@ CONVOLUTION_CONFIGS: dict[str, Any] = {
 """Models with short convolutions as the only other layers, beside attention in one layer (Inkling), or in its
 projections (ZAYA)."""
 for _name, _config in {"lfm3": "Lfm3Config", "inkling2_text": "Inkling2TextConfig"}.items():
-    if not hasattr(transformers, _config):  # added after transformers 5.17
+    if not hasattr(transformers, _config):  # added after transformers 5.21
         del CONVOLUTION_CONFIGS[_name]
 
 SELECTIVE_CONFIGS: dict[str, Any] = {
@@ -228,7 +228,7 @@ MIXER_CONFIGS: dict[str, Any] = {
 """Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
 REFUSED: set[str] = set()
 """Models that mmspec refuses with the installed transformers."""
-if "layer_types" not in transformers.RecurrentGemmaConfig.attribute_map:  # transformers 5.17 names its layers otherwise
+if "layer_types" not in transformers.RecurrentGemmaConfig.attribute_map:  # transformers 5.21 names its layers otherwise
     del MIXER_CONFIGS["recurrent_gemma"]
     REFUSED.add("recurrent_gemma")
 
@@ -311,7 +311,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
 """All models with recurrent layers. Those of Mamba-2: alone, alternating with attention layers, before shared
 attention (Zamba2), and in one layer with attention (Falcon-H1); with one and two groups."""
 if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
-    del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
+    del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.21 loses an axis there, and decodes no batches
 
 
 def _tower(config_class: Any = transformers.CLIPVisionConfig) -> Any:
