@@ -211,6 +211,20 @@ def test_python_blocks_run(page: str, working_folder: Path) -> None:
 
 
 @pytest.mark.long
+def test_the_way_from_questions_to_another_engine_runs(working_folder: Path) -> None:
+    found = blocks("docs/training.md")
+    (working_folder / "questions.json").write_text(next(code for language, code in found if language == "json"))
+    code = next(code for _, code in found if "--prompts questions.json" in code and "mmspec export" in code)
+    code = f'mmspec() {{ {sys.executable} -m mmspec "$@"; }}\n{code}'
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["sh", "-e", "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "drafter eagle3" in done.stderr
+    for folder in ("for-vllm", "for-sglang"):
+        assert {file.name for file in (working_folder / folder).iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("working_folder")
 @pytest.mark.parametrize("line", LINES)
 def test_quick_commands_run(line: str) -> None:

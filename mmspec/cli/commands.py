@@ -142,7 +142,7 @@ _SECTIONS = {
     },
     "Train": {
         "train": "Train drafters.",
-        "export": "Write a drafter for vLLM or SGLang.",
+        "export": "Write a drafter for other engines.",
         "datastore": "Index texts on disk, to draft from.",
     },
     "Evaluate": {

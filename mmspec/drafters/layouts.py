@@ -190,7 +190,8 @@ class Field:
         """The published value under one of ``names``."""
         if not self.ours:
             return self.default
-        value, shift = self.encode(getattr(written.network, self.ours), written), self.shifts.get(name, 0)
+        ours = getattr(written.network, self.ours, self.default)
+        value, shift = self.encode(ours, written), self.shifts.get(name, 0)
         return [one - shift for one in value] if shift else value
 
 
@@ -353,7 +354,8 @@ def _eagle(**more: Any) -> Any:
             *LAYER,
             Field("layers", ("num_hidden_layers",), whole(1), 1),
             ROPE,
-            Field("rope_theta", read=_plain_theta),
+            Field("rope_theta", ("rope_theta",), read=_plain_theta),
+            Field("", ("attention_bias",), default=False),
             Field("input_norm", read=lambda s, v: is_whole(s) or norm in s.tensors),
             Field("qkv_bias", read=lambda s, v: is_whole(s) or has_bias(s)),
             Field("vocab_size", ("vocab_size",), whole(1), lambda s, v: s.rows(EMBEDDING) or None),
@@ -1059,12 +1061,15 @@ class Format:
         check: raises ``UserError`` if the format cannot describe a network's configuration.
         fields: of ``config.json``, in order: published names of the layout's fields, or a name and its value, or a
             function of ``Written``; with dots, in objects inside.
-        prefixes: of tensors, see ``Layout``.
+        prefixes, names: of tensors, see ``Layout``; without ``names``, those of the layout.
+        file: of tensors.
     """
 
     check: Callable[[Any], None]
     fields: tuple[str | tuple[str, Any], ...]
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=dict)
+    file: str = "model.safetensors"
 
 
 def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str | tuple[str, Any], ...]:
@@ -1126,6 +1131,24 @@ def _check_head(layout: str) -> Callable[[Any], None]:
     return check
 
 
+def _check_eagle(network: Any) -> None:
+    further = ("decoupled", "reads", "norm_output", "confidence", "input_norm", "qkv_bias")
+    own = [name for name in (*further, "visual_states", "latents", "hide_visual") if getattr(network, name, False)]
+    if own := [*own, *(["slots"] if network.slots > 1 else [])]:
+        raise UserError(f"format eagle requires a layer of EAGLE-1: the drafter has {', '.join(own)}")
+
+
+def _check_medusa(network: Any) -> None:
+    if not network.head:
+        raise UserError("formats of Medusa require output layers of the heads' own: they use the target's")
+
+
+def _check_biased(network: Any) -> None:
+    _check_medusa(network)
+    if not network.bias:
+        raise UserError("format medusa requires heads with biases: they have none")
+
+
 def _check_z_lab(network: Any) -> None:
     _check_dflash2("z-lab", network)
     if network.head or network.embedding:
@@ -1185,6 +1208,10 @@ def _rope_scaling(written: Written) -> dict[str, Any] | None:
 
 _NESTED = "transformer_layer_config."
 _FLAT_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+_EAGLE_1 = Format(  # SafeAILab/EAGLE, for vLLM
+    _check_eagle,
+    (("architectures", ["LlamaForCausalLM"]), *_layer_fields("llama", rope=False), "rope_theta"),
+)
 FORMATS: Mapping[str, Mapping[str, Format]] = {
     "eagle3": {
         "speculators": Format(  # for vLLM
@@ -1214,6 +1241,33 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
                 ("draft_vocab_size", lambda written: written.network.head),
             ),
             {"layers.0.": "midlayer."},
+        ),
+    },
+    "eagle": {"eagle": _EAGLE_1},
+    "msd": {"eagle": _EAGLE_1},
+    "medusa": {
+        "vllm": Format(
+            _check_medusa,
+            (
+                ("architectures", ["MedusaModel"]),
+                ("model_type", "medusa"),
+                *(("num_heads", lambda w: w.network.heads), ("num_hidden_layers", lambda w: w.network.layers)),
+                ("hidden_size", lambda written: written.network.hidden_size),
+                ("medusa_fc_bias", lambda written: written.network.bias),
+                ("truncated_vocab_size", lambda written: written.network.head),
+                ("vocab_size", lambda written: written.decoder.vocab_size),
+            ),
+            names=_VLLM,
+        ),
+        "medusa": Format(  # FasterDecoding/Medusa
+            _check_biased,
+            (
+                ("base_model_name_or_path", lambda written: written.target.name_or_path),
+                ("medusa_num_heads", lambda written: written.network.heads),
+                ("medusa_num_layers", lambda written: written.network.layers),
+            ),
+            names=_ORIGINAL,
+            file="medusa_lm_head.safetensors",
         ),
     },
     "dflash": {
@@ -1267,22 +1321,29 @@ def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -
     _check_written_target({**known, **(drafter.verifier or drafter.published or {})}, target)
     form = FORMATS[drafter.layout][name]
     form.check(network)
-    network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
+    if hasattr(network, "features"):
+        network.features(decoder.num_hidden_layers)  # raises if the target has too few layers
     if (corrected := getattr(network, "markov_outputs", 0)) not in (0, network.head or decoder.vocab_size):
         raise UserError(
             f"format {name} requires an output layer of its own for the {corrected} tokens of a Markov head: the "
             "drafter uses the target's"
         )
     state = drafter.network.state_dict()
-    tensors = unstack(state, published_names(state, row.names, form.prefixes), network)
-    if drafter.draft_ids is not None and network.head:
+    parts = published_names(state, form.names or row.names, form.prefixes, getattr(network, "layers", 1))
+    tensors = unstack(state, parts, getattr(network, "layer", network))
+    dtype = str(next(iter(tensors.values())).dtype)
+    if drafter.draft_ids is not None and form.file != "model.safetensors":
+        raise UserError(f"format {name} requires output layers of all the target's tokens: got a draft vocabulary")
+    if drafter.draft_ids is not None and drafter.layout == "medusa":
+        tensors["token_map"] = drafter.draft_ids.cpu()
+    elif drafter.draft_ids is not None and network.head:
         ids = drafter.draft_ids.cpu()
         marked = torch.zeros(decoder.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
     config = _written_config(form, row, Written(network, target, getattr(network, "drafts", tokens)))
-    config["dtype"] = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config["dtype"] = dtype.removeprefix("torch.")
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic(folder / "model.safetensors") as part:
+    with atomic(folder / form.file) as part:
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, part, {"format": "pt"})
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 

@@ -176,7 +176,7 @@ class DFlashObjective(BlockLoss):
             memory = None if memory is None else memory[alive[before]]
             scores, goal, further, confidence = scoring(read), losses.goals(alive, at), {}, None
             if network.config.selector_rank:
-                further["selector"] = _selector_loss(network, scores, goal, read, previous)
+                further["selector"] = selector_loss(network, scores, goal, read, previous)
             else:
                 scores, confidence, memory = network.corrected(scores, read, previous, memory)
             if confidence is not None:
@@ -186,7 +186,7 @@ class DFlashObjective(BlockLoss):
         return losses.output
 
 
-def _selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: Tensor, previous: Tensor) -> Tensor:
+def selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: Tensor, previous: Tensor) -> Tensor:
     """Mean loss of the selector. The target's token replaces the last candidate where it is none."""
     wanted, among = goal.argmax(-1, keepdim=True), scores.topk(network.config.selector_top_k, dim=-1).indices
     found = among == wanted

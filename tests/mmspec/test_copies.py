@@ -82,7 +82,7 @@ def test_every_embedded_model_is_copied() -> None:
     assert set(EMBEDDED) == set(plugins.names("models"))
 
 
-OF_BYTES = {"mamba": {"vocab": 259}, "dflash": {"target_layer_ids": [0]}, "dspark": {"target_layer_ids": [0]}}
+OF_BYTES = {"mamba": {"vocab": 259}, **{key: {"target_layer_ids": [0]} for key in ("dflash", "dflash2", "dspark")}}
 """Settings that fit the model of bytes, which has 259 tokens and one layer."""
 
 

@@ -25,7 +25,7 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.eval.decoding.oracle import Oracle
 from tests.targets import CACHE
 from tests.tiny import Script, byte_model, byte_tokenizer, shared_model
-from tests.tiny.configs import TEXT_CONFIGS
+from tests.tiny.configs import TEXT_CONFIGS, VOCAB
 from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, text_model, vision_inputs
 
@@ -453,6 +453,17 @@ def test_a_streamer_is_fed_as_generate_feeds_it():
     model.generate(**inputs, **GREEDY, streamer=ours, custom_generate=mmspec.decode, drafter=oracle, nodes=10)
     assert ours.calls == theirs.calls
     assert len(ours.calls) == 2 + reference.shape[1] - 4
+
+
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_padding_is_each_rows_own_after_others_have_ended(seed):
+    """The row with the most padding ends first."""
+    ids = torch.randint(3, VOCAB - 5, (3, 9), generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(9) >= torch.tensor([[7], [3], [0]])).long()
+    inputs, model = {"input_ids": ids * mask, "attention_mask": mask}, shared_model("llama")
+    options = {"repetition_penalty": 5.0, "pad_token_id": 0, "max_new_tokens": 20, "do_sample": False}
+    third = int(model.generate(**inputs, **options, eos_token_id=None)[0, 11])
+    assert len(same_tokens(model, inputs, **options, eos_token_id=third)[1]) == 29
 
 
 # ---------------------------------------------------------------------- results and refusals

@@ -39,6 +39,15 @@ def _dspark_network(model: Any, **changes: Any) -> Any:
     return dflash_network(model, **{**heads, "confidence": "markov", "from_anchor": True, **changes})
 
 
+def _dflash2_network(model: Any, **changes: Any) -> Any:
+    """A selector among more tokens than a node has children."""
+    vocab = model.config.get_text_config().vocab_size
+    conv = {"conv_kernel_size": 2, "conv_group_size": 4}
+    return dflash_network(
+        model, **{**conv, "selector_rank": 6, "selector_tokens": vocab, "selector_top_k": 7, **changes}
+    )
+
+
 @cache
 def _tiny_store(vocab: int) -> str:
     """A store of random texts with many repetitions."""
@@ -51,6 +60,7 @@ def _tiny_store(vocab: int) -> str:
 
 NETWORKS: dict[str, Callable[..., Any]] = {
     "dflash": dflash_network,
+    "dflash2": _dflash2_network,
     "dspark": _dspark_network,
     "eagle": eagle_network,
     "eagle3": eagle3_network,
@@ -70,6 +80,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 """A random network of each trained drafter, for a model."""
 
 VARIANTS = {
+    "dflash2": "dflash",
     "dspark": "dflash",
     "eagle4": "eagle3",
     "hydra-prefix": "hydra",
@@ -119,6 +130,6 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
         settings["markov_outputs"] = draft_tokens
     network = NETWORKS[name](model, **settings)
     own = spec.name == "eagle3" or name in ("medusa", "hydra-prefix")  # an output layer of its own
-    rows = 40 if own else draft_tokens
+    rows = 40 if own else None if name == "dflash2" else draft_tokens
     ids = {} if rows is None or name in ("gemma4", "mtp") else {"draft_ids": torch.arange(rows)}
     return spec.load()(network, **ids, **tree)

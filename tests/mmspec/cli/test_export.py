@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
 
 from mmspec import plugins
 from mmspec.cli import main
 from mmspec.core.budget import Budget
+from mmspec.drafters.medusa import Medusa
 from mmspec.drafters.registry import make_drafter
 from tests import dflash
 from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, LLAMA3, PEAGLE, PEAGLE_FLAT, QWEN3_VL, cut, head_tensors, write_head
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.tiny.models import text_inputs
+from tests.tiny.drafters import tiny_drafter
+from tests.tiny.models import medusa_network, text_inputs
 
 NEW = {"fc_norm": True, "norm_output": True}  # EAGLE-3.1, as `mmspec train eagle3` makes them
 PUBLISHED_METHOD = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
@@ -46,6 +51,17 @@ def prepared(folder, checkpoint):
     return ["export", *(part for name, at in named.items() for part in (name, str(folder / at)))]
 
 
+def made(folder, kind, tokens=None, **settings):
+    """The same of a tiny drafter."""
+    model, ids = shared_model("llama"), None if tokens is None else 2 * torch.arange(tokens)
+    if kind == "medusa":
+        drafter = Medusa(medusa_network(model, **{"head": tokens or 101, **settings}), ids)
+    else:
+        drafter = tiny_drafter(kind, model, tokens, **settings)
+    drafter.save(folder / "given", plugins.target_class(model.config)(model))
+    return prepared(folder, folder / "given")
+
+
 def head(folder, config, **options):
     return prepared(folder, write_head(folder / "given", config, head_tensors(config, **options)))
 
@@ -62,7 +78,7 @@ def tree_of(folder):
     """What a drafter drafts for a prompt."""
     model = shared_model("llama")
     target, drafter = plugins.target_class(model.config)(model), make_drafter(str(folder))
-    drafter.top_k = 4
+    drafter.top_k, drafter.depth, drafter.total_tokens = 4, 5, 24
     drafter.attach(target)
     prompt = prompt_of(text_inputs())
     target.features = drafter.features
@@ -168,6 +184,139 @@ def test_a_causal_head_in_z_labs_format_is_the_same(tmp_path):
     assert main(command) == 2
 
 
+OTHERS = [  # drafter, its draft tokens, settings of its network, format
+    ("eagle", None, {}, "eagle"),
+    ("msd", None, {"decoupled": False}, "eagle"),
+    ("medusa", 20, {}, "vllm"),
+    ("medusa", None, {"layers": 2}, "vllm"),
+    ("medusa", None, {"layers": 2}, "medusa"),
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "settings", "layout"), OTHERS, ids=str)
+def test_other_drafters_are_the_same(kind, tokens, settings, layout, tmp_path):
+    assert main([*made(tmp_path, kind, tokens, **settings), "--format", layout]) == 0
+    before, after = tree_of(tmp_path / "saved"), tree_of(tmp_path / "out")
+    for name in ("tokens", "parents", "log_probs"):
+        assert torch.equal(getattr(before, name), getattr(after, name))
+
+
+def layer_shapes(c, width=1, norms=("input_layernorm", "post_attention_layernorm"), heads=()):
+    """A decoder layer whose queries, keys and values the loaders stack, as they do gate and up."""
+    hidden, size = c["hidden_size"], c["head_dim"]
+    rows = {"q": c["num_attention_heads"] * size, **dict.fromkeys("kv", c["num_key_value_heads"] * size)}
+    found = {f"self_attn.{part}_proj.weight": (count, width * hidden) for part, count in rows.items()}
+    found |= {f"mlp.{part}_proj.weight": (c["intermediate_size"], hidden) for part in ("gate", "up")}
+    found |= {"self_attn.o_proj.weight": (hidden, rows["q"]), "mlp.down_proj.weight": (hidden, c["intermediate_size"])}
+    return (
+        found
+        | {f"{name}.weight": (hidden,) for name in norms}
+        | {f"self_attn.{name}.weight": (size,) for name in heads}
+    )
+
+
+def eagle3_shapes(c, first):
+    hidden, norms = c["hidden_size"], ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    layer = {f"{first}{name}": shape for name, shape in layer_shapes(c, 2, norms).items()}
+    ids = {"d2t": (c["draft_vocab_size"],), "t2d": (c["vocab_size"],)}
+    return {**layer, "fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,)}, {
+        **(ids if c["draft_vocab_size"] < c["vocab_size"] else {}),
+        "lm_head.weight": (c["draft_vocab_size"], hidden),
+        "embed_tokens.weight": (c["vocab_size"], hidden),
+    }
+
+
+def dflash_shapes(c):
+    hidden, norms, count = c["hidden_size"], ("q_norm", "k_norm"), len(c["dflash_config"]["target_layer_ids"])
+    layers = [layer_shapes(c, heads=norms)] * c["num_hidden_layers"]
+    found = {f"layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
+    return found | {
+        "fc.weight": (hidden, count * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }, {}
+
+
+def eagle_shapes(c):
+    hidden, norms = c["hidden_size"], ("post_attention_layernorm",)
+    layer = {f"layers.0.{name}": shape for name, shape in layer_shapes(c, norms=norms).items()}
+    return layer | {"fc.weight": (hidden, 2 * hidden)}, {"fc.bias": (hidden,)}
+
+
+def medusa_shapes(c):
+    hidden, tokens = c["hidden_size"], c["truncated_vocab_size"]
+    heads = {f"lm_heads.{head}.weight": (tokens, hidden) for head in range(c["num_heads"])}
+    for head, layer in product(range(c["num_heads"]), range(c["num_hidden_layers"])):
+        heads |= {f"blocks.{head}.layers.{layer}.weight": (hidden, hidden)}
+        heads |= {f"blocks.{head}.layers.{layer}.bias": (hidden,)} if c["medusa_fc_bias"] else {}
+    return heads, {"token_map": (tokens,)} if tokens < c["vocab_size"] else {}
+
+
+LOADERS = {
+    # vllm-project/vllm, vllm/model_executor/models/llama_eagle3.py, Eagle3LlamaForCausalLM.load_weights
+    "eagle3 speculators": lambda c: eagle3_shapes({**c["transformer_layer_config"], **c}, "layers.0."),
+    # sgl-project/sglang, python/sglang/srt/models/llama_eagle3.py, LlamaForCausalLMEagle3.load_weights
+    "eagle3 eagle": lambda c: eagle3_shapes(c, "midlayer."),
+    # vllm/model_executor/models/qwen3_dflash.py, DFlashQwen3ForCausalLM.load_weights, and SGLang's models/dflash.py
+    "dflash z-lab": dflash_shapes,
+    # vllm/model_executor/models/llama_eagle.py, EagleLlamaForCausalLM.load_weights, which leaves fc.bias out
+    "eagle eagle": eagle_shapes,
+    "msd eagle": eagle_shapes,
+    # vllm/model_executor/models/medusa.py, Medusa.load_weights
+    "medusa vllm": medusa_shapes,
+}
+"""By layout and format: names and shapes that the loaders of engines take, from a configuration; those that they need,
+and others."""
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *(("eagle3 speculators", lambda at, case=case: head(at, CASES[case][0], **CASES[case][1])) for case in EAGLE),
+        *(("eagle3 eagle", lambda at, case=case: head(at, CASES[case][0], **CASES[case][1])) for case in EAGLE),
+        ("dflash z-lab", lambda at: blocks(at, *published())),
+        *(
+            (f"{kind} {layout}", lambda at, kind=kind, tokens=tokens, more=more: made(at, kind, tokens, **more))
+            for kind, tokens, more, layout in OTHERS[:-1]
+        ),
+    ],
+)
+def test_names_and_shapes_are_those_of_engines_loaders(name, make, tmp_path):
+    assert main([*make(tmp_path), "--format", name.split()[1]]) == 0
+    written = {key: tuple(tensor.shape) for key, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
+    needed, others = LOADERS[name](json.loads((tmp_path / "out" / "config.json").read_text()))
+    assert needed.items() <= written.items() <= (needed | others).items()
+    if name.startswith("medusa"):
+        assert written.keys() == (needed | others).keys()
+
+
+class Residual(nn.Module):
+    """Of FasterDecoding/Medusa, medusa/model/medusa_model.py."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + F.silu(self.linear(x))
+
+
+@torch.no_grad()
+def test_medusa_heads_are_those_of_the_authors_modules(tmp_path):
+    """In float32, logits of all heads by the modules that load exactly these tensors."""
+    assert main([*made(tmp_path, "medusa", None, layers=2), "--format", "medusa"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    heads = nn.ModuleList(
+        nn.Sequential(*(Residual(48) for _ in range(config["medusa_num_layers"])), nn.Linear(48, 101, bias=False))
+        for _ in range(config["medusa_num_heads"])
+    )
+    heads.load_state_dict(load_file(tmp_path / "out" / "medusa_lm_head.safetensors"))
+    network, x = make_drafter(str(tmp_path / "saved")).network, torch.randn(3, 48)
+    states = [chain(x)[:, None] for chain in network.heads]
+    ours = network.scores(0, states, None)
+    torch.testing.assert_close(ours, torch.stack([head(x) for head in heads], dim=1))
+
+
 WHOLE = {"draft_vocab_size": 101}
 
 
@@ -197,9 +346,14 @@ WHOLE = {"draft_vocab_size": 101}
         (
             lambda at: head(at, cut(LLAMA3)),
             f"--drafter {plugins.find('models', 'tiny-llava')()}/drafter",
-            "is for EAGLE-3 and DFlash, the drafter is of kind flash",
+            "there are formats for EAGLE-3 and EAGLE and MSD and Medusa and DFlash, the drafter is of kind flash",
         ),
-        (lambda at: blocks(at, *published()), "--format eagle", "format eagle is for EAGLE-3, .* of kind dflash"),
+        (lambda at: blocks(at, *published()), "--format eagle", "format eagle is for EAGLE-3 and .* of kind dflash"),
+        (lambda at: made(at, "msd"), "", "requires a layer of EAGLE-1: the drafter has decoupled"),
+        (lambda at: made(at, "eagle", slots=2, reads=[1]), "", "the drafter has reads, slots"),
+        (lambda at: made(at, "medusa", None, head=0), "", "the heads' own: they use the target's"),
+        (lambda at: made(at, "medusa", None, bias=False), "--format medusa", "heads with biases: they have none"),
+        (lambda at: made(at, "medusa", 20), "--format medusa", "of all the target's tokens: got a draft vocabulary"),
         (
             lambda at: blocks(at, *published()),
             "--format z-lab --model tiny-llava",

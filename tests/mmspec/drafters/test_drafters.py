@@ -361,6 +361,14 @@ def test_a_table_is_stored_in_the_smallest_type_of_its_tokens(tmp_path, vocab, d
     assert next(iter(Recycle.from_checkpoint(tmp_path)._table.values())) == {vocab - 1: pytest.approx(1.0)}
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_saved_table_keeps_its_settings(pairs, tmp_path):
+    drafter = Recycle(top_k=3, pairs=pairs)
+    drafter.save(tmp_path, TransformersTarget(shared_model("llama")))
+    found = Recycle.from_checkpoint(tmp_path)
+    assert (found.top_k, found.pairs) == (3, pairs)
+
+
 def test_damaged_drafter_checkpoints_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"mmspec_drafter": "recycle", "top_k": 2}')
     with pytest.raises(UserError, match="expected a verifier, received none"):

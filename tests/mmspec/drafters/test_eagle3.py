@@ -127,6 +127,8 @@ def test_candidates_are_the_configurations(given):
     network = Eagle3.convert({**config, **given}, head_tensors(config, "C"), "here")[0]
     expected = (30 if given else VOCAB, 20, 5, [0, 1, 2])  # without a number, 256 at most
     assert (network.candidates, network.head_rank, network.window, network.reads) == expected
+    narrow = {**config, **given, "draft_vocab_size": 20}
+    assert Eagle3.convert(narrow, head_tensors(narrow, "C"), "here")[0].candidates == 20
 
 
 @torch.no_grad()

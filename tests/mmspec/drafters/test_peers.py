@@ -10,17 +10,19 @@ from transformers import LlamaConfig, Qwen3Config
 
 from mmspec.drafters import layouts
 from mmspec.drafters.registry import make_drafter
+from mmspec.training.dflash import selector_loss
 from tests.draft_checks import check_drafts, plain_pass
 from tests.mtp import mtp_tensors, write_target
 from tests.targets import row_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
-from tests.tiny.models import text_inputs
+from tests.tiny.models import dflash_network, text_inputs
 
 pytest.importorskip("speculators.models.eagle3.core", reason="speculators cannot be imported", exc_type=ImportError)
 from speculators import SpeculatorModel, SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
 from speculators.convert.mtp.converter import MTPConverter
 from speculators.models.dflash import core as dflash
+from speculators.models.dflash2.metrics import selector_training_candidates
 from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -210,6 +212,26 @@ def test_blocks(algorithm, fields, kinds, tmp_path, monkeypatch):
         return logits[0, slots], factors[slots]
 
     check(target, tmp_path, scores, depth=BLOCK - first)
+
+
+def test_the_selectors_loss():
+    """Of targets among the candidates, and of others, which take the place of the least probable one."""
+    target, layer = shared_model("llama"), Qwen3Config(**SIZES, num_hidden_layers=1)
+    own = {"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [2, 1], "selector_top_k": 7}
+    peers = peer("dflash2", layer, target, draft_vocab_size=VOCAB, **own).candidate_selector
+    network = dflash_network(target, selector_rank=256, selector_tokens=VOCAB, selector_top_k=7)
+    network.predecessors.weight.data = peers.predecessor_codebook.data
+    network.successors.weight.data = peers.successor_codebook.data
+    network.selector_state.weight.data = peers.hidden_projection.weight.data
+    g = torch.Generator().manual_seed(0)
+    scores, goal, states = (torch.randn(40, size, generator=g) for size in (VOCAB, VOCAB, 48))
+    goal[:20] = scores[:20].roll(1, -1).where(scores[:20] < 1, scores[:20])
+    goal, previous = goal.softmax(-1), torch.randint(VOCAB, (40,), generator=g)
+    among, place, found = selector_training_candidates(scores.topk(7).indices, goal.argmax(-1))
+    assert 0 < int(found.sum()) < 40
+    logits = peers.score_candidates(scores, states, previous, among)
+    expected = torch.nn.functional.cross_entropy(logits, place)
+    torch.testing.assert_close(selector_loss(network, scores, goal, states, previous), expected)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])

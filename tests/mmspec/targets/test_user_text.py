@@ -154,6 +154,14 @@ def test_names_in_messages_are_text(field):
     assert "tool x<|im_end|>\na<|im_end|>" in tokenizer.decode(ids)
 
 
+def test_names_of_a_tools_parameters_are_text():
+    made = chatml()
+    made.chat_template = "{{ tools | tojson }}" + _CHATML
+    tool = {"name": "f", "parameters": {"properties": {"a<|im_end|>": {"enum": ["<|im_end|>"]}}}}
+    ids = Processor(made).encode([{"prompt": "a"}], tools=[tool]).input_ids[0].tolist()
+    assert ids.count(made.convert_tokens_to_ids("<|im_end|>")) == 1  # of the message
+
+
 def test_tokenizers_that_make_special_tokens_of_text_are_refused():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1, "a": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

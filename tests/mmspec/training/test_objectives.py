@@ -144,6 +144,9 @@ def test_chains_that_are_dropped_leave_the_losses_of_the_others(config, target, 
 # ---------------------------------------------------------------------- DFlash
 
 
+KINDS = ("full_attention", "sliding_attention")
+
+
 def dflash_blocks(plain, target, batch, loss, ids, heads, causal, first):
     """Losses of each slot, of one block after another; ``heads`` are published tensors of DSpark, or none."""
     drafts = dflash.BLOCK - first
@@ -153,7 +156,7 @@ def dflash_blocks(plain, target, batch, loss, ids, heads, causal, first):
         for anchor in said:
             states = batch.layers[row, :anchor].split(48, dim=-1)
             last = int(batch.tokens[row, anchor])
-            block = dflash.block_states(plain, target, states, torch.arange(anchor), last, causal)
+            block = dflash.block_states(plain, target, states, torch.arange(anchor), last, KINDS if causal else ())
             for slot in range(1, drafts + 1):
                 if anchor + slot not in said:
                     break

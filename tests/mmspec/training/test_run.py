@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 pytest.importorskip("accelerate")
 
 import mmspec
+from mmspec.cli import main
 from mmspec.cli.commands import train as commands
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
@@ -153,6 +154,7 @@ def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Call
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
 DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
 DSPARK = "--loss tv --markov-rank 16 --markov-type rnn --confidence markov --from-anchor --causal 1"
+DFLASH2 = "--conv-kernel-size 2 --conv-group-size 8 --selector-rank 16 --selector-top-k 12"
 FLASH = "--rank 12 --loss lk --reads 0,1 --confidence --depth 6"
 NARROW = "--draft-vocabulary 40"
 MEDUSA = f"--heads 3 --top-k 4 --total-tokens 12 {NARROW}"
@@ -174,6 +176,12 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
     ),
     ("dflash", f"--from-target {NARROW} {' '.join(DFLASH)}", "top_k=4", "right_4"),
     ("dflash", f"{DSPARK} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 causal=[1] markov_outputs=40", "confidence_5"),
+    (
+        "dflash",
+        f"{DFLASH2} {' '.join(DFLASH)}",
+        "selector_rank=16 selector_tokens=320 conv_kernel_size=2",
+        "selector_4",
+    ),
     ("medusa", f"--layers 2 {MEDUSA}", "name=medusa layers=2 heads=3 head=40", "right_3"),
     ("medusa", f"--grounded --shared-output {MEDUSA}", "name=hydra layers=1 head=0", "right_3"),
     ("medusa", f"--grounded --prefix {MEDUSA}", "name=hydra head=40", "right_3"),
@@ -217,6 +225,16 @@ def test_a_drafter_learns_to_predict_its_target(
     answers = [one.generate("Count to 7.", max_new_tokens=16, nodes=12) for one in (pipe, plain)]
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].stats.mean_acceptance_length > 1.3
+    exported = main(["export", *named(target, tmp_path / DRAFTER, tmp_path / "out")])
+    markov = command == "dflash" and "--markov-rank" in options  # of 40 tokens, without an output layer of its own
+    assert exported == (
+        0 if command in ("eagle3", "dflash", "medusa") and "--grounded" not in options and not markov else 2
+    )
+    assert exported == 2 or make_drafter(str(tmp_path / "out")).name == command
+
+
+def named(target: str, drafter: Path, out: Path) -> list[str]:
+    return ["--model", target, "--drafter", str(drafter), "--out", str(out)]
 
 
 def test_the_same_command_resumes_the_run(train: Callable[..., str], tmp_path: Path) -> None:
