@@ -475,6 +475,10 @@ def _nested_dflash2(source: Source) -> bool:
     return source.named("dflash2") and "speculators_model_type" in source.config
 
 
+def _is_xpress(source: Source) -> bool:
+    return source.named("xpress")
+
+
 def _confidence(source: Source, values: Values) -> str:
     nested = _nested_dspark(source)
     if not source.flag("enable_confidence_head", nested or bool(source.fields.get("confidence_head_alpha"))):
@@ -527,7 +531,9 @@ _DFLASH_FIELDS = (
     Field("draft", read=lambda s, v: v["head"]),
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
     Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
-    Field("markov_rank", ("markov_rank",), whole(0), lambda s, v: 256 * _nested_dspark(s)),
+    Field(
+        "markov_rank", ("markov_rank", "xpress_rank"), whole(0), lambda s, v: 256 * (_nested_dspark(s) or _is_xpress(s))
+    ),
     *(
         Field(name, (name, f"dflash_config.{name}"), whole(least), default)
         for name, least, default in (
@@ -539,7 +545,16 @@ _DFLASH_FIELDS = (
     ),
     Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])),
     Field("selector_tokens", read=lambda s, v: v["vocab_size"], needed=lambda s, v: v["selector_rank"] > 0),
-    Field("markov_type", ("markov_head_type",), choice("vanilla", "gated", "rnn"), "vanilla", needed=_has_markov),
+    Field(
+        "markov_type",
+        ("markov_head_type",),
+        choice("vanilla", "gated", "rnn"),
+        "vanilla",
+        needed=lambda s, v: v["markov_rank"] > 0 and not _is_xpress(s),
+    ),
+    Field("markov_type", read=lambda s, v: "xpress" if _is_xpress(s) else OWN),
+    Field("refiner_ratio", ("xpress_mlp_ratio",), whole(1), 2),
+    Field("", ("num_jacobi_passes",)),  # of chains
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
     Field("confidence", ("enable_confidence_head", "confidence_head_with_markov"), read=_confidence),
@@ -665,7 +680,7 @@ def _is_eagle3(config: Mapping[str, Any], classes: list[str], names: set[str]) -
 
 
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-_DFLASH_CLASSES = ("dflash", "dspark", "museglimmerassistant")
+_DFLASH_CLASSES = ("dflash", "dspark", "xpress", "museglimmerassistant")
 
 LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
     "dflash": Layout(
@@ -675,6 +690,14 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
         ),
         {
             **layer_names("layers.#.", "layers.{0}.", q="self_attn.q_proj", **_HEAD_NORMS),
+            "refiner.embed": ("refiner_head.token_embed",),
+            "refiner.out": ("refiner_head.readout",),
+            "refiner.state": ("refiner_head.down_h",),
+            "refiner.mean": ("refiner_head.down_g",),
+            "refiner.into": ("refiner_head.in_proj",),
+            "refiner.mix": ("refiner_head.mix_l",),
+            "refiner.gate_up": ("refiner_head.mlp_gate", "refiner_head.mlp_up"),
+            "refiner.down": ("refiner_head.mlp_down",),
             "markov_embed": ("markov_head.markov_w1",),
             "markov_out": ("markov_head.markov_w2",),
             "markov_gate": ("markov_head.gate_proj",),
