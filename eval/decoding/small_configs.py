@@ -56,6 +56,7 @@ _PARTIAL = dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])
 _INCONSISTENT: dict[str, dict[str, Any]] = {
     "bamba": dict(attn_layer_indices=[1]),
     "deepseek_v2": dict(num_experts_per_tok=2),
+    "dory": dict(n_input_layers=1, n_recurrent_layers=2, n_output_layers=1),
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
     "gemma3": dict(mm_tokens_per_image=16),
     "glm4v_text": _SECTIONS,
@@ -66,6 +67,7 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),
+    "hy_v4_vl_text": dict(rope_parameters={**_SECTIONS["rope_parameters"], "mrope_section": [2, 1, 1]}),
     "idefics3_vision": dict(patch_size=28),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
     "llama4_vision_model": dict(intermediate_size=256),

@@ -474,7 +474,8 @@ class DFlash(PositionedDrafter):
         states = block[:, config.first : config.first + deepest]
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
-            tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
+            width = 1 if budget.chain else min(self.top_k, nodes)
+            tokens, parents, log_probs = self._markov(scores, token, width, nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if config.selector_rank:
             scored = self._selecting(scores, states)

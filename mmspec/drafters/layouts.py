@@ -790,21 +790,23 @@ INERT = re.compile(
     + r"""
     # origin and tokens
     | _?name_or_path | base_model_name.* | architectures | auto_map | modal_type | .*(model_type|version)
-    | (torch_)?dtype | torchscript | use_bfloat16 | _?attn_impl\w* | .*token_(ids?|index) | (id2label|label2id)
+    | (torch_)?dtype | torchscript | use_bfloat16 | _?attn_impl\w* | .*token_(ids?|index) | id2label | label2id
     # training and use
     | .*dropout.* | initializer_.* | pretraining_tp | embed_requires_grad | (max|num)_anchors | confidence_head_alpha
-    | .*loss_.* | (un)?freeze_.* | tune_.* | gradient_checkpointing\w* | output_.* | (use_)?return_dict | use_cache
-    | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder | speculators_config | parallel_draft_step
+    | .*loss_.* | (un)?freeze_.* | tune_.* | gradient_checkpointing\w* | (use_)?return_dict | use_cache
+    | output_(attentions|hidden_states) | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder
+    | speculators_config | parallel_draft_step | runtime_block_size
     # what tensors show, and what only targets have
     | max_(position_embeddings|window_layers|sequence_length|seq_len) | num_target_layers | target_hidden_size
-    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | (\w+_)?bias | has_lm_head | num_eagle_features
-    | next_layer_regular | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
+    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | has_lm_head | num_eagle_features | next_layer_regular
+    | ((attention|mlp|qkv|fc|conv|lm_head|(add_swa_)?attention_sink)_)?bias
+    | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
     | ((use_)?mm|image|video|vision|audio|mtp|moe|mamba|linear_(num|key|value|conv))_.* | .*expert.* | text_config
     | attn_output_gate | output_gate_type | full_attention_interval | decoder_sparse_step | mlp_only_layers
     | norm_topk_prob
     # rotary positions, of which each kind reads its own
-    | (rope_)?type | rope_theta | (original_max|low|high)_\w+ | (attention_)?factor | beta_(fast|slow) | mscale\w*
-    | truncate | finetuned | mrope_\w+
+    | (rope_)?type | rope_theta | (attention_)?factor | beta_(fast|slow) | mscale\w* | truncate | finetuned | mrope_\w+
+    | original_max_position_embeddings | (low|high)_freq_factor
     """,
     re.VERBOSE,
 )
@@ -855,12 +857,12 @@ def convert(
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
     row = LAYOUTS[layout]
+    check_fields(config, row, where)
     source = Source(config, tensors, row, where)
     values: Values = {}
     for one in row.fields:
         if (value := one.value(source, values)) is not OWN and one.ours:
             values[one.ours] = value
-    check_fields(config, row, where)
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     ours: Any = kind.read({name: value for name, value in values.items() if name in known}, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)

@@ -25,7 +25,7 @@ from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
-from mmspec.targets.support import decoder_of, output_layer, refuse_unsupported
+from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
 
 
 class Decoder:
@@ -82,7 +82,7 @@ class Decoder:
         """An empty cache for the model's layers, with ``reserve`` KV slots."""
         if self.layers is not None:
             return self.layers.cache(reserve, static_shapes)
-        return TreeCache(self.config.num_hidden_layers, reserve=reserve, static_shapes=static_shapes)
+        return TreeCache(cached_layers(self.config), reserve=reserve, static_shapes=static_shapes)
 
     def mask(
         self, cache: TreeCache, depth: Tensor | None, tail_depth: Tensor | None, reach: Tensor
@@ -264,6 +264,8 @@ class Decoder:
         stacks = [part for part in self._module.children() if isinstance(part, nn.ModuleList) and len(part) == count]
         if len(stacks) != 1:
             raise UserError(f"single layers need a decoder with one list of {count} layers: got {len(stacks)}")
+        if (runs := cached_layers(self.config)) > count:
+            raise UserError(f"single layers need a decoder that runs each once: got {runs} runs of {count} layers")
         return stacks[0]
 
     def _in_dtype(self, hidden: Tensor) -> Tensor:

@@ -172,8 +172,16 @@ def refuse_learned_prompts(model: Any) -> None:
 _NEVER_EXACT = {
     "idefics": "reads images in every pass",
     "kosmos-2.5": "offsets its positions",
+    "xlm": "takes the tokens of its cache again in every pass",
 }
 """Model types that pass all other checks, and the reason why their tokens would differ."""
+
+
+def cached_layers(config: Any) -> int:
+    """Layers that have keys and values: one that runs in several loops of a pass (Dory) has those of each loop."""
+    again = getattr(config, "n_recurrent_loops", 1) - 1
+    layers: int = config.num_hidden_layers
+    return layers + again * config.n_recurrent_layers if again else layers
 
 
 def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers | None) -> None:
@@ -198,6 +206,11 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
         raise UserError(
             f"layers must be full or sliding-window attention{supported and f', or {supported}'}: "
             f"{name} has {', '.join(other)} of another kind"
+        )
+    if getattr(config, "recurrent_kv_cache_mode", None) == "last_loop" and config.n_recurrent_loops > 1:
+        raise UserError(
+            f"loops over layers must have keys and values of their own: expected recurrent_kv_cache_mode 'per_loop' in "
+            f"{name}, received 'last_loop'"
         )
     decoder = decoder_of(model)
     attends = layers is None or layers.attends

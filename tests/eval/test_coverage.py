@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import transformers
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING, FalconConfig, JambaConfig, LlamaConfig, LlavaNextConfig, Qwen2VLConfig
 
@@ -174,14 +175,17 @@ def test_a_sweep_writes_its_page_and_resumes(tmp_path, monkeypatch):
     paths = [tmp_path / name for name in ("log.jsonl", "models.md", "out.json")]
     options = ["--log", paths[0], "--docs", paths[1], "--out", paths[2]]
     assert CliRunner().invoke(main, [*map(str, options), "--limit", "0"]).exit_code == 0
-    log = paths[0].read_text()
-    assert len(log.splitlines()) == 2
+    llama, blip = paths[0].read_text().splitlines()
+    log = f"{llama}\n{blip.replace(transformers.__version__, '5.0.0')}\n"
+    paths[0].write_text(log)
     monkeypatch.setattr("mmspec.eval.coverage.check_apart", lambda *_: pytest.fail("these are done"))
     assert CliRunner().invoke(main, [*map(str, options)]).exit_code == 0
     assert paths[0].read_text() == log
     row = dict.fromkeys(OUTCOMES, 0) | {NOT_BUILT: 1}
     assert json.loads(paths[2].read_text())["counts"] == {TEXT: row, VISION: row}
-    assert "| blip |  | not built | no answer in 0 s |" in paths[1].read_text()
+    page = paths[1].read_text()
+    assert "| llama |  | not built | no answer in 0 s |" in page
+    assert "| blip |  | not built | no answer in 0 s; with transformers 5.0.0 |" in page
 
 
 @pytest.mark.slow

@@ -11,8 +11,10 @@ import mmspec
 from mmspec import UserError
 from mmspec.drafters.assisted import chosen_drafter
 from mmspec.drafters.registry import registered_name
+from mmspec.eval.decoding.oracle import Oracle
 from tests import dflash, gemma4, mtp, vocabularies
 from tests.tiny import shared_model
+from tests.tiny.configs import VOCAB
 from tests.tiny.models import text_inputs, text_model, vision_inputs, vision_model
 
 OPTIONS = dict(do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0)
@@ -53,6 +55,23 @@ def test_early_exit():
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_causal_language_model(name):
     assert drafted(shared_model("llama"), text_inputs(1, 9), assistant_model=text_model(name)) == "small"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"])
+def test_hybrids_which_transformers_refuses(name):
+    model, draft_model = shared_model(name), text_model("llama")
+    options = dict(**text_inputs(1, 9), **OPTIONS)
+    with pytest.raises(ValueError, match=r"^assisted generation is not supported with stateful models"):
+        model.generate(**options, assistant_model=draft_model)
+    expected = model.generate(**options)
+    options |= dict(return_dict_in_generate=True, num_draft_tokens=4)
+    drafter = Oracle(expected[:, 9:].tolist(), vocab=VOCAB)
+    hooked = model.generate(**options, custom_generate=mmspec.decode, drafter=drafter)
+    assisted = mmspec.generate(model, **options, assistant_model=draft_model)
+    assert torch.equal(hooked.sequences, expected)
+    assert torch.equal(assisted.sequences, expected)
+    assert hooked.stats[0].num_accepted_draft_tokens > 0
+    assert assisted.stats[0].num_draft_tokens > 0
 
 
 def test_a_vision_language_model():

@@ -68,7 +68,7 @@ def test_without_a_tree_everything_is_handed_on():
 
 
 def test_a_mixer_without_keyword_arguments_has_the_cache_on_its_inputs():
-    """As LFM2's in transformers 5.17."""
+    """As LFM2's in transformers 5.21."""
     module, x = module_of(), torch.zeros(1, 2, 3)
     setattr(x, STATES, SimpleNamespace(conv=lambda *args, **kwargs: (args, kwargs)))
     with _dispatching(module, CONVOLUTIONS):

@@ -55,7 +55,17 @@ TEXT_CONFIGS: dict[str, Any] = {
     "gemma2": lambda: _shrink(transformers.Gemma2Config, sliding_window=6, query_pre_attn_scalar=12),
     "gemma3": lambda: _shrink(transformers.Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
     "doge": lambda: _shrink(transformers.DogeConfig),
+    "dory": lambda: _dory(),
 }
+if not hasattr(transformers, "DoryConfig"):  # added after transformers 5.23
+    del TEXT_CONFIGS["dory"]
+
+
+def _dory(**changes: Any) -> Any:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    layers = dict(num_hidden_layers=4, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, layer_types=kinds)
+    return _shrink(transformers.DoryConfig, **layers, sliding_window=6, n_recurrent_loops=3, **changes)
+
 
 _RECURRENT, _ATTENDING, _BOTH = "linear_attention", "full_attention", "hybrid"
 _MIXER: dict[str, Any] = dict(
@@ -178,7 +188,7 @@ CONVOLUTION_CONFIGS: dict[str, Any] = {
 """Models with short convolutions as the only other layers, beside attention in one layer (Inkling), or in its
 projections (ZAYA)."""
 for _name, _config in {"lfm3": "Lfm3Config", "inkling2_text": "Inkling2TextConfig"}.items():
-    if not hasattr(transformers, _config):  # added after transformers 5.17
+    if not hasattr(transformers, _config):  # added after transformers 5.21
         del CONVOLUTION_CONFIGS[_name]
 
 SELECTIVE_CONFIGS: dict[str, Any] = {
@@ -218,7 +228,7 @@ MIXER_CONFIGS: dict[str, Any] = {
 """Models whose mixers compute their recurrence themselves: lightning attention and RG-LRU."""
 REFUSED: set[str] = set()
 """Models that mmspec refuses with the installed transformers."""
-if "layer_types" not in transformers.RecurrentGemmaConfig.attribute_map:  # transformers 5.17 names its layers otherwise
+if "layer_types" not in transformers.RecurrentGemmaConfig.attribute_map:  # transformers 5.21 names its layers otherwise
     del MIXER_CONFIGS["recurrent_gemma"]
     REFUSED.add("recurrent_gemma")
 
@@ -301,7 +311,7 @@ HYBRID_CONFIGS: dict[str, Any] = {
 """All models with recurrent layers. Those of Mamba-2: alone, alternating with attention layers, before shared
 attention (Zamba2), and in one layer with attention (Falcon-H1); with one and two groups."""
 if FalconH1RMSNormGated(4)(torch.zeros(2, 1, 4)).ndim < 3:
-    del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.17 loses an axis there, and decodes no batches
+    del HYBRID_CONFIGS["falcon_h1-norm"]  # transformers 5.21 loses an axis there, and decodes no batches
 
 
 def _tower(config_class: Any = transformers.CLIPVisionConfig) -> Any:

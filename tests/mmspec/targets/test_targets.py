@@ -13,12 +13,14 @@ from transformers import (
     GPT2Config,
     InklingTextConfig,
     Llama4TextConfig,
+    LlamaModel,
     MptConfig,
     MptForCausalLM,
     OpenAIGPTConfig,
     PhiConfig,
     T5Config,
     T5ForConditionalGeneration,
+    XLMConfig,
 )
 
 import mmspec
@@ -31,6 +33,7 @@ from mmspec.eval.decoding.oracle import Oracle
 from mmspec.eval.decoding.small_configs import random_model, small_config
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.sampling.sampler import Sampler
+from mmspec.targets.decoder import Decoder
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
@@ -42,6 +45,18 @@ from tests.targets import assert_trees_equal_paths, plain_logits, prompt_of, row
 from tests.tiny import byte_model, byte_tokenizer, random_tree, shared_model
 from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS
 from tests.tiny.models import text_inputs, text_model
+
+
+def renamed_cache():
+    """A model whose cache argument has a name that mmspec does not know, as 5.24 renamed it for releases before."""
+
+    class Renamed(LlamaModel):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, states=None, use_cache=None):
+            return super().forward(input_ids, attention_mask, position_ids, states, use_cache=use_cache)
+
+    model = text_model("llama")
+    model.model.__class__ = Renamed
+    return model
 
 
 def changed(name, **changes):
@@ -187,6 +202,11 @@ def test_attention_that_takes_no_trees_is_replaced_during_passes(name, model_nam
             lambda: random_model(small_config(OpenAIGPTConfig)),
             "forward must take a cache: that of OpenAIGPTModel in OpenAIGPTLMHeadModel does not",
         ),
+        (renamed_cache, "^forward must take a cache: that of Renamed in LlamaForCausalLM does not$"),
+        (
+            lambda: random_model(small_config(XLMConfig)),
+            "^the target must be one that trees can reproduce: XLMWithLMHeadModel takes the tokens of its cache again ",
+        ),
     ],
 )
 def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message):
@@ -286,10 +306,24 @@ def test_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatch):
 
 
 def test_layers_whose_kinds_are_not_named_are_refused():
-    """As RecurrentGemma's in transformers 5.17, which decoded as attention alone."""
+    """As RecurrentGemma's in transformers 5.21, which decoded as attention alone."""
     config = SimpleNamespace(model_type="bamba")
     with pytest.raises(UserError, match=r"^tree verification of BambaForCausalLM requires layer_types in SimpleName"):
         tree_layers(shared_model("bamba"), config)
+
+
+@pytest.mark.skipif("dory" not in TEXT_CONFIGS, reason="the installed transformers has no Dory")
+def test_loops_over_layers():
+    model = copy.deepcopy(shared_model("dory"))
+    with pytest.raises(UserError, match=r"^single layers need a decoder that runs each once: got 8 runs of 4 layers$"):
+        Decoder(model, 1)
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    with pytest.raises(
+        UserError, match=r"^loops over layers must have .*: expected .* in DoryForCausalLM, received 'l"
+    ):
+        TransformersTarget(model)
+    model.config.n_recurrent_loops = 1
+    TransformersTarget(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
