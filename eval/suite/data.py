@@ -117,7 +117,7 @@ class DatasetRow:
         raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {subfolder}/, there is none")
 
 
-def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRow]:
+def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
     """The rows of a local benchmark.
 
     Raises:
@@ -128,11 +128,11 @@ def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[Data
     if not files:
         raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
     rows = (row for file in files for row in rows_of(file))
-    for number, row in enumerate(islice(rows, limit)):
+    for number, row in enumerate(rows):
         yield replace(row, number=number)
 
 
-def pages(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRow]:
+def pages(name: str, data: Path) -> Iterator[DatasetRow]:
     """A row per image in ``DATA/NAME/``, whose category says whether a text of the same name is beside it.
 
     Raises:
@@ -142,7 +142,7 @@ def pages(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRo
     images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
     if not images:
         raise UserError(f"{name}: expected images ({', '.join(_IMAGES)}) in {folder}/, there are none")
-    for number, path in enumerate(images[:limit]):
+    for number, path in enumerate(images):
         category = "with a text" if path.with_suffix(".txt").is_file() else "without a text"
         yield DatasetRow({"id": path.stem, "image": path.name, "category": category}, str(path), number, folder)
 
@@ -243,7 +243,7 @@ class EvalTask:
     read: Callable[[DatasetRow], Sample] | None = None
     hub: HubDataset | None = None
     rows: Callable[[], Iterator[Sample]] | None = None
-    local: Callable[[str, Path, int | None], Iterator[DatasetRow]] = local_rows
+    local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
         """The first samples.
@@ -259,7 +259,7 @@ class EvalTask:
             return list(islice(self.rows(), limit))
         assert self.read is not None
         if data is not None:
-            rows = self.local(self.name, data, limit)
+            rows = self.local(self.name, data)
         elif self.hub is not None:
             rows = hub_rows(self.name, self.hub, limit)
         else:
