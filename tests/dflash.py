@@ -78,7 +78,20 @@ def with_heads(config, tensors, rank=6, confidence="markov", outputs=VOCAB, seed
     named = {"speculators_model_type": "dspark"} if "speculators_model_type" in config else {}
     made = {**config, "architectures": ["DSparkDraftModel"], **named, **own}
     shapes = {}
-    if rank:
+    if kind == "xpress":
+        made |= {"architectures": ["XPressSpeculator"], "xpress_rank": made.pop("markov_rank")}
+        del made["markov_head_type"]
+        names = {
+            "token_embed": (VOCAB, rank),
+            "down_h": (rank, WIDTH),
+            "down_g": (rank, WIDTH),
+            "readout": (outputs, rank),
+        }
+        names |= {"in_proj": (rank, 3 * rank), "mlp_down": (rank, 2 * rank)}
+        names |= dict.fromkeys(("mlp_gate", "mlp_up"), (2 * rank, rank))
+        shapes |= {f"refiner_head.{name}.weight": shape for name, shape in names.items()}
+        shapes["refiner_head.mix_l"] = (rank, BLOCK, BLOCK)
+    elif rank:
         shapes |= {f"markov_head.markov_{one}.weight": (n, rank) for one, n in (("w1", VOCAB), ("w2", outputs))}
     if kind == "gated":
         shapes |= {"markov_head.gate_proj.weight": (rank, WIDTH + rank), "markov_head.gate_proj.bias": (rank,)}
@@ -115,6 +128,19 @@ def block_states(model, target, states, positions, last, causal=()):
         position_ids=torch.cat([positions, positions.max() + 1 + torch.arange(size)])[None],
         **{CACHE: cache},
     ).last_hidden_state[0]
+
+
+def refined_logits(tensors, states, tokens, mean):
+    """XPress' correction, as ``markov_logits``; ``mean`` is that of all states of the block."""
+    own = {name.split(".")[1]: tensor for name, tensor in tensors.items() if "refiner_head." in name}
+    found = [
+        own["in_proj"] @ torch.cat([own["down_h"] @ state, own["down_g"] @ mean, own["token_embed"][token]])
+        for state, token in zip(states, tokens, strict=True)
+    ]
+    last = len(found) - 1
+    mixed = found[last] + sum(own["mix_l"][:, last, place] * one for place, one in enumerate(found))
+    gate = own["mlp_gate"] @ mixed
+    return own["readout"] @ (mixed + own["mlp_down"] @ (gate / (1 + (-gate).exp()) * (own["mlp_up"] @ mixed)))
 
 
 def markov_logits(tensors, states, tokens):

@@ -63,7 +63,7 @@ def test_rouge_l_numbers_and_containment():
 @pytest.mark.parametrize(
     ("answer", "letter"),
     [("B", "B"), ("(b) no", None), ("(B)", "B"), ("B. moon", "B"), ("The answer is A", "A"), ("the moon", "B"),
-     ("sun and moon", None), ("E", None)],
+     ("sun and moon", None), ("E", None), ("Either (A) or (B)", None), ("It is (A), not (B).", None)],
 )  # fmt: skip
 def test_chosen_letter(answer, letter):
     assert scoring.chosen_letter(answer, ["sun", "moon"]) == letter

@@ -260,6 +260,21 @@ def test_trees_beside_quantised_weights(kind, confidence):
         torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
 
 
+@needs_kernels
+@pytest.mark.parametrize("conv", [{}, {"conv_kernel_size": 2, "conv_group_size": 4}])
+def test_the_kernels_take_blocks_without_convolutions(conv):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=VOCAB, pad_token_id=0)).eval()
+    pack_model(model, "int8")
+    selector = {"selector_rank": 6, "selector_tokens": VOCAB, "selector_top_k": 7}
+    drafter = DFlash(dflash_network(model, window=0, sliding=[], **selector, **conv), top_k=3)
+    inputs, options = text_inputs(2), {"max_new_tokens": 8, "eos_token_id": None}
+    plain = mmspec.generate(model, drafter=None, **options, **inputs)
+    assert torch.equal(mmspec.generate(model, drafter=drafter, nodes=12, **options, **inputs), plain)
+    assert (drafter.native_layers is None) == bool(conv)
+
+
 def test_default_layers_are_evenly_spaced():
     assert [default_layer_ids(layers) for layers in (36, 6, 3, 1)] == [[1, 9, 17, 25, 33], [1, 2, 3], [0, 1, 2], [0]]
 

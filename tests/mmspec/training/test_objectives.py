@@ -150,7 +150,7 @@ KINDS = ("full_attention", "sliding_attention")
 def dflash_blocks(plain, target, batch, loss, ids, heads, causal, first):
     """Losses of each slot, of one block after another; ``heads`` are published tensors of DSpark, or none."""
     drafts = dflash.BLOCK - first
-    found = {"token": [[] for _ in range(drafts)], "confidence": [[] for _ in range(drafts)]}
+    found = {name: [[] for _ in range(drafts)] for name in ("token", "confidence", "base")}
     for row in range(len(batch.tokens)):
         said = batch.answer[row].nonzero().flatten().tolist()
         for anchor in said:
@@ -163,6 +163,10 @@ def dflash_blocks(plain, target, batch, loss, ids, heads, causal, first):
                 goal = target.head(batch.hidden[row, anchor + slot - 1])[ids].softmax(-1)
                 read = block[first + slot - 1]
                 logits = target.head(read)[ids]
+                if "refiner_head.mix_l" in heads:
+                    found["base"][slot - 1].append(plain_loss(loss, goal, logits))
+                    before = batch.tokens[row, anchor - first : anchor + slot]
+                    logits = logits + dflash.refined_logits(heads, block[: first + slot], before, block.mean(0))
                 if "markov_head.markov_w1.weight" in heads:
                     before = [*[last] * first, *batch.tokens[row, anchor : anchor + slot]]
                     logits = logits + dflash.markov_logits(heads, block[: first + slot], before)
@@ -198,6 +202,8 @@ def dflash_case(folder, causal=False, **heads):
         ("kl", {"kind": "gated", "confidence": "state"}, False),
         ("kl", {"kind": "rnn", "confidence": "none"}, True),
         ("kl", {"kind": "rnn", "confidence": "markov", "from_anchor": False}, False),
+        ("tv", {"kind": "xpress", "confidence": "none", "from_anchor": False}, False),
+        ("kl", {"kind": "xpress", "confidence": "none"}, True),
     ],
 )
 def test_blocks_of_dflash(loss, heads, causal, target, tmp_path):
@@ -209,7 +215,7 @@ def test_blocks_of_dflash(loss, heads, causal, target, tmp_path):
         ids, first = ALL if narrow is None else narrow, network.config.first
         found = dflash_blocks(dflash.reference(), target, batch, loss, ids, own, causal, first)
     assert len(found["token"]) == network.config.drafts
-    assert_losses(detached(output), found, lambda slot: math.exp(-slot / 2.0))
+    assert_losses(detached(output), found, lambda slot: math.exp(-slot / 2.0), {"base": 0.6})
     gradients = torch.autograd.grad(output.total, list(network.parameters()))
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
 
