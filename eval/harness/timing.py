@@ -65,6 +65,21 @@ class TimedBatch:
     memory: int | None = None
 
     @property
+    def request_seconds(self) -> list[dict[str, float]]:
+        """Of each row, ``total`` (from the start of the batch to its last token) and ``decoding`` (after its first).
+
+        Rows without times of their own, of transformers and other engines, all come at the end.
+        """
+        last = max((stats.wall_seconds for stats in self.stats), default=0.0)
+        if not last:
+            return [{name: self.seconds[name] for name in ("total", "decoding")} for _ in self.answers]
+        before = self.seconds["total"] - last
+        return [
+            {"total": before + row.wall_seconds, "decoding": row.wall_seconds - row.time_to_first_token}
+            for row in self.stats
+        ]
+
+    @property
     def mean_acceptance_length(self) -> float:
         """Of the first row."""
         return self.stats[0].mean_acceptance_length if self.stats else 1.0
@@ -78,7 +93,7 @@ class Method:
         name: in tables and results.
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
-        max_num_seqs: batch size, unless other pipelines over this target have a larger one.
+        max_num_seqs: batch size, unless requests or other pipelines over this target need a larger one.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine, which then decodes.
         budget: an adaptive budget with what it has learnt.
@@ -216,7 +231,7 @@ def _decode(
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs)
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=max(method.max_num_seqs, len(requests)))
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)

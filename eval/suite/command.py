@@ -62,9 +62,11 @@ def evaluate(
         click.echo(json.dumps(summary))
         return
     from mmspec.eval.harness.output import wide_console
-    from mmspec.eval.suite.report import brief_tables
+    from mmspec.eval.suite.report import brief_tables, refusals
 
     console = wide_console()
     for table in brief_tables(summary["rows"]):
         console.print(table)
+    for line in refusals(summary):
+        click.echo(line)
     click.echo(out / "report.md", err=True)

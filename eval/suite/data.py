@@ -46,7 +46,8 @@ Scorer = Callable[[Sequence[Answered]], dict[str, float]]
 
 
 _IDS = ("id", "question_id", "questionId", "task_id", "prompt_id", "image_id", "img_id")
-_ENDINGS = ("", ".jpg", ".png", ".jpeg", ".webp", ".mp4", ".webm", ".mkv", ".avi")
+_IMAGES = (".jpg", ".png", ".jpeg", ".webp")
+_ENDINGS = ("", *_IMAGES, ".mp4", ".webm", ".mkv", ".avi")
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class DatasetRow:
         raise UserError(f"{self.where}: expected the file {name} in {self.folder} or its {subfolder}/, there is none")
 
 
-def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[DatasetRow]:
+def local_rows(name: str, data: Path) -> Iterator[DatasetRow]:
     """The rows of a local benchmark.
 
     Raises:
@@ -127,8 +128,23 @@ def local_rows(name: str, data: Path, limit: int | None = None) -> Iterator[Data
     if not files:
         raise UserError(f"{name}: expected {single} or .jsonl files in {folder}/, there are none")
     rows = (row for file in files for row in rows_of(file))
-    for number, row in enumerate(islice(rows, limit)):
+    for number, row in enumerate(rows):
         yield replace(row, number=number)
+
+
+def pages(name: str, data: Path) -> Iterator[DatasetRow]:
+    """A row per image in ``DATA/NAME/``, whose category says whether a text of the same name is beside it.
+
+    Raises:
+        UserError: there are no images.
+    """
+    folder = data / name
+    images = sorted(path for path in folder.glob("*") if path.suffix.lower() in _IMAGES)
+    if not images:
+        raise UserError(f"{name}: expected images ({', '.join(_IMAGES)}) in {folder}/, there are none")
+    for number, path in enumerate(images):
+        category = "with a text" if path.with_suffix(".txt").is_file() else "without a text"
+        yield DatasetRow({"id": path.stem, "image": path.name, "category": category}, str(path), number, folder)
 
 
 def rows_of(file: Path) -> Iterator[DatasetRow]:
@@ -216,6 +232,7 @@ class EvalTask:
         read: converts a row to a sample, from local files and ``datasets`` alike.
         hub: where ``datasets`` finds it; None if it is only read from local files.
         rows: the samples of a task that the package contains.
+        local: reads its rows from a folder of data.
     """
 
     name: str
@@ -226,6 +243,7 @@ class EvalTask:
     read: Callable[[DatasetRow], Sample] | None = None
     hub: HubDataset | None = None
     rows: Callable[[], Iterator[Sample]] | None = None
+    local: Callable[[str, Path], Iterator[DatasetRow]] = local_rows
 
     def samples(self, data: Path | None, limit: int | None) -> list[Sample]:
         """The first samples.
@@ -241,11 +259,12 @@ class EvalTask:
             return list(islice(self.rows(), limit))
         assert self.read is not None
         if data is not None:
-            rows = local_rows(self.name, data, limit)
+            rows = self.local(self.name, data)
         elif self.hub is not None:
             rows = hub_rows(self.name, self.hub, limit)
         else:
-            raise UserError(f"{self.name} is read from local files only: expected --data FOLDER with {self.name}.jsonl")
+            files = f"{self.name}.jsonl or {self.name}/"
+            raise UserError(f"{self.name} is read from local files only: expected --data FOLDER with {files}")
         read = [self.read(row) for row in islice(rows, limit)]
         if not read:
             raise UserError(f"{self.name}: expected at least one sample, received none")

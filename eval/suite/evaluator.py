@@ -142,10 +142,10 @@ def _method_results(
     """Results of each method on a batch, as JSON values.
 
     Returns:
-        By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``stats`` of rows, peak ``memory``,
-        and whether each row is ``equal`` to the reference in all rounds, with the ``differences`` of lossless methods
-        where it is not. The reference is transformers' answer if greedy, our plain decoding's if sampled. Answers of
-        other engines are not compared: None.
+        By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``request_seconds`` (of its rows),
+        ``stats`` of rows, peak ``memory``, and whether each row is ``equal`` to the reference in all rounds, with the
+        ``differences`` of lossless methods where it is not. The reference is transformers' answer if greedy, our plain
+        decoding's if sampled. Answers of other engines are not compared: None.
     """
     greedy = options.temperature == 0
     reference = batches[BASELINE if greedy else PLAIN][0].answers
@@ -168,6 +168,7 @@ def _method_results(
             "answers": first.answers,
             "texts": [pipe.processor.decode(answer).strip() for answer in first.answers],
             "seconds": [batch.seconds for batch in rounds],
+            "request_seconds": [batch.request_seconds for batch in rounds],
             "stats": [dict(vars(stats)) for stats in first.stats],
             "memory": max((batch.memory for batch in rounds if batch.memory is not None), default=None),
             "equal": equal,

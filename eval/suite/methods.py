@@ -1,6 +1,7 @@
 """Decoding methods of a ``--methods`` option; ``docs/evaluation.md`` lists them.
 
     generate, lookup, assisted:FOLDER           transformers
+    generate:mtp, generate:dflash:FOLDER        its speculation by native layers, and by a DFlash model of its own
     llama.cpp[:TYPE], openvino[:lookup]         other engines, on the same GGUF file
     none, SPEC[@SHAPE][~NATS]                   ours: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
                                                 tree, a number of nodes, chain or chainN
@@ -14,6 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoModel, AutoModelForCausalLM
 
 from mmspec.drafters.registry import drafter_spec, drafters_for, make_drafter
 from mmspec.errors import UserError, explained
@@ -72,6 +76,8 @@ def _parse_method(
     if method.startswith("assisted:"):
         assistant = _load_assistant(method.removeprefix("assisted:"), target)
         return Method(label, generate_options={"assistant_model": assistant})
+    if method.startswith(f"{BASELINE}:"):
+        return _speculation(label, method, target)
     engine, _, speculation = method.partition(":")
     if engine == LLAMA and engine not in peers:
         raise UserError(f"the method {method!r} needs --llama-server PATH, the server of llama.cpp")
@@ -86,6 +92,16 @@ def _parse_method(
     return Method(label, drafter, nodes, lossy=float(lossy[2]) if lossy else 0.0)
 
 
+def _speculation(label: str, method: str, target: TransformersTarget) -> Method:
+    _, kind, *folder = method.split(":", 2)
+    if kind == "mtp" and not folder:
+        return Method(label, generate_options={"use_mtp": True})
+    if kind == "dflash" and any(folder):
+        assistant = _load_assistant(folder[0], target, AutoModel)
+        return Method(label, generate_options={"assistant_model": assistant, "speculation_type": kind})
+    raise UserError(f"{BASELINE} speculates as {BASELINE}:mtp or {BASELINE}:dflash:FOLDER: got {method!r}")
+
+
 def parse_shape(method: str) -> tuple[str, int | None]:
     """A drafter's specification and the draft tokens per step of ``SPEC@N`` or ``SPEC@chainN``; None is adaptive."""
     if match := re.fullmatch(r"(.+)@(\d+)", method):
@@ -96,12 +112,10 @@ def parse_shape(method: str) -> tuple[str, int | None]:
     return method, int(sized[1]) if sized else None
 
 
-def _load_assistant(name: str, target: TransformersTarget) -> object:
-    from transformers import AutoModelForCausalLM
-
+def _load_assistant(name: str, target: TransformersTarget, auto: Any = AutoModelForCausalLM) -> object:
     with (
         explained(f"cannot load the assistant {name!r}", OSError, ValueError),
         cache_if_offline("model", name) as hub_options,
     ):
-        model = from_pretrained(AutoModelForCausalLM, name, dtype=target.model.dtype, **hub_options)
+        model = from_pretrained(auto, name, dtype=target.model.dtype, **hub_options)
     return model.to(target.device).eval()

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from mmspec.errors import install
+from mmspec.eval.suite.summary import PERCENTILES
 from mmspec.files import write_text
 
 Figures = dict[str, Any]
@@ -27,6 +28,18 @@ COLUMNS = (
     "equal",
     "score",
 )
+REQUEST_COLUMNS = (
+    "method",
+    "requests of",
+    "number",
+    "MAT",
+    "speedup",
+    "throughput",
+    *(f"p{p} ms" for p in PERCENTILES),
+    "output tokens/s",
+    "user tokens/s",
+    "equal",
+)
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
@@ -35,29 +48,64 @@ def write_report(summary: dict[str, Any], folder: Path) -> Path:
     lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
     lines += _pictures(rows, folder)
     for title, group in _by_condition(rows):
-        header, cells = _table(group)
-        lines += [f"## {title}", "", f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-        lines += [f"| {' | '.join(line)} |" for line in cells]
+        lines += [f"## {title}", "", *_markdown(*_table(group)), "", *_markdown(*_request_table(group))]
         lines += ["", *([f"Not scored: {group[0]['not_scored']}.", ""] if "not_scored" in group[0] else [])]
     lines += _differences(rows)
-    if summary["refused"]:
-        lines += ["## Not supported", ""]
-        reasons = [
-            f"- `{refusal['method']}`, batch {refusal['batch']}: {refusal['reason']}" for refusal in summary["refused"]
-        ]
-        lines += dict.fromkeys(reasons)  # they repeat at every temperature
+    if refused := refusals(summary):
+        lines += ["## Not supported", "", *(f"- {line}" for line in refused)]
     path = folder / "report.md"
     write_text(path, "\n".join(lines).rstrip() + "\n")
     return path
+
+
+def refusals(summary: dict[str, Any]) -> list[str]:
+    """A line for each method and batch size that was refused; reasons repeat at every temperature."""
+    each = (f"`{one['method']}`, batch {one['batch']}: refused: {one['reason']}" for one in summary["refused"])
+    return list(dict.fromkeys(each))
+
+
+def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(f"| {' | '.join(line)} |" for line in cells)]
+
+
+def _kept(header: Sequence[str], cells: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells, without columns that are empty."""
+    kept = [column for column in range(len(header)) if any(line[column] for line in cells)]
+    return [header[column] for column in kept], [[line[column] for column in kept] for line in cells]
+
+
+def _request_table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the figures by request; if ``brief``, without categories."""
+    cells = []
+    for row in rows:
+        for name, figures in [*row["requests"].items()][: 1 if brief else None]:
+            latency, user = figures["latency"], figures["user_tokens_per_second"]
+            cells.append(
+                [
+                    row["method"],
+                    "" if brief else name,
+                    str(figures["requests"]),
+                    _number("{:.2f}", figures["mean_accepted_tokens"]),
+                    _number("{:.2f}x", figures["walltime_speedup"]),
+                    _number("{:.2f}x", figures["throughput_speedup"]),
+                    *(f"{1000 * latency[f'p{p}']:.1f}" for p in PERCENTILES),
+                    _number("{:.1f}", figures["output_tokens_per_second"]),
+                    _number("{:.1f}", user and user["mean"]),
+                    f"{figures['equal']}/{figures['compared']}" if figures["compared"] else "",
+                ]
+            )
+    return _kept(REQUEST_COLUMNS, cells)
+
+
+def _number(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
 
 
 def _table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
     """Header and cells, without columns that are empty."""
     cells = [_cells(row, brief) for row in rows]
     score = next(iter(rows[0].get("score", {})), COLUMNS[-1])
-    header = [*COLUMNS[:-1], score if brief else COLUMNS[-1]]
-    kept = [column for column in range(len(header)) if any(line[column] for line in cells)]
-    return [header[column] for column in kept], [[line[column] for column in kept] for line in cells]
+    return _kept([*COLUMNS[:-1], score if brief else COLUMNS[-1]], cells)
 
 
 def _cells(row: Figures, brief: bool = False) -> list[str]:
@@ -88,14 +136,18 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
 
 
 def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
-    """Tables for the terminal, one per task, temperature and batch size."""
+    """Tables for the terminal, two per task, temperature and batch size."""
     for title, group in _by_condition(rows):
-        header, cells = _table(group, brief=True)
-        table = Table(*header, title=title)
-        table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
-        for line in cells:
-            table.add_row(*line)
-        yield table
+        by_request = f"{title}, by request"
+        for name, (header, cells) in {
+            title: _table(group, brief=True),
+            by_request: _request_table(group, brief=True),
+        }.items():
+            table = Table(*header, title=name)
+            table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
+            for line in cells:
+                table.add_row(*line)
+            yield table
 
 
 def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
@@ -123,7 +175,12 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         "same GGUF file (its arithmetic differs: its answers are not compared). `longer by` is the difference in "
         "tokens per verify step to the first method that drafts, on the same conversations, `a draft` the time to "
         "draft a tree in passes over one node. `equal` counts answers with the same tokens as `generate` at "
-        "temperature 0, and as `none` with the same seed above. Memory is the "
+        "temperature 0, and as `none` with the same seed above. Second tables are of requests, overall and by "
+        "category: mean accepted tokens (MAT) per verify step, bonus token included; `speedup`, the mean of their "
+        "ratios of tokens per second to `none`; percentiles of latency, from the start of a request's batch to its "
+        "last token (transformers returns the rows of a batch together); output tokens per second over all batches, "
+        "their ratio to `none` (`throughput`), and the mean tokens per second that a user sees after the first. "
+        "Memory is the "
         "peak of the process on a CPU, of torch's tensors on a GPU."
     )
 

@@ -1,10 +1,16 @@
-"""Summary of a run: ratios and medians over conversations with intervals, acceptance, shares of time, scores."""
+"""Summary of a run: ratios and medians over conversations with intervals, acceptance, shares of time, scores.
+
+The figures by request are those that two benchmarks report: mean accepted tokens, wall-clock speedup and percentiles of
+latency (MMSpec, arXiv 2603.14989), output throughput and tokens per second of each user (SPEED-Bench).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
+
+import numpy as np
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
@@ -15,6 +21,8 @@ from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
 
 Record = dict[str, Any]
 ALL = "all"
+OVERALL = "overall"
+PERCENTILES = (50, 90, 95, 99)
 
 
 def summarise(
@@ -27,7 +35,7 @@ def summarise(
         plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap
         interval, ``low`` and ``high``. ``acceptance_difference`` compares tokens per verify step with those of the
         first method that drafts (``against``), on the conversations that both answered. ``draft_cost`` is
-        in one-node passes.
+        in one-node passes. ``requests`` has figures of single requests, see ``_by_request``.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -45,6 +53,7 @@ def summarise(
             compared = method in drafting[1:]
             row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
             row["categories"] = _by_category(measured, method)
+            row["requests"] = _by_request(measured, method)
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
             rows.append(row)
@@ -149,6 +158,77 @@ def _by_category(records: Sequence[Record], method: str) -> dict[str, dict[str, 
     names = "conversations", "end_to_end_plain", "decoding_plain", "acceptance"
     every = {category: _figures(part, method) for category, part in groups.items()}
     return {category: {name: figures[name] for name in names} for category, figures in every.items()}
+
+
+def _requests(records: Sequence[Record], method: str) -> dict[tuple[str, int, int, int], Record]:
+    """Each request, a turn of a conversation, by task, batch, turn and row, with medians over the rounds."""
+    found = {}
+    for record in _measured(records, method):
+        for place, turn in enumerate(record["turns"]):
+            result = turn["methods"][method]
+            # Records of earlier versions have no times of rows.
+            rounds = result.get("request_seconds") or [[s] * len(turn["rows"]) for s in result["seconds"]]
+            for index, (row, answer, equal) in enumerate(
+                zip(turn["rows"], result["answers"], result["equal"], strict=True)
+            ):
+                found[record["task"], record["group"], place, row] = {
+                    "category": record["categories"][row],
+                    "tokens": len(answer),
+                    "steps": result["stats"][index]["accept_lengths"] if result["stats"] else [],
+                    "equal": equal,
+                    **{name: median(rows[index][name] for rows in rounds) for name in ("total", "decoding")},
+                }
+    return found
+
+
+def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, Any]]:
+    """Figures of single requests, ``overall`` and by category.
+
+    Returns:
+        ``mean_accepted_tokens`` per verify step, bonus token included; ``walltime_speedup``, the mean over the requests
+        of tokens per second over those of our plain decoding; ``latency`` in seconds, and ``user_tokens_per_second``
+        after the first token, as mean and percentiles; ``output_tokens_per_second`` of batches one after another,
+        and its ratio to plain decoding, ``throughput_speedup``. Throughput leaves batches of several categories out.
+    """
+    every, plain = _requests(records, method), _requests(records, PLAIN)
+    figures = {}
+    for category in dict.fromkeys([OVERALL, *(name for record in records for name in record["categories"] if name)]):
+        own = {key: one for key, one in every.items() if category in (OVERALL, one["category"])}
+        both = [
+            (one, plain[key]) for key, one in own.items() if key in plain and one["tokens"] and plain[key]["tokens"]
+        ]
+        ratios = [one["tokens"] / one["total"] * base["total"] / base["tokens"] for one, base in both]
+        steps = [tokens for one in own.values() for tokens in one["steps"]]
+        whole = [record for record in records if category == OVERALL or set(record["categories"]) == {category}]
+        throughput, base = _throughput(whole, method), _throughput(whole, PLAIN)
+        later = [one for one in own.values() if one["tokens"] > 1 and one["decoding"] > 0]
+        compared = [one["equal"] for one in own.values() if one["equal"] is not None]
+        figures[category] = {
+            "requests": len(own),
+            "tokens": sum(one["tokens"] for one in own.values()),
+            "mean_accepted_tokens": fmean(steps) if steps else None,
+            "walltime_speedup": fmean(ratios) if ratios else None,
+            "throughput_speedup": throughput / base if throughput and base else None,
+            "latency": _percentiles([one["total"] for one in own.values()]),
+            "output_tokens_per_second": throughput,
+            "user_tokens_per_second": _percentiles([(one["tokens"] - 1) / one["decoding"] for one in later]),
+            "equal": sum(compared),
+            "compared": len(compared),
+        }
+    return figures
+
+
+def _throughput(records: Sequence[Record], method: str) -> float | None:
+    spent = [_spent(record, method) for record in _measured(records, method)]
+    return sum(s["tokens"] for s in spent) / sum(s["total"] for s in spent) if spent else None
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles, interpolated linearly."""
+    if not values:
+        return None
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {"mean": fmean(values), **{f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}}
 
 
 def _scores(records: Sequence[Record], method: str, samples: Sequence[Sample], scorer: Scorer | None) -> dict[str, Any]:

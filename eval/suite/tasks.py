@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation, held_out
 from mmspec.eval.suite import scoring
-from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, single_turn
+from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, pages, single_turn
 
 # The prompts are those of LLaVA-1.5 (arXiv 2310.03744, 3.2) and lmms-eval.
 _CAPTION = "Provide a one-sentence caption for the provided image."
 _SHORT_ANSWER = "\nAnswer the question using a single word or phrase."
+_TRANSCRIBE = "Transcribe all text of this page, in reading order."
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 _LETTER = "\nAnswer with the option's letter from the given choices directly."
 
 
@@ -119,14 +121,23 @@ def _video_detail(row: DatasetRow) -> Sample:
 
 
 def _benchmark(row: DatasetRow) -> Sample:
-    turns = tuple(row.texts("turns"))
-    return Sample(row.id, Conversation(turns, row.images("image")), str(row.get("category", "")))
+    """Its six tasks are ``topic``; ``category`` divides them further."""
+    turns, image = tuple(row.texts("turns")), row["image"]
+    if image is None:
+        raise UserError(f"{row.where}: expected an image, received none")
+    return Sample(row.id, Conversation(turns, row.images("image")), str(row["topic"]))
 
 
 def _turns(row: DatasetRow) -> Sample:
     """A conversation from ``turns`` (Spec-Bench, SPEED-Bench, FastChat) or ``prompt`` (MT-Bench on the hub)."""
     turns = row.texts("turns" if row.get("turns") else "prompt")
+    if turns[0].startswith(_PLACEHOLDER):
+        raise UserError(f"{row.where}: expected texts from SPEED-Bench's prepare_data.py, received its placeholder")
     return Sample(row.id, Conversation(tuple(turns)), str(row.get("category", "")))
+
+
+def _page(row: DatasetRow) -> Sample:
+    return Sample(row.id, Conversation((_TRANSCRIBE,), row.images("image")), str(row["category"]))
 
 
 def _gsm8k(row: DatasetRow) -> Sample:
@@ -164,6 +175,7 @@ _MM_VET = "MM-Vet; image, question, answer, capability"
 _VIDEO_DETAIL = "VideoDetailCaption; video_name, question, answer"
 _TURNS = "question_id, category, turns (list)"
 _GSM8K = "GSM8K; question, answer (ends with #### NUMBER)"
+_DOCUMENTS = "your own pages, DATA/documents/PAGE.png, PAGE.jpg, ...; a PAGE.txt beside them is another program's OCR"
 _HUMAN_EVAL = "HumanEval, speed only (its programs are not run); task_id, prompt"
 _MT_BENCH_HUB = HubDataset("HuggingFaceH4/mt_bench_prompts", "train")
 _BENCHMARKS = (
@@ -190,6 +202,7 @@ _BENCHMARKS = (
     EvalTask("mt-bench", "MT-Bench, speed only; turns (list), category", False, None, 512, _turns, _MT_BENCH_HUB),
     EvalTask("gsm8k", _GSM8K, False, scoring.last_number, 320, _gsm8k, HubDataset("openai/gsm8k", "test", "main")),
     EvalTask("humaneval", _HUMAN_EVAL, False, None, 384, _human_eval, HubDataset("openai/openai_humaneval", "test")),
+    EvalTask("documents", _DOCUMENTS, True, None, 1024, _page, local=pages),
     EvalTask("spec-bench", f"Spec-Bench, speed only; {_TURNS}", False, None, 512, _turns),
     EvalTask("speed-bench", f"SPEED-Bench, speed only; {_TURNS}", False, None, 512, _turns),
 )

@@ -36,12 +36,12 @@ def export(model: str, drafter: Path, out: Path, layout: str | None, tokens: int
 
     made: Any = make_drafter(str(drafter.resolve()))
     formats = layouts.FORMATS.get(getattr(made, "layout", None) or "", {})
-    layout = layout or ("speculators" if "speculators" in formats else next(iter(formats), None))
+    layout = layout or ("speculators" if "speculators" in formats else next(iter(formats), ""))
     if layout not in formats:
-        known = [name for name, some in layouts.FORMATS.items() if layout is None or layout in some]
+        known = [name for name, some in layouts.FORMATS.items() if layout in some or not layout]
         kinds, what = " and ".join(drafter_spec(name).label for name in known), f"format {layout} is"
         raise UserError(
-            f"{drafter}: {'there are formats' if layout is None else what} for {kinds}, the drafter is of kind "
+            f"{drafter}: {what if layout else 'there are formats'} for {kinds}, the drafter is of kind "
             f"{registered_name(made)}"
         )
     layouts.write(made, load_config(model), out, layout, tokens)

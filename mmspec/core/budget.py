@@ -12,6 +12,7 @@ from operator import mul
 from statistics import fmean
 
 from mmspec.core.tree import TokenTree
+from mmspec.ops import kernels
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Budget:
     Args:
         nodes: maximum drafted nodes per row and step.
         depth: maximum tree depth.
+        chain: drafts are chains, one child per node.
 
     Attributes:
         remaining: (set by the engine) drafts that the longest unfinished row can still accept.
@@ -74,9 +76,10 @@ class Budget:
     levels = 1
     adapts = False  # whether sizes follow the clock
 
-    def __init__(self, nodes: int = 16, depth: int = 12) -> None:
+    def __init__(self, nodes: int = 16, depth: int = 12, chain: bool = False) -> None:
         self.nodes = nodes
         self.depth = depth
+        self.chain = chain
         self.remaining = depth
 
     def resize(self, batch: int) -> None:
@@ -99,7 +102,11 @@ class Budget:
 
     def prune(self, tree: TokenTree) -> TokenTree:
         """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""
-        return tree.first(1 + self.nodes) if tree.prunable else tree
+        return self.shaped(tree).first(1 + self.nodes) if tree.prunable else tree
+
+    def shaped(self, tree: TokenTree) -> TokenTree:
+        """A prunable tree, or its best chain if drafts are chains."""
+        return tree.best_chain() if self.chain and not kernels.static_shapes(tree.tokens.device) else tree
 
     def observe(
         self,

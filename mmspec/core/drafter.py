@@ -245,8 +245,9 @@ class PlainDrafter(Drafter):
         return getattr(self.plain, name, default)
 
 
-_WATCHED = 64
-"""Steps with drafts after which the acceptance length is checked."""
+_CHECKED, _WATCHED = 16, 64
+"""Steps with drafts after which the acceptance length is checked, again and again, and after which no longer: where
+drafting does not pay, few steps in a hundred draft."""
 
 _LEAST = 1.05
 """Mean acceptance length below which a drafter is for another target, or is read wrongly."""
@@ -297,7 +298,8 @@ class Guard(Wrapper):
             return
         steps, emitted = self.drafter.watched
         steps, emitted = self.drafter.watched = steps + 1, emitted + sum(map(len, paths)) / len(paths)
-        if steps == _WATCHED and emitted < _LEAST * steps and self.checks:
+        if steps % _CHECKED == 0 and emitted < _LEAST * steps and self.checks:
+            self.drafter.watched = _WATCHED, 0.0  # reported once
             little = f"the drafter {self._name} is of little use: {emitted / steps:.2f} tokens per step"
             warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 

@@ -181,6 +181,18 @@ class TokenTree:
         tree.max_depth = self.max_depth
         return tree
 
+    def best_chain(self) -> TokenTree:
+        """Tree of each row's path of most probable children; of nodes in descending order."""
+        rows, probs = [], []
+        for tokens, parents, gains in zip(self.tokens.tolist(), self.parents.tolist(), self.path_probs, strict=True):
+            path = [0]
+            for node in range(1, 1 + len(gains)):
+                if parents[node] == path[-1]:
+                    path.append(node)
+            rows.append(([tokens[node] for node in path[1:]], list(range(len(path) - 1))))
+            probs.append([gains[node - 1] for node in path[1:]])
+        return build_tree(self.tokens[:, 0], rows, probs)
+
     def first(self, nodes: int) -> TokenTree:
         """Tree of the first ``nodes`` nodes, root included: with ``log_probs``, the most probable ones."""
         if nodes >= self.nodes:

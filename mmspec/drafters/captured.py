@@ -124,7 +124,7 @@ class CapturedDrafter(Drafter):
         depth, nodes = min(max_depth, budget.depth), min(max_nodes, budget.nodes)
         token, *padded = self._padded((token, *inputs))
         self.reserve(inputs[0].shape[1] if inputs else 0)
-        grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth)
+        grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth, chain=budget.chain)
         if accepted:
             self.advance(accepted)
         tokens, parents, log_probs = (x[:rows] for x in grown)
@@ -163,11 +163,11 @@ class CapturedDrafter(Drafter):
     def _version(self) -> tuple[Hashable, ...]:
         return tuple(part.version for part in self.parts)
 
-    def _grown(self, token: Tensor, *inputs: Tensor, nodes: int, depth: int) -> Inputs:
+    def _grown(self, token: Tensor, *inputs: Tensor, nodes: int, depth: int, chain: bool) -> Inputs:
         """Captured body of ``propose``: update with a step, if given, and grow a tree (tokens, parents, log probs)."""
         if inputs:
             self.update(*inputs)
-        tree = self.grow(token, Budget(nodes, depth))
+        tree = self.grow(token, Budget(nodes, depth, chain))
         assert tree.log_probs is not None
         return tree.tokens, tree.parents, tree.log_probs
 

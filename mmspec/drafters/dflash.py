@@ -23,12 +23,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mmspec import ops
+from mmspec.cache.rows import RowTensor
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.checks import FLAG, NUMBERS, choice, option, required, whole
 from mmspec.core.budget import Budget
-from mmspec.core.target import Feature, Target, output_of
+from mmspec.core.target import Feature, Prompt, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
+from mmspec.drafters.captured import RowState
 from mmspec.drafters.growth import grow_levels, grow_slots
 from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, take
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate
@@ -38,6 +40,7 @@ from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 from mmspec.ops import cpu
+from mmspec.ops.transfer import on_device
 from mmspec.quantisation.blocks import BlockLinear
 
 
@@ -56,7 +59,8 @@ class DFlashConfig(HeadShape):
         markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 is none.
         markov_inputs, markov_outputs: tokens that the Markov head corrects after, and those that it corrects.
         markov_type: of the Markov head: its correction depends on the token before alone, is gated by the position's
-            state, or comes from a recurrent state over the block's tokens so far (rnn).
+            state, or comes from a recurrent state over the block's tokens so far (rnn) or a ``Refiner`` (xpress).
+        refiner_ratio: width of a ``Refiner``'s MLP, in ranks.
         confidence: what the confidence head reads, the state or the Markov head's embedding beside it (formula 7).
         conv_kernel_size: taps of the convolutions around attention and MLP (DFlash2); 0 is none.
         conv_group_size: channels that share the input's part of a tap.
@@ -84,9 +88,10 @@ class DFlashConfig(HeadShape):
     markov_outputs: int = option(0, whole(0, 2**24))
     markov_type: str = option(
         "vanilla",
-        choice("vanilla", "gated", "rnn"),
-        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn).",
+        choice("vanilla", "gated", "rnn", "xpress"),
+        "Correct by that token alone, gated by the state, or by all tokens of the block (rnn, xpress).",
     )
+    refiner_ratio: int = option(2, whole(1, 64))
     confidence: str = option(
         "none", choice("none", "state", "markov"), "What a head of the acceptance probability reads (DSpark)."
     )
@@ -192,6 +197,40 @@ class BlockConvolution(nn.Module):
         return sum((one * kernel[:, :, tap] for tap, one in enumerate(shifted[1:], 1)), shifted[0] * kernel[:, :, 0])
 
 
+class Refiner(nn.Module):
+    """Latents of a block's positions that its tokens so far correct (XPress, arXiv 2608.02438).
+
+    ``x_t = I [H h_t; G mean(h); e_t]`` with the embedding e of the token before, ``y_t = x_t + sum_(j<=t) L_tj * x_j``,
+    and a gated MLP on y. The memory of a position is ``G mean(h)``, the same for all of its block, and x of the
+    positions before.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, rank, inner = config.hidden_size, config.markov_rank, config.markov_rank * config.refiner_ratio
+        self.embed = nn.Embedding(config.markov_inputs, rank)
+        self.out = nn.Linear(rank, config.markov_outputs, bias=False)
+        self.state, self.mean = (nn.Linear(width, rank, bias=False) for _ in range(2))
+        self.into = nn.Linear(3 * rank, rank, bias=False)
+        self.mix = nn.Parameter(torch.zeros(rank, config.block_size, config.block_size))
+        self.gate_up, self.down = nn.Linear(rank, 2 * inner, bias=False), nn.Linear(inner, rank, bias=False)
+
+    def forward(self, embeds: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents of a position, (..., rank), and the memory of the next one, (..., its index + 2, rank flattened).
+
+        Args:
+            embeds: (..., rank), of the token before.
+            states: (..., hidden).
+            memory: (..., its index + 1, rank flattened).
+        """
+        mean, *earlier = memory.unflatten(-1, (-1, embeds.shape[-1])).unbind(-2)
+        x = self.into(torch.cat([self.state(states), mean, embeds], dim=-1))
+        known = torch.stack([*earlier, x], dim=-1)  # (..., rank, positions)
+        y = x + (known * self.mix[:, len(earlier), : len(earlier) + 1]).sum(-1)
+        gate, up = self.gate_up(y).chunk(2, dim=-1)
+        return y + self.down(F.silu(gate) * up), torch.cat([memory, x], dim=-1)
+
+
 class BlockLayer(nn.Module):
     """Decoder layer whose attention reads the context beside the block. Parameters are (out, in); ``kv`` stacks keys
     and values, ``gate_up`` gate and up."""
@@ -255,7 +294,7 @@ class DFlashNetwork(nn.Module):
     DSpark (arXiv 2607.05147) adds a Markov head, a correction of these logits by the token before, and a confidence
     head, the probability that a token drafted from them is accepted. The Markov head has three types
     (deepseek-ai/DeepSpec), with the embedding e of the token before, the position's state h and, of a recurrent head,
-    the memory m of the positions before, 0 at the block's first:
+    the memory m of the positions before, 0 at the block's first (xpress: of a ``Refiner``):
 
     - vanilla: ``W e``;
     - gated: ``W (sigmoid(G [h; e]) * e)``;
@@ -277,7 +316,9 @@ class DFlashNetwork(nn.Module):
             self.lm_head = nn.Linear(width, config.head, bias=False)
         if config.embedding:
             self.embed_tokens = nn.Embedding(config.embedding, width)
-        if config.markov_rank:
+        if config.markov_type == "xpress":
+            self.refiner = Refiner(config)
+        elif config.markov_rank:
             self.markov_embed = nn.Embedding(config.markov_inputs, config.markov_rank)
             self.markov_out = nn.Linear(config.markov_rank, config.markov_outputs, bias=False)
         if config.markov_type == "gated":
@@ -291,6 +332,11 @@ class DFlashNetwork(nn.Module):
             self.selector_state = nn.Linear(width, config.selector_rank, bias=False)
         if config.confidence != "none":
             self.confidence = nn.Linear(width + config.markov_rank * (config.confidence == "markov"), 1)
+
+    @property
+    def markov_head(self) -> nn.Linear:
+        """The output layer of the Markov head."""
+        return self.refiner.out if self.config.markov_type == "xpress" else self.markov_out
 
     def project(self, states: Tensor) -> Tensor:
         """Context from the target's states: (..., reads * hidden) -> (..., hidden)."""
@@ -322,17 +368,17 @@ class DFlashNetwork(nn.Module):
             scores: (..., drafts), logits of the output layer.
             states: (..., hidden), that it read.
             previous: (...) int64, the target's tokens before; each dimension of the others may be 1.
-            memory: (..., rank), of a recurrent Markov head before the positions; None is zero.
+            memory: (..., any), of a recurrent Markov head before the positions; None is zero.
 
         Returns:
-            (..., drafts), the given ones without a Markov head; (...), None without a confidence head; (..., rank), the
+            (..., drafts), the given ones without a Markov head; (...), None without a confidence head; (..., any), the
             memory after the positions, None without a recurrent Markov head.
         """
         config, read = self.config, states
         if config.markov_rank:
             embeds = self._markov_embeds(previous)
             latent, memory = self._latent(embeds, states, memory)
-            scores = scores + self.markov_out(latent)
+            scores = scores + self.markov_head(latent)
             if config.confidence == "markov":
                 read = torch.cat([states.expand(*embeds.shape[:-1], -1), embeds], dim=-1)
         return scores, None if config.confidence == "none" else self.confidence(read).squeeze(-1), memory
@@ -348,20 +394,25 @@ class DFlashNetwork(nn.Module):
         latent = self.predecessors(previous) * self.selector_state(states)
         return scores + torch.einsum("...r,...cr->...c", latent, self.successors(tokens))
 
-    def first_memory(self, states: Tensor, last: Tensor) -> Tensor | None:
+    def first_memory(self, states: Tensor, last: Tensor, before: Tensor | None = None) -> Tensor | None:
         """Memory of a recurrent Markov head before the first position that predicts; None is zero.
 
         Args:
             states: (..., block, hidden), of a block.
             last: (...) int64, its first token.
+            before: (...) int64, the token before it, which a ``Refiner`` reads.
         """
-        if self.config.markov_type != "rnn" or self.config.from_anchor:
-            return None
-        return self._latent(self._markov_embeds(last), states[..., 0, :], None)[1]
+        memory, kind = None, self.config.markov_type
+        if kind == "xpress":
+            memory, last = self.refiner.mean(states.mean(-2)), last if before is None else before
+        if kind not in ("rnn", "xpress") or self.config.from_anchor:
+            return memory
+        return self._latent(self._markov_embeds(last), states[..., 0, :], memory)[1]
 
     def _markov_embeds(self, tokens: Tensor) -> Tensor:
         # A target may have more tokens than the drafter was trained for.
-        return self.markov_embed(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
+        table = self.refiner.embed if self.config.markov_type == "xpress" else self.markov_embed
+        return table(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
 
     def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""
@@ -370,6 +421,9 @@ class DFlashNetwork(nn.Module):
         states = states.expand(*embeds.shape[:-1], -1)
         if self.config.markov_type == "gated":
             return self.markov_gate(torch.cat([states, embeds], dim=-1)).sigmoid() * embeds, None
+        if self.config.markov_type == "xpress":
+            assert memory is not None, "first_memory comes first"
+            return self.refiner(embeds, states, memory)
         memory = torch.zeros_like(embeds) if memory is None else memory
         gate, candidate, out = self.markov_cell(torch.cat([memory, embeds, states], dim=-1)).chunk(3, dim=-1)
         kept = gate.sigmoid()
@@ -407,6 +461,24 @@ class DFlash(PositionedDrafter):
     usual_tree = TreeShape(top_k=10, depth=15, total_tokens=59)
     features = ()  # known when attached
     _markov: NativeMarkov | None = None
+
+    def reset(self, static_shapes: bool = False) -> None:
+        super().reset(static_shapes)
+        self._ends = RowTensor(static_shapes)  # (rows, 2) int64, the last two tokens, which a ``Refiner`` reads
+
+    @property
+    def parts(self) -> tuple[RowState, ...]:
+        return *super().parts, self._ends
+
+    @torch.inference_mode()
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        super().begin(prompt, output, history)
+        self._ends.append(on_device([(row[-2:] * 2)[:2] for row in history], prompt.input_ids.device))
+
+    def update(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
+        super().update(tokens, states, length)
+        known = torch.cat([self._ends.data[: len(tokens)], tokens], dim=1)
+        self._ends.write(known.gather(1, length[:, None] + torch.arange(2, device=length.device)))
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> Self:
@@ -474,7 +546,8 @@ class DFlash(PositionedDrafter):
         states = block[:, config.first : config.first + deepest]
         scores = self._scores(states)
         if self._markov is not None and not self.static_shapes:
-            tokens, parents, log_probs = self._markov(scores, token, min(self.top_k, nodes), nodes)
+            width = 1 if budget.chain else min(self.top_k, nodes)
+            tokens, parents, log_probs = self._markov(scores, token, width, nodes)
             return TokenTree(tokens, parents, log_probs=log_probs, check=False)
         if config.selector_rank:
             scored = self._selecting(scores, states)
@@ -482,7 +555,7 @@ class DFlash(PositionedDrafter):
         if not config.markov_rank:
             tokens, log_probs, _ = self._ranked(scores, states, token[:, None])
             return grow_slots(token, tokens, log_probs, budget, self.total_tokens)
-        memory = self.network.first_memory(block, token)
+        memory = self.network.first_memory(block, token, self._ends.data[: len(token), 0])
         memory = None if memory is None else memory[:, None]
 
         def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,14 +99,15 @@ def grow_tree(
             (batch, width, children) each.
         top_k: beam width.
     """
-    batch = token.shape[0]
+    batch, kept_children = token.shape[0], 1 if budget.chain else None
     if first is None:
         drafted, chances = extend(token[:, None], torch.zeros_like(token[:, None]))
         first = drafted[:, 0], chances[:, 0]
+    first = first[0][:, :kept_children], first[1][:, :kept_children]
     fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
-    width = min(top_k, most)
+    width = 1 if budget.chain else min(top_k, most)
     tokens, scores, extended = [first[0]], [first[1]], []
     seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it
     for _ in range(1, deepest):
@@ -115,7 +116,7 @@ def grow_tree(
             break
         if not fixed and bool(((torch.cat(scores, 1) >= score[:, :1]).sum(1) >= most).all()):
             break
-        child, log_prob = extend(beam, at // children)
+        child, log_prob = (part[..., :kept_children] for part in extend(beam, at // children))
         children = child.shape[2]
         extended.append(at + (1 + seen))
         seen += tokens[-1].shape[1]
@@ -191,7 +192,8 @@ def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, budget: Budget,
     deepest = tokens.shape[1]
     if not kernels.static_shapes(token.device):
         levels = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
-        rows = [best_first(0, partial(_children, *row), deepest, min(nodes, budget.nodes), _LEAST) for row in levels]
+        limits = (deepest, min(nodes, budget.nodes), _LEAST, 1 if budget.chain else None)
+        rows = [best_first(0, partial(_children, *row), *limits) for row in levels]
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])
 
     def children(level: int, parents: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:

@@ -470,7 +470,9 @@ class HiddenStateDrafter(TrainedDrafter):
         first = self.children(predicted, carried)
         deepest = min(self.depth, budget.max_depth)
         if self.native is not None and not self.static_shapes and deepest <= self.slots:
-            return self.native(*(token, carried, first, self.draft_ids), self.top_k, deepest, budget, self.total_tokens)
+            first = first if not budget.chain else (first[0][:, :1], first[1][:, :1])
+            width = 1 if budget.chain else self.top_k
+            return self.native(*(token, carried, first, self.draft_ids), width, deepest, budget, self.total_tokens)
         state = self._tree_state(len(token), -(-self.depth // self.slots) - 1, self.slots)
         state.predicted, state.carried = predicted[:, None], carried[:, None]
         extend = partial(self._extend, state)

@@ -475,6 +475,10 @@ def _nested_dflash2(source: Source) -> bool:
     return source.named("dflash2") and "speculators_model_type" in source.config
 
 
+def _is_xpress(source: Source) -> bool:
+    return source.named("xpress")
+
+
 def _confidence(source: Source, values: Values) -> str:
     nested = _nested_dspark(source)
     if not source.flag("enable_confidence_head", nested or bool(source.fields.get("confidence_head_alpha"))):
@@ -527,7 +531,9 @@ _DFLASH_FIELDS = (
     Field("draft", read=lambda s, v: v["head"]),
     Field("embedding", read=lambda s, v: s.rows(EMBEDDING)),
     Field("from_anchor", ("sample_from_anchor", "query_zero_predicts_next"), FLAG, lambda s, v: s.named("dspark")),
-    Field("markov_rank", ("markov_rank",), whole(0), lambda s, v: 256 * _nested_dspark(s)),
+    Field(
+        "markov_rank", ("markov_rank", "xpress_rank"), whole(0), lambda s, v: 256 * (_nested_dspark(s) or _is_xpress(s))
+    ),
     *(
         Field(name, (name, f"dflash_config.{name}"), whole(least), default)
         for name, least, default in (
@@ -539,7 +545,16 @@ _DFLASH_FIELDS = (
     ),
     Field("", ("vocab_size",), whole(1), needed=lambda s, v: bool(v["head"] or v["markov_rank"] or v["selector_rank"])),
     Field("selector_tokens", read=lambda s, v: v["vocab_size"], needed=lambda s, v: v["selector_rank"] > 0),
-    Field("markov_type", ("markov_head_type",), choice("vanilla", "gated", "rnn"), "vanilla", needed=_has_markov),
+    Field(
+        "markov_type",
+        ("markov_head_type",),
+        choice("vanilla", "gated", "rnn"),
+        "vanilla",
+        needed=lambda s, v: v["markov_rank"] > 0 and not _is_xpress(s),
+    ),
+    Field("markov_type", read=lambda s, v: "xpress" if _is_xpress(s) else OWN),
+    Field("refiner_ratio", ("xpress_mlp_ratio",), whole(1), 2),
+    Field("", ("num_jacobi_passes",)),  # of chains
     Field("markov_inputs", read=lambda s, v: v["vocab_size"], needed=_has_markov),
     Field("markov_outputs", read=lambda s, v: v["head"] or v["vocab_size"], needed=_has_markov),
     Field("confidence", ("enable_confidence_head", "confidence_head_with_markov"), read=_confidence),
@@ -665,7 +680,7 @@ def _is_eagle3(config: Mapping[str, Any], classes: list[str], names: set[str]) -
 
 
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-_DFLASH_CLASSES = ("dflash", "dspark", "museglimmerassistant")
+_DFLASH_CLASSES = ("dflash", "dspark", "xpress", "museglimmerassistant")
 
 LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
     "dflash": Layout(
@@ -675,6 +690,14 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
         ),
         {
             **layer_names("layers.#.", "layers.{0}.", q="self_attn.q_proj", **_HEAD_NORMS),
+            "refiner.embed": ("refiner_head.token_embed",),
+            "refiner.out": ("refiner_head.readout",),
+            "refiner.state": ("refiner_head.down_h",),
+            "refiner.mean": ("refiner_head.down_g",),
+            "refiner.into": ("refiner_head.in_proj",),
+            "refiner.mix": ("refiner_head.mix_l",),
+            "refiner.gate_up": ("refiner_head.mlp_gate", "refiner_head.mlp_up"),
+            "refiner.down": ("refiner_head.mlp_down",),
             "markov_embed": ("markov_head.markov_w1",),
             "markov_out": ("markov_head.markov_w2",),
             "markov_gate": ("markov_head.gate_proj",),
@@ -790,21 +813,23 @@ INERT = re.compile(
     + r"""
     # origin and tokens
     | _?name_or_path | base_model_name.* | architectures | auto_map | modal_type | .*(model_type|version)
-    | (torch_)?dtype | torchscript | use_bfloat16 | _?attn_impl\w* | .*token_(ids?|index) | (id2label|label2id)
+    | (torch_)?dtype | torchscript | use_bfloat16 | _?attn_impl\w* | .*token_(ids?|index) | id2label | label2id
     # training and use
     | .*dropout.* | initializer_.* | pretraining_tp | embed_requires_grad | (max|num)_anchors | confidence_head_alpha
-    | .*loss_.* | (un)?freeze_.* | tune_.* | gradient_checkpointing\w* | output_.* | (use_)?return_dict | use_cache
-    | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder | speculators_config | parallel_draft_step
+    | .*loss_.* | (un)?freeze_.* | tune_.* | gradient_checkpointing\w* | (use_)?return_dict | use_cache
+    | output_(attentions|hidden_states) | problem_type | chunk_size_feed_forward | is_(encoder_)?decoder
+    | speculators_config | parallel_draft_step | runtime_block_size
     # what tensors show, and what only targets have
     | max_(position_embeddings|window_layers|sequence_length|seq_len) | num_target_layers | target_hidden_size
-    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | (\w+_)?bias | has_lm_head | num_eagle_features
-    | next_layer_regular | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
+    | (use_)?sliding_window | layer_types | tie_\w*embeddings? | has_lm_head | num_eagle_features | next_layer_regular
+    | ((attention|mlp|qkv|fc|conv|lm_head|(add_swa_)?attention_sink)_)?bias
+    | use_(aux_hidden_state|input_layernorm_in_first_layer|last_layernorm)
     | ((use_)?mm|image|video|vision|audio|mtp|moe|mamba|linear_(num|key|value|conv))_.* | .*expert.* | text_config
     | attn_output_gate | output_gate_type | full_attention_interval | decoder_sparse_step | mlp_only_layers
     | norm_topk_prob
     # rotary positions, of which each kind reads its own
-    | (rope_)?type | rope_theta | (original_max|low|high)_\w+ | (attention_)?factor | beta_(fast|slow) | mscale\w*
-    | truncate | finetuned | mrope_\w+
+    | (rope_)?type | rope_theta | (attention_)?factor | beta_(fast|slow) | mscale\w* | truncate | finetuned | mrope_\w+
+    | original_max_position_embeddings | (low|high)_freq_factor
     """,
     re.VERBOSE,
 )
@@ -855,12 +880,12 @@ def convert(
         UserError: an unsupported network, or a tensor that is missing, unexpected or does not match ``config.json``.
     """
     row = LAYOUTS[layout]
+    check_fields(config, row, where)
     source = Source(config, tensors, row, where)
     values: Values = {}
     for one in row.fields:
         if (value := one.value(source, values)) is not OWN and one.ours:
             values[one.ours] = value
-    check_fields(config, row, where)
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     ours: Any = kind.read({name: value for name, value in values.items() if name in known}, f"{where}/config.json")
     shape: LayerShape = getattr(ours, "layer", ours)

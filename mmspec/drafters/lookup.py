@@ -38,7 +38,7 @@ class LookUpDrafter(Drafter):
         self.rows = [self.rows[row] for row in rows]
 
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
-        limits = (budget.max_depth, budget.nodes, budget.floor, self.width)
+        limits = (budget.max_depth, budget.nodes, budget.floor, 1 if budget.chain else self.width)
         starts = map(self.start, range(len(self.rows)))
         rows = [best_first(state, children, *limits) for state, children in starts]
         return build_tree(token, [row[:2] for row in rows], [row[2] for row in rows])

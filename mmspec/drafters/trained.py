@@ -28,7 +28,6 @@ class TreeDrafter(CapturedDrafter):
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
     usual_tree: ClassVar[TreeShape] = TreeShape(top_k=10, depth=6, total_tokens=59)
-    checks = "the target that it was trained for, chat template, rotary positions, positions after images"
 
     def __init__(self, network: Any, **tree: int) -> None:
         shape = replace(self.usual_tree, **tree)
@@ -40,6 +39,10 @@ class TreeDrafter(CapturedDrafter):
     def target(self) -> Target:
         assert self._target is not None, "attach comes first"
         return self._target
+
+    @property
+    def checks(self) -> str:
+        return "the target that it was trained for, chat template, rotary positions, positions after images"
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -112,8 +115,8 @@ class TrainedDrafter(TreeDrafter):
         return layouts.convert(config, tensors, cls.layout, cls.config_class, cls.network_class, where)
 
     @property
-    def checks(self) -> str:  # type: ignore[override]
-        return "" if self.published is None and self.verifier is None else TreeDrafter.checks
+    def checks(self) -> str:
+        return "" if self.published is None and self.verifier is None else super().checks
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
         """The target's tokens of draft-vocabulary indices, (...) int64."""

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
-from math import log2
+from math import hypot, inf, log2, sqrt
 from statistics import median, median_low
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
 STEADY_SIZES = (7, 15, 31, 63)
-"""Numbers of drafted nodes that ``SteadyBudget`` chooses from."""
+"""Numbers of drafted nodes of the trees that ``SteadyBudget`` chooses from."""
+
+STEADY_CHAIN = 7
+"""Length of its chain."""
 
 _CALIBRATION = threading.Lock()  # two measurements at a time would disturb each other
 
@@ -167,6 +170,72 @@ class StepTimeModel:
         self._last = None
 
 
+_FIRST_TRIALS = 256  # draft steps in which the other shape is tried more often
+_TRIAL_INTERVALS = 32, 128  # draft steps between trials, in the first ones and later
+_TRIAL = 4  # draft steps of a trial
+_SHAPE_DECAY = 0.995  # of the steps of a shape, per step
+_SHAPE_ERRORS = 2.0  # standard errors by which the other shape must be faster
+
+
+class DecodingRate:
+    """Tokens per time of decode steps, and its standard error."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # of tokens, times, and their products
+
+    def add(self, tokens: float, time: float) -> None:
+        step = tokens, time, tokens * tokens, tokens * time, time * time
+        self._sums = [_SHAPE_DECAY * total + value for total, value in zip(self._sums, step, strict=True)]
+
+    @property
+    def mean(self) -> float:
+        return self._sums[0] / self._sums[1] if self._sums[1] else 0.0
+
+    @property
+    def error(self) -> float:
+        """Of the ratio of two means (the delta method); infinite without a step."""
+        if not self._sums[1]:
+            return inf
+        _, times, tokens2, product, times2 = self._sums
+        rest = tokens2 - 2 * self.mean * product + self.mean**2 * times2
+        return sqrt(max(rest, 0.0)) / times
+
+
+class ShapeTrial:
+    """Whether chains decode faster than trees of the same drafter: the other shape is tried now and then.
+
+    Attributes:
+        chains: whether they do, by more than chance.
+    """
+
+    def __init__(self) -> None:
+        self.chains = False
+        self._rates = {False: DecodingRate(), True: DecodingRate()}
+        self._steps = 0
+
+    def chain(self) -> bool:
+        """Whether to draft a chain in this step; called once per draft step."""
+        self._steps += 1
+        first, later = _TRIAL_INTERVALS
+        interval = first if self._steps <= _FIRST_TRIALS else later
+        return self.chains != (-self._steps % interval < _TRIAL)
+
+    def add(self, chain: bool, tokens: float, time: float) -> None:
+        """Add a draft step."""
+        self._rates[chain].add(tokens, time)
+        ours, other = self._rates[self.chains], self._rates[not self.chains]
+        if other.mean - ours.mean > _SHAPE_ERRORS * hypot(ours.error, other.error):
+            self.chains = not self.chains
+
+
+class DraftStatistics:
+    """What the drafts of a shape, trees or chains, have shown."""
+
+    def __init__(self) -> None:
+        self.accepted, self.seen = [0.0] * _BINS, [0.0] * _BINS
+        self.drafting = StepTimeModel()  # draft time by tree levels, after a step that also drafted
+
+
 _BINS = 16  # of path probabilities
 _BIN_PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _BIN_DECAY = 0.995  # decay of a bin's observations, per observation
@@ -179,8 +248,9 @@ _PLAIN_INTERVAL = 100  # draft steps before another plain one
 class AdaptiveBudget(MeasuredBudget):
     """Adaptive tree size: maximises expected tokens minus verify time at the recent decoding rate.
 
-    Learned estimates (acceptance by confidence, draft cost) persist between requests and batch sizes. Once recent draft
-    steps have taken more time per token than plain steps, by the clock and by more than chance, drafting rests
+    Trees are compared with chains (``ShapeTrial``), whose nodes cost less to draft. Learned estimates (acceptance by
+    confidence, draft cost) are those of a shape, and persist between requests and batch sizes. Once recent draft steps
+    have taken more time per token than plain steps, by the clock and by more than chance, drafting rests
     (``DraftingPayoff``): plain steps are measured anew, then draft steps, so that a busy machine slows both. Time is in
     plain steps of the batch, tokens are per row.
 
@@ -200,11 +270,10 @@ class AdaptiveBudget(MeasuredBudget):
         self._batch = 0  # largest batch since drafting was last tried anew
         self._rows = 1  # of the step
         self._beyond = StepTimeModel(least=-0.5)  # time of pass and commit beyond calibration, by draft tokens per row
-        self._drafting = StepTimeModel()  # draft time by tree levels, after a step that also drafted
-        self._drafted = False  # whether the last step did
+        self._statistics = {False: DraftStatistics(), True: DraftStatistics()}  # of trees and chains
+        self._trials: dict[int, ShapeTrial] = defaultdict(ShapeTrial)  # by bits of the batch
+        self._drafted: bool | None = None  # the shape of the last step's drafts, if it drafted
         self._tokens, self._time = 1.0, 1.0  # recent tokens and time
-        self._accepted = [0.0] * _BINS
-        self._seen = [0.0] * _BINS
         self._shown: list[list[float]] = []
         self._usual = 8.0
         self._payoff = DraftingPayoff()  # draft steps against plain steps
@@ -216,7 +285,8 @@ class AdaptiveBudget(MeasuredBudget):
         if batch != self._rows:
             self._rows = batch
             self._beyond.interrupt()
-            self._drafting.interrupt()
+            for shape in self._statistics.values():
+                shape.drafting.interrupt()
         if batch not in self._costs:
             widths = (batch * self._table.width(n, batch) for n in range(1, self.limit + 2))
             self._costs[batch] = [self._table(width) for width in widths]
@@ -232,14 +302,20 @@ class AdaptiveBudget(MeasuredBudget):
     def drafts(self) -> bool:
         self.levels = 1
         measured = len(self._plain[self._rows.bit_length()]) >= _FIRST_PLAIN and self._since < _PLAIN_INTERVAL
-        return measured and not self._payoff.rests() and super().drafts()
+        if not measured or self._payoff.rests() or not super().drafts():
+            return False
+        self.chain = self._trials[self._rows.bit_length()].chain()
+        return True
 
     @property
     def least_gain(self) -> float:
-        return self._drafting.slope * self._tokens / self._time
+        return self._statistics[self.chain].drafting.slope * self._tokens / self._time
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
+        if not tree.prunable:
+            return tree
+        tree = self.shaped(tree)
+        return tree.first(1 + self.take(tree.path_probs))
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
         """Most profitable number of drafted nodes per row, given path probabilities in descending order."""
@@ -273,10 +349,13 @@ class AdaptiveBudget(MeasuredBudget):
         if draft_seconds > 0:
             # By the clock of the same step's verify pass: a busy machine slows both.
             drafted = draft_seconds / rest * spent
-            if self._drafted:
-                self._drafting.add(self.levels, drafted, guess=drafted / (1 + self.levels))
+            drafting = self._statistics[self.chain].drafting
+            if self._drafted is not self.chain:
+                drafting.interrupt()
+            if self._drafted is not None:
+                drafting.add(self.levels, drafted, guess=drafted / (1 + self.levels))
             spent += drafted
-        self._drafted = draft_seconds > 0
+        self._drafted = self.chain if draft_seconds > 0 else None
         emitted = sum(map(len, paths)) / max(sum(map(bool, paths)), 1)
         time, plain = (draft_seconds + rest) / self._cost[0], self._plain[self._rows.bit_length()]
         if draft_seconds == 0:
@@ -284,17 +363,18 @@ class AdaptiveBudget(MeasuredBudget):
             self._since = 0
         elif plain:  # grammars force tokens in first steps, too
             self._payoff.add(emitted - time / median_low(plain))
+            self._trials[self._rows.bit_length()].add(self.chain, emitted, time)
             self._since += 1
         self._tokens = _PACE_DECAY * self._tokens + emitted
         self._time = _PACE_DECAY * self._time + spent
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
                 continue  # a finished row
-            kept = set(path)
+            kept, shape = set(path), self._statistics[self.chain]
             for i, gain in enumerate(row, start=1):
                 b = _bin(gain)
-                self._seen[b] = self._seen[b] * _BIN_DECAY + 1.0
-                self._accepted[b] = self._accepted[b] * _BIN_DECAY + (i in kept)
+                shape.seen[b] = shape.seen[b] * _BIN_DECAY + 1.0
+                shape.accepted[b] = shape.accepted[b] * _BIN_DECAY + (i in kept)
         self._shown = []
 
     def _extra(self, nodes: int) -> float:
@@ -304,8 +384,8 @@ class AdaptiveBudget(MeasuredBudget):
 
     def _correct(self, gain: float) -> float:
         """Calibrated acceptance probability of a node with path probability ``gain``."""
-        b = _bin(gain)
-        return (self._accepted[b] + _BIN_PRIOR * gain) / (self._seen[b] + _BIN_PRIOR)
+        b, shape = _bin(gain), self._statistics[self.chain]
+        return (shape.accepted[b] + _BIN_PRIOR * gain) / (shape.seen[b] + _BIN_PRIOR)
 
 
 def _bin(gain: float) -> int:
@@ -320,41 +400,55 @@ _FIRST_DRAFT_COST = 0.2  # initial draft cost, in plain steps
 
 
 class SteadyBudget(MeasuredBudget):
-    """Tree size chosen before drafting, without a host sync on the tree's probabilities.
+    """Tree size chosen before drafting, without a host sync on the tree's probabilities, or a chain in its place.
 
-    Expected tokens come from the acceptance rate of each rank (n-th most probable node), costs from measured step times
-    by batch size, initialised from the calibration. Other sizes are probed periodically.
+    Expected tokens come from the acceptance rate of each rank (n-th most probable node of a tree, or n-th of a chain),
+    costs from measured step times by batch size, initialised from the calibration. Other sizes are probed periodically.
 
     Args:
         cost: as for ``MeasuredBudget``.
         sizes: candidate numbers of drafted nodes, ascending; plain decoding is always a candidate.
         depth: as for ``Budget``.
+        chain: length of the chain; 0 is none.
     """
 
-    def __init__(self, cost: CostTable, sizes: Sequence[int] = STEADY_SIZES, depth: int = 12, batch: int = 1) -> None:
+    def __init__(
+        self,
+        cost: CostTable,
+        sizes: Sequence[int] = STEADY_SIZES,
+        depth: int = 12,
+        batch: int = 1,
+        chain: int = STEADY_CHAIN,
+    ) -> None:
         super().__init__(cost, sizes[-1], depth)
-        self._sizes = 0, *sizes
-        self._spent: dict[int, dict[int, float]] = {}  # by batch size and tree size: seconds of a step
+        self._shapes = [(0, False), *[(chain, True)] * bool(chain), *((size, False) for size in sizes)]
+        self._spent: dict[int, dict[tuple[int, bool], float]] = {}  # by batch size and shape: seconds of a step
         self.resize(batch)
-        # Initial guess, corrected by the first steps.
-        self._accepted = [_FIRST_ACCEPTANCE / rank**0.5 for rank in range(1, sizes[-1] + 1)]
-        self._tried = [0] * sizes[-1]
+        # Initial guesses, corrected by the first steps.
+        self._accepted = {
+            False: [_FIRST_ACCEPTANCE / rank**0.5 for rank in range(1, sizes[-1] + 1)],
+            True: [_FIRST_ACCEPTANCE**rank for rank in range(1, chain + 1)],
+        }
+        self._tried = {shape: [0] * len(rates) for shape, rates in self._accepted.items()}
         self._steps = 0
 
     def resize(self, batch: int) -> None:
         if batch not in self._spent:
             drafting = _FIRST_DRAFT_COST * self._table(batch)
-            self._spent[batch] = {n: self._table(batch * (n + 1)) + drafting * bool(n) for n in self._sizes}
+            self._spent[batch] = {
+                (n, chain): self._table(batch * (n + 1)) + drafting * bool(n) for n, chain in self._shapes
+            }
         self._seconds, self._batch = self._spent[batch], batch
 
     def drafts(self) -> bool:
         self._steps += 1
-        best = max(self._seconds, key=self._rate)
-        if self._steps % _PROBE_INTERVAL == 0:  # measure the next larger and the next smaller size, alternately
-            tried = sorted(self._seconds)
-            side = 1 if self._steps % (2 * _PROBE_INTERVAL) else -1
-            best = tried[min(max(tried.index(best) + side, 0), len(tried) - 1)]
-        self.nodes = best
+        best = max(self._shapes, key=self._rate)
+        if self._steps % _PROBE_INTERVAL == 0:  # measure the next shape on either side, and chains or trees in turn
+            place, probe = self._shapes.index(best), self._steps // _PROBE_INTERVAL
+            others = [self._shapes[min(place + 1, len(self._shapes) - 1)], self._shapes[max(place - 1, 0)]]
+            others += [shape for shape in self._shapes if shape[1] != best[1]][:1]
+            best = others[probe % len(others)]
+        self.nodes, self.chain = best
         return super().drafts()
 
     def observe(
@@ -367,16 +461,17 @@ class SteadyBudget(MeasuredBudget):
     ) -> None:
         self.check.add(verify_seconds, self._table(self._batch * nodes))
         alive = [set(path) for path in paths if path]
-        for rank in range(1, min(nodes, len(self._accepted) + 1)):
+        rates, tried, shape = self._accepted[self.chain], self._tried[self.chain], (nodes - 1, self.chain)
+        for rank in range(1, min(nodes, len(rates) + 1)):
             share = sum(rank in path for path in alive) / max(len(alive), 1)
-            self._tried[rank - 1] += 1
-            weight = max(1 - _RANK_DECAY, 1 / (1 + self._tried[rank - 1]))
-            self._accepted[rank - 1] += weight * (share - self._accepted[rank - 1])
-        if nodes - 1 in self._seconds:
-            spent, usual = draft_seconds + verify_seconds, self._seconds[nodes - 1]
+            tried[rank - 1] += 1
+            rates[rank - 1] += max(1 - _RANK_DECAY, 1 / (1 + tried[rank - 1])) * (share - rates[rank - 1])
+        if shape in self._seconds:
+            spent, usual = draft_seconds + verify_seconds, self._seconds[shape]
             # Clip outliers, such as the first step of a size.
-            self._seconds[nodes - 1] += 0.1 * (min(spent, 2 * usual) - usual)
+            self._seconds[shape] += 0.1 * (min(spent, 2 * usual) - usual)
 
-    def _rate(self, size: int) -> float:
+    def _rate(self, shape: tuple[int, bool]) -> float:
         """Expected tokens per second and row."""
-        return (1 + sum(self._accepted[:size])) / self._seconds[size]
+        size, chain = shape
+        return (1 + sum(self._accepted[chain][:size])) / self._seconds[shape]

@@ -22,7 +22,7 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
-from mmspec.engine.budget import STEADY_SIZES, Budgets
+from mmspec.engine.budget import STEADY_CHAIN, STEADY_SIZES, Budgets
 from mmspec.engine.calibrate import placeholder
 from mmspec.errors import UserError
 from mmspec.ops import graphs
@@ -102,10 +102,11 @@ class Speculation:
         """Reserve buffers, capture decode steps and calibrate, with a target that has no sequences; see
         ``Pipeline.warm_up``."""
         assert isinstance(self.target, TransformersTarget), "others are not captured"
-        nodes: set[int] = set()
+        shapes: set[tuple[int, bool]] = set()
         if self.drafter is not None:
-            nodes.update(*(STEADY_SIZES if size is None else (size,) for size in sizes))
-        budgets = [Budget(size) for size in sorted(nodes - {0}, reverse=True)]
+            shapes = {(size, False) for one in sizes for size in (STEADY_SIZES if one is None else (one,)) if size}
+            shapes |= {(STEADY_CHAIN, True)} if None in sizes else set()
+        budgets = [Budget(size, chain=chain) for size, chain in sorted(shapes, reverse=True)]
         self.acquire()
         try:
             warm_up(self.target, self.drafter, rows, tokens, budgets)

@@ -28,7 +28,7 @@ from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.training.features import Features
-from mmspec.training.objectives import LossOutput, TokenLosses
+from mmspec.training.objectives import LossOutput, TokenLosses, token_loss
 from mmspec.training.options import NetworkOptions, Passes, TreeOptions
 from mmspec.training.tasks import (
     DrafterSetup,
@@ -39,8 +39,9 @@ from mmspec.training.tasks import (
     output_rows,
 )
 
+_BASE = 0.6  # weight of the loss of XPress' uncorrected logits (vllm-project/speculators)
 _OWN = re.compile(  # modules that no target has
-    r"(fc|hidden_norm|markov_\w+|confidence|predecessors|successors|selector_state|layers\.\d+\.\w+_conv)\."
+    r"(fc|hidden_norm|markov_\w+|confidence|refiner|predecessors|successors|selector_state|layers\.\d+\.\w+_conv)\."
 )
 _OPTIONAL = ("q_norm.weight", "k_norm.weight")
 
@@ -78,7 +79,7 @@ def setup(options: DFlashOptions, pipe: Pipeline, draft_ids: Tensor | None) -> D
     config = _network_config(options, pipe, start, output_rows(target) if draft_ids is None else len(draft_ids))
     network = DFlashNetwork(config).to(target.device, torch.float32)
     if config.markov_rank:
-        nn.init.zeros_(network.markov_out.weight)  # no correction at first
+        nn.init.zeros_(network.markov_head.weight)  # no correction at first
     if config.selector_rank:
         if draft_ids is not None:
             raise UserError("--selector-rank needs all tokens of the target: leave out --draft-vocabulary")
@@ -140,7 +141,8 @@ class DFlashObjective(BlockLoss):
     An anchor is an answer token that another one follows. Its block attends to the context of all tokens before it and
     to itself, and slot k, from 1 on, predicts the k-th token after the anchor, a Markov head given the tokens before.
     A confidence head learns the expected acceptance of each slot by binary cross-entropy (arXiv 2607.05147, formula
-    11); a selector the target's token by cross-entropy among the slot's candidates (vllm-project/speculators).
+    11), a selector the target's token by cross-entropy among the slot's candidates (vllm-project/speculators). XPress'
+    logits are trained without their correction, too.
 
     The metrics ``token_k`` and ``right_k`` are loss and accuracy of slot k, without a selector; ``confidence_k`` and
     ``selector_k`` are the losses of these heads.
@@ -157,7 +159,7 @@ class DFlashObjective(BlockLoss):
     ) -> LossOutput:
         """The losses, see ``mmspec.training.tasks.Objective``; anchors are drawn."""
         followed = batch.answer[:, :-1] & batch.answer[:, 1:]
-        losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids)
+        losses = TokenLosses(self.loss, target, batch.hidden[:, :-1], followed, draft_ids, {"base": _BASE})
         if not losses.count:
             return losses.output
         anchors = _draw(followed, self.anchors, generator)
@@ -165,7 +167,8 @@ class DFlashObjective(BlockLoss):
         scoring = network.lm_head if network.config.head else losses.head
         alive = followed.gather(1, anchors)
         losses.count = int(alive.sum())  # blocks
-        memory = network.first_memory(states, batch.tokens.gather(1, anchors))
+        last, before = (batch.tokens.gather(1, (anchors - back).clamp(min=0)) for back in (0, 1))
+        memory = network.first_memory(states, last, before)
         memory = None if memory is None else memory[alive]
         for slot in range(1, network.config.drafts + 1):
             at = (anchors + slot - 1).clamp(max=followed.shape[1] - 1)
@@ -178,6 +181,8 @@ class DFlashObjective(BlockLoss):
             if network.config.selector_rank:
                 further["selector"] = selector_loss(network, scores, goal, read, previous)
             else:
+                if network.config.markov_type == "xpress":  # else the states would come to serve the correction alone
+                    further["base"] = token_loss(self.loss, goal, scores.float().log_softmax(-1))
                 scores, confidence, memory = network.corrected(scores, read, previous, memory)
             if confidence is not None:
                 accepted = torch.minimum(goal, scores.detach().float().softmax(-1)).sum(-1).clamp(max=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from mmspec.drafters.eagle3 import Eagle3
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.vision.drafters.msd import MSD, MSDConfig, MSDNetwork
-from tests.published import LLAMA3, LLAVA, QWEN, QWEN2, VICUNA, WIDE, layer_of, tensors_of, write
+from tests import dflash, eagle3, gemma4
+from tests.published import LLAMA3, LLAVA, QWEN, QWEN2, TINY, VICUNA, WIDE, layer_of, tensors_of, vispec_tensors, write
 from tests.targets import prompt_of
 from tests.tiny import shared_model
-from tests.tiny.models import vision_inputs
+from tests.tiny.cases import generate
+from tests.tiny.configs import VISION_CONFIGS, VOCAB
+from tests.tiny.models import text_inputs, vision_inputs
 
 LAYOUTS = {"msd-7b": LLAVA, "msd-13b": WIDE, "msd-qwen": QWEN, "vicuna": VICUNA, "llama3": LLAMA3, "qwen2": QWEN2}
 
@@ -165,6 +169,72 @@ def test_drafters_of_full_size_have_the_expected_shapes(config, parameters):
     assert network.head_dim == 128
     assert settings["vocab_size"] == config["vocab_size"]
     assert sum(value.numel() for value in ours.values()) == parameters
+
+
+# ---------------------------------------------------------------------- published configurations at small size
+
+
+def _small_eagle3(config, layout):
+    small = eagle3.cut(config, [0, 1, 2])
+    return small, eagle3.head_tensors(small, layout)
+
+
+def _small_blocks(config):
+    small, tensors = dflash.cut(config), dflash.published(dflash.reference(), "z-lab")[1]
+    small["layer_types"] = config["layer_types"][-2:]
+    if "selector_rank" in config["dflash_config"]:
+        small["dflash_config"] |= {"selector_rank": 6, "selector_top_k": 7}
+        shapes = {f"{at}_codebook": (VOCAB, 6) for at in ("predecessor", "successor")}
+        shapes = {f"candidate_selector.{name}": shape for name, shape in shapes.items()}
+        shapes["candidate_selector.hidden_projection.weight"] = (6, 48)
+        for layer, part in product(range(2), ("attention", "mlp")):
+            shapes[f"layers.{layer}.{part}_conv.base_kernel"] = (2, 2, 48)
+            shapes[f"layers.{layer}.{part}_conv.kernel_projection.weight"] = (2 * 2 * 48 // 16, 48)
+        tensors |= {name: 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+    return small, tensors
+
+
+def _small_head(config, tensors):
+    sizes = {**TINY, "num_key_value_heads": 2, "rope_scaling": config.get("rope_scaling")}
+    if sizes["rope_scaling"]:
+        sizes["rope_scaling"] = {**sizes["rope_scaling"], "mrope_section": [2, 2, 2]}
+    small = {name: sizes.get(name, value) for name, value in config.items()}
+    if "num_key_value_heads" not in small or "qkv_bias" in small or config["model_type"] == "llava_next":
+        small["num_key_value_heads"] = 4
+    return small, tensors(small)
+
+
+PUBLISHED = [
+    ("eagle3 AngelSlim/Qwen3-8B_eagle3", "qwen3", lambda c: _small_eagle3(c, "A")),
+    ("eagle3 AngelSlim/Qwen3-VL-4B-Instruct_eagle3", "qwen3_vl", lambda c: _small_eagle3(c, "A")),
+    ("eagle3 SpecForge/Qwen2.5-VL-7B-eagle3", "qwen2_5_vl", lambda c: _small_eagle3(c, "A")),
+    ("eagle3 SpecForge/gpt-oss-20b-eagle3", "llama", lambda c: _small_eagle3(c, "C")),
+    ("eagle3 SpecForge/DeepSeek-V3-671B-eagle3", "llama", lambda c: _small_eagle3(c, "A")),
+    ("eagle3 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "llama", lambda c: _small_eagle3(c, "A")),
+    ("eagle3 RedHatAI/gemma-4-31B-it-speculator.eagle3", "gemma4", lambda c: _small_eagle3(c, "B")),
+    ("dflash z-lab/Qwen3-8B-DFlash-b16", "qwen3", _small_blocks),
+    ("dflash z-lab/Qwen3.5-4B-DFlash", "qwen3_5", _small_blocks),
+    ("dflash z-lab/Qwen3.8-27B-DFlash2", "qwen3_5", _small_blocks),
+    ("msd lucylyn/MSD-LLaVA1.5-7B", "llava", lambda c: _small_head(c, tensors_of)),
+    ("msd lucylyn/MSD-Qwen2VL-7B-Instruct", "qwen2_vl", lambda c: _small_head(c, tensors_of)),
+    ("vispec JLKang/ViSpec-llava-v1.6-vicuna-7b-hf", "llava_next", lambda c: _small_head(c, vispec_tensors)),
+    ("vispec JLKang/ViSpec-Qwen2.5-VL-3B-Instruct", "qwen2_5_vl", lambda c: _small_head(c, vispec_tensors)),
+    ("eagle yuhuili/EAGLE-llama2-chat-7B", "llama", lambda c: _small_head(c, tensors_of)),
+    ("eagle yuhuili/EAGLE-Vicuna-7B-v1.3", "llama", lambda c: _small_head(c, tensors_of)),
+]
+
+
+@pytest.mark.parametrize(("name", "target", "small"), PUBLISHED)
+def test_published_configurations_are_read_and_draft_beside_their_targets(name, target, small, tmp_path):
+    """With all their fields; DSpark's: ``test_dflash``."""
+    model = gemma4.target_model() if target == "gemma4" else shared_model(target)
+    inputs = vision_inputs(target, 2) if target in VISION_CONFIGS else text_inputs(2)
+    drafter = make_drafter(str(write(tmp_path, *small(dflash.CONFIGS[name]))))
+    assert drafter.layout == name.split()[0]
+    options = dict(do_sample=False, eos_token_id=None, max_new_tokens=9)
+    found = mmspec.generate(model, drafter=drafter, return_dict_in_generate=True, nodes=9, **inputs, **options)
+    assert torch.equal(found.sequences, generate(model, 2, **inputs, **options))
+    assert found.stats[0].num_draft_tokens > 0
 
 
 # ---------------------------------------------------------------------- what is refused

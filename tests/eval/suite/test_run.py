@@ -5,13 +5,18 @@ import json
 import os
 import re
 import signal
+import statistics
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from PIL import Image, ImageDraw
+from transformers import AutoModelForCausalLM
 
 import mmspec
+from mmspec.cli.datastore import datastore
 from mmspec.drafters.registry import drafter_specs
+from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
 from mmspec.eval.suite import evaluator
 from mmspec.eval.suite.command import evaluate
@@ -23,7 +28,9 @@ from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.eval.suite.summary import summarise
 from mmspec.files import alone
 from mmspec.vision.drafters.msd import MSD
-from tests.model_folders import save_llava, save_text_model
+from tests import dflash, mtp
+from tests.model_folders import save_llava, save_text_model, tokenizer
+from tests.tiny.configs import GATED_DELTA_CONFIGS
 from tests.tiny.models import msd_network
 
 METHODS = "generate,none,lookup,recycle@6,msd@6,short=msd@chain3"
@@ -115,6 +122,57 @@ def test_acceptance_and_shares_of_time(whole):
     assert (refused["method"], refused["batch"]) == ("lookup", 2)
 
 
+def test_figures_by_request_are_those_of_the_records(whole):
+    """MMSpec's and SPEED-Bench's figures, counted anew from the file of records."""
+    rows = [row for row in whole[1]["rows"] if row["task"] == "scenes-turns"]
+    assert {row["batch"] for row in rows} == {2}
+    for row in rows:
+        steps, ratios, latencies, users, spent = [], [], [], [], []
+        tokens = equal = 0
+        same = {name: row[name] for name in ("task", "temperature")}
+        for turn in [t for r in records(whole[0]) if {name: r[name] for name in same} == same for t in r["turns"]]:
+            own, plain = turn["methods"][row["method"]], turn["methods"]["none"]
+            (seconds,) = own["seconds"]
+            (times,), (base) = own["request_seconds"], plain["request_seconds"][0]
+            assert max(one["total"] for one in times) == pytest.approx(seconds["total"])
+            spent.append(seconds["total"])
+            for place in range(len(turn["rows"])):
+                answer, time = own["answers"][place], times[place]
+                steps += own["stats"][place]["accept_lengths"] if own["stats"] else []
+                speeds = len(answer) / time["total"], len(plain["answers"][place]) / base[place]["total"]
+                ratios.append(speeds[0] / speeds[1])
+                latencies.append(time["total"])
+                users.append((len(answer) - 1) / time["decoding"])
+                tokens += len(answer)
+                equal += own["equal"][place] is True
+        found = row["requests"]["overall"]
+        assert (found["requests"], found["tokens"], found["equal"]) == (9, tokens, equal)
+        assert found["mean_accepted_tokens"] == (pytest.approx(sum(steps) / len(steps)) if steps else None)
+        assert found["walltime_speedup"] == pytest.approx(sum(ratios) / 9)
+        assert found["output_tokens_per_second"] == pytest.approx(tokens / sum(spent))
+        cuts = statistics.quantiles(latencies, n=100, method="inclusive")
+        expected = {f"p{p}": pytest.approx(cuts[p - 1]) for p in (50, 90, 95, 99)}
+        assert found["latency"] == {"mean": pytest.approx(statistics.mean(latencies)), **expected}
+        assert found["user_tokens_per_second"]["mean"] == pytest.approx(statistics.mean(users))
+        assert list(row["requests"]) == ["overall", *row["categories"]]
+        cells = f"| {row['method']} | overall | 9 |"
+        assert cells in (whole[0] / "report.md").read_text()
+    by_method = {row["method"]: row["requests"]["overall"] for row in rows if row["temperature"] == 0}
+    assert by_method["none"]["walltime_speedup"] == by_method["none"]["throughput_speedup"] == 1.0
+    ratio = by_method["msd@6"]["output_tokens_per_second"] / by_method["none"]["output_tokens_per_second"]
+    assert by_method["msd@6"]["throughput_speedup"] == pytest.approx(ratio)
+
+
+def test_rows_of_a_large_batch_decode_together(folder):
+    """More rows than an engine decodes at once by default."""
+    big = MAX_NUM_SEQS + 1
+    options = {"tasks": ("scenes-captions",), "methods": "none", "limit": big, "temperatures": (0.0,), "warm_up": 0}
+    run = Evaluator(vars(settings(folder, **options, batch_sizes=(big,), max_new_tokens=3)))
+    record = run({"task": "scenes-captions", "temperature": 0.0, "batch": big, "group": 0})
+    assert len(record["ids"]) == big
+    assert Engine.of(run.pipe.target).max_num_seqs == big
+
+
 def test_a_killed_run_resumes_and_gives_the_same_results(whole, folder, tmp_path, monkeypatch, capfd):
     call, done = Evaluator.__call__, []
 
@@ -179,7 +237,7 @@ def test_answers_are_in_spec_benchs_format(whole):
 def test_the_report_has_figures_and_plots(whole):
     text = (whole[0] / "report.md").read_text()
     assert "## scenes-turns, temperature 1, batch 2" in text
-    assert text.count("- `lookup`, batch 2: ValueError") == 1  # once for both temperatures
+    assert text.count("- `lookup`, batch 2: refused: ValueError") == 1  # once for both temperatures
     assert "The plots show temperature 0, batch 2." in text
     assert ", 1 round after a warm-up" in text
     found = next(row["acceptance_difference"] for row in whole[1]["rows"] if row["acceptance_difference"])
@@ -243,6 +301,9 @@ def test_method_specs(folder):
         ("msd@0", "shape must be"),
         ("nope", "unknown drafter"),
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
+        ("generate:nope", "generate speculates as generate:mtp or generate:dflash:FOLDER: got 'generate:nope'"),
+        ("generate:dflash", "generate speculates as .*: got 'generate:dflash'"),
+        ("generate:dflash:/nowhere", "cannot load the assistant '/nowhere'"),
         ("assisted:/nowhere", "cannot load the assistant '/nowhere'"),
     ],
 )
@@ -258,6 +319,72 @@ def test_transformers_assisted_decoding_of_a_text_model(tmp_path):
     rows = {row["method"]: row for row in summary["rows"]}
     assert rows["a"]["equal"] == 1
     assert rows["a"]["acceptance"]["mean_acceptance_length"] > 1  # the model is its own assistant
+
+
+@pytest.mark.long
+def test_transformers_own_speculation(tmp_path):
+    """By native layers, by a DFlash model, and refused: in batches, without such layers, for a recurrent model."""
+    config = mtp.CONFIGS["mellum"](1)
+    config.vocab_size = 320
+    model = AutoModelForCausalLM.from_config(config).eval()
+    native = mtp.write_target(tmp_path / "native", model, mtp.published_tensors(mtp.mtp_model(model), None))
+    plain = save_text_model(tmp_path / "plain")
+    dflash.reference().save_pretrained(tmp_path / "drafts")
+    config = GATED_DELTA_CONFIGS["qwen3_5_text"]()
+    config.vocab_size = 320
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
+    for other in (native, tmp_path / "hybrid"):
+        tokenizer().save_pretrained(other)
+    methods = {native: "generate:mtp", plain: f"generate:mtp,d=generate:dflash:{tmp_path / 'drafts'}"}
+    methods[tmp_path / "hybrid"] = "generate:mtp"
+    rows, refused = {}, {}
+    for one, specs in methods.items():
+        options = {"tasks": ("texts",), "methods": specs, "limit": 2, "max_new_tokens": 12, "batch_sizes": (1, 2)}
+        out = tmp_path / f"out-{one.name}"
+        summary = run_suite(SuiteSettings(str(one), **options, rounds=1, warm_up=0), out)
+        rows |= {(one.name, row["method"], row["batch"]): row for row in summary["rows"]}
+        refused |= {(one.name, why["method"], why["batch"]): why["reason"] for why in summary["refused"]}
+        assert all(f"refused: {why['reason']}" in (out / "report.md").read_text() for why in summary["refused"])
+    for key in (("native", "generate:mtp", 1), ("plain", "d", 1)):
+        assert (rows[key]["equal"], rows[key]["compared"]) == (2, 2)
+        assert rows[key]["requests"]["overall"]["mean_accepted_tokens"] >= 1
+    assert ("plain", "d", 2) not in rows
+    assert "batch_size = 1" in refused["native", "generate:mtp", 2]
+    assert "num_mtp_layers" in refused["plain", "generate:mtp", 1]
+    assert "stateful models" in refused["hybrid", "generate:mtp", 1]
+
+
+def page(folder, name, text):
+    image = Image.new("RGB", (96, 96), "white")
+    ImageDraw.Draw(image).multiline_text((4, 4), text, fill="black")
+    image.save(folder / f"{name}.png")
+
+
+@pytest.mark.long
+def test_documents_with_and_without_a_text_beside_them(tmp_path):
+    """Pages are drawn; the text beside the second one is what the model reads there, and drafts it."""
+    pages = tmp_path / "data" / "documents"
+    pages.mkdir(parents=True)
+    page(pages, "a", "Invoice 4\nTotal 12")
+    page(pages, "b", "A letter\nwith two lines")
+    options = {"tasks": ("documents",), "data": str(tmp_path / "data"), "max_new_tokens": 24, "rounds": 1, "warm_up": 0}
+    first = run_suite(SuiteSettings("tiny-llava", methods="ngram@8", **options), tmp_path / "without")
+    assert list(first["rows"][0]["requests"]) == ["overall", "without a text"]
+    answer = records(tmp_path / "without")[1]["turns"][0]["methods"]["none"]["texts"][0]
+    (pages / "b.txt").write_text(answer)
+    store = tmp_path / "store"
+    build = ["build", str(pages / "b.txt"), "--model", "tiny-llava", "--out", str(store)]
+    assert CliRunner().invoke(datastore, build).exit_code == 0
+    methods = f"ngram@8,with=ngram+datastore:{store}@8"
+    summary = run_suite(SuiteSettings("tiny-llava", methods=methods, **options), tmp_path / "with")
+    found = {row["method"]: row for row in summary["rows"]}
+    assert {row["equal"] for row in found.values()} == {2}
+    accepted = {
+        name: {part: figures["mean_accepted_tokens"] for part, figures in row["requests"].items()}
+        for name, row in found.items()
+    }
+    assert list(accepted["with"]) == ["overall", "without a text", "with a text"]
+    assert accepted["with"]["with a text"] > 2 * accepted["ngram@8"]["with a text"]
 
 
 def test_the_command(folder, tmp_path, monkeypatch):

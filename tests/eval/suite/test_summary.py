@@ -1,31 +1,36 @@
 """Summaries of records with known times and token counts, against closed forms."""
 
+import statistics
+
 import pytest
 
+from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.harness.timing import TimedBatch
 from mmspec.eval.suite.data import Sample
 from mmspec.eval.suite.summary import summarise
 
 TASK = "scenes-captions"
 
 
-def method(total, tokens=(11,), decoding=None, stats=(), equal=(True,), memory=5, **parts):
+def method(total, tokens=(11,), decoding=None, stats=(), equal=None, memory=5, **parts):
     """A method's results of a turn, in three rounds with a median time of ``total`` seconds."""
     spent = {"total": total, "decoding": total / 2 if decoding is None else decoding, **parts}
     rounds = [{name: factor * value for name, value in spent.items()} for factor in (1, 9, 0.5)]
     answers = [[1] * count for count in tokens]
     texts = [f"{count} tokens" for count in tokens]
     found = {"answers": answers, "texts": texts, "seconds": rounds, "stats": list(stats), "memory": memory}
-    return {**found, "equal": list(equal), "differences": []}
+    return {**found, "equal": list(equal or [True] * len(tokens)), "differences": []}
 
 
 def record(group, *turns, task=TASK, ids=None, rows=None):
     """A record of a batch of conversations; each turn gives results by method, in addition to both baselines'."""
-    baselines = {"generate": method(1.0), "none": method(1.0)}
-    results = [{"rows": rows or list(range(len(ids or "x"))), "methods": baselines | turn} for turn in turns]
+    rows = rows or list(range(len(ids or "x")))
+    baselines = {name: method(1.0, (11,) * len(rows)) for name in ("generate", "none")}
+    results = [{"rows": rows, "methods": baselines | turn} for turn in turns]
     head = {"task": task, "temperature": 0.0, "batch": len(ids or "x"), "group": group, "ids": ids or [str(group)]}
-    return {**head, "categories": [""], "turns": results, "refused": {}}
+    return {**head, "categories": [""] * len(head["ids"]), "turns": results, "refused": {}}
 
 
 def rows_of(*records, samples=(), scorer=None, tasks=(TASK,)):
@@ -113,7 +118,10 @@ def test_shares_of_time():
 
 
 def test_acceptance_memory_and_equality():
-    turn = {"none": method(1.0), "msd": method(1.0, (8, 4), stats=(steps(3, 0, 1), steps(2)), equal=(True, False))}
+    turn = {
+        "none": method(1.0, (8, 4)),
+        "msd": method(1.0, (8, 4), stats=(steps(3, 0, 1), steps(2)), equal=(True, False)),
+    }
     other = {"none": method(1.0, equal=(None,), memory=None), "msd": method(1.0, stats=(steps(1, 1),), memory=7)}
     rows = rows_of(record(0, turn, ids=["a", "b"], rows=[0, 1]), record(1, other, ids=["c", "d"], rows=[0]))
     found = rows["msd"]
@@ -122,14 +130,14 @@ def test_acceptance_memory_and_equality():
     assert found["acceptance"]["histogram"] == [1, 3, 1, 1]
     assert found["acceptance"]["equal"] == 2
     assert (found["equal"], found["compared"], found["memory"], found["conversations"]) == (2, 3, 7, 4)
-    assert (rows["none"]["equal"], rows["none"]["compared"], rows["none"]["memory"]) == (1, 1, 5)
+    assert (rows["none"]["equal"], rows["none"]["compared"], rows["none"]["memory"]) == (2, 2, 5)
     assert rows["none"]["acceptance"] is None
     without = {**steps(0), "num_spec_steps": 0, "accept_lengths": []}
     assert rows_of(record(0, {"none": method(1.0, (1,), stats=(without,))}))["none"]["acceptance"] is None
 
 
 def test_differences_name_their_conversation_and_turn():
-    made = record(0, {"none": method(1.0)}, {"none": method(1.0)}, ids=["a", "b", "c"], rows=[2, 0])
+    made = record(0, *({"none": method(1.0, (11, 11))} for _ in range(2)), ids=["a", "b", "c"], rows=[2, 0])
     made["turns"][1]["methods"]["none"]["differences"] = [{"row": 0, "position": 4}, {"row": 1, "position": 0}]
     assert rows_of(made)["none"]["differences"] == [
         {"task": TASK, "id": "c", "turn": 1, "row": 0, "position": 4},
@@ -211,3 +219,47 @@ def test_acceptance_is_compared_with_the_first_method_that_drafts():
     assert rows["flash"]["acceptance_difference"] == expected
     apart = rows_of(record(0, {"msd": both["msd"]}), record(1, {"flash": both["flash"]}))
     assert apart["flash"]["acceptance_difference"] is None
+
+
+def test_figures_by_request_in_batches_of_several_categories():
+    """Three conversations, two in one batch; the second ends early, and times are medians of three rounds."""
+    together = {
+        "none": method(4.0, (8, 2), stats=(steps(*[0] * 7), steps(0))),
+        "msd": method(2.0, (8, 2), stats=(steps(3, 2), steps(0)), equal=(True, False)),
+        "generate": method(8.0, (8, 2)),
+    }
+    for name, whole in (("none", 4.0), ("msd", 2.0)):
+        rows = [{"total": whole, "decoding": whole - 1}, {"total": whole / 4, "decoding": 0.25}]
+        slow = [{key: 10 * value for key, value in row.items()} for row in rows]
+        together[name]["request_seconds"] = [rows, slow, rows]
+    alone = {"none": method(3.0, (6,), stats=(steps(*[0] * 5),)), "msd": method(1.0, (6,), stats=(steps(4),))}
+    made = [record(0, together, ids=["a", "b"]), record(1, alone)]
+    made[0]["categories"], made[1]["categories"] = ["long", "short"], ["short"]
+    made[1]["batch"] = 2  # the last batch, which is not full
+    rows = rows_of(*made)
+    found = rows["msd"]["requests"]
+    assert list(found) == ["overall", "long", "short"]
+    assert [one["requests"] for one in found.values()] == [3, 1, 2]
+    assert [one["tokens"] for one in found.values()] == [16, 8, 8]
+    assert [one["mean_accepted_tokens"] for one in found.values()] == [(4 + 3 + 1 + 5) / 4, 3.5, 3.0]
+    assert [one["walltime_speedup"] for one in found.values()] == pytest.approx([(2 + 2 + 3) / 3, 2.0, 2.5])
+    # The first batch is of two categories.
+    assert [one["output_tokens_per_second"] for one in found.values()] == [pytest.approx(16 / 3), None, 6.0]
+    assert [one["throughput_speedup"] for one in found.values()] == [pytest.approx(16 / 3 / (16 / 7)), None, 3.0]
+    user = [7 / 1.0, 1 / 0.25, 5 / 0.5]
+    assert found["overall"]["user_tokens_per_second"]["mean"] == pytest.approx(sum(user) / 3)
+    cuts = statistics.quantiles([2.0, 0.5, 1.0], n=100, method="inclusive")
+    expected = {"mean": 3.5 / 3, **{f"p{p}": cuts[p - 1] for p in (50, 90, 95, 99)}}
+    assert found["overall"]["latency"] == pytest.approx(expected)
+    assert [(one["equal"], one["compared"]) for one in found.values()] == [(2, 3), (1, 1), (1, 2)]
+    generate = rows["generate"]["requests"]["overall"]
+    assert generate["mean_accepted_tokens"] is None
+    assert generate["latency"]["p50"] == 8.0  # both rows of its batch
+
+
+def test_rows_of_a_batch_have_times_of_their_own():
+    own = [Stats(wall_seconds=3.0, time_to_first_token=1.0), Stats(wall_seconds=1.5, time_to_first_token=1.0)]
+    timed = TimedBatch([[1] * 5, [1] * 2], own, {"total": 3.5, "decoding": 2.0})
+    assert timed.request_seconds == [{"total": 3.5, "decoding": 2.0}, {"total": 2.0, "decoding": 0.5}]
+    theirs = TimedBatch([[1] * 5, [1] * 2], [], {"total": 3.5, "decoding": 2.0})
+    assert theirs.request_seconds == [{"total": 3.5, "decoding": 2.0}] * 2

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from mmspec.errors import UserError
+from mmspec.eval.suite.data import local_rows
 from mmspec.eval.suite.tasks import GROUPS, TASKS, select_tasks
 
 ROWS = {
@@ -57,7 +58,7 @@ def data(tmp_path_factory):
 
 
 def test_every_benchmark_has_a_row_here():
-    assert set(ROWS) == {task.name for task in TASKS.values() if task.rows is None}
+    assert set(ROWS) == {task.name for task in TASKS.values() if task.rows is None and task.local is local_rows}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -97,6 +98,57 @@ def test_prompts_and_references(data):
     assert TASKS["activitynet-qa"].samples(data, 1)[0].conversation.questions[0].startswith("Who runs?\n")
     assert TASKS["gsm8k"].samples(data, 1)[0].references == (("1,234",),)
     assert "Please" not in TASKS["mme"].samples(data, 1)[0].conversation.questions[0]
+
+
+def test_the_tasks_of_the_mmspec_benchmark_are_its_topics(data):
+    assert [sample.category for sample in TASKS["mmspec-benchmark"].samples(data, None)] == ["x", "x"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"turns": ...},
+            r"^.*mmspec-benchmark.jsonl, line 2: expected a field 'turns', received id, image, category, topic$",
+        ),
+        ({"image": ...}, r"^.*line 2: expected a field 'image', received id, turns, category, topic$"),
+        ({"image": None}, r"^.*line 2: expected an image, received none$"),
+        ({"image": "b.png"}, r"^.*line 2: expected the file b.png in .* or its images/, there is none$"),
+        ({"topic": ...}, r"^.*line 2: expected a field 'topic', received id, image, turns, category$"),
+    ],
+)
+def test_broken_rows_of_the_mmspec_benchmark_are_named(tmp_path, change, message):
+    row = ROWS["mmspec-benchmark"]
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    broken = {name: value for name, value in {**row, **change}.items() if value is not ...}
+    (tmp_path / "mmspec-benchmark.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(broken)}\n")
+    with pytest.raises(UserError, match=message):
+        TASKS["mmspec-benchmark"].samples(tmp_path, None)
+    assert len(TASKS["mmspec-benchmark"].samples(tmp_path, 1)) == 1
+
+
+def test_placeholders_of_speed_bench_are_refused(tmp_path):
+    turn = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nYou are"
+    (tmp_path / "speed-bench.jsonl").write_text(json.dumps(ROWS["speed-bench"] | {"turns": [turn, "Two?"]}))
+    with pytest.raises(
+        UserError, match=r"line 1: expected texts from SPEED-Bench's prepare_data.py, received its place"
+    ):
+        TASKS["speed-bench"].samples(tmp_path, None)
+
+
+def test_pages_of_a_folder(tmp_path):
+    folder = tmp_path / "documents"
+    with pytest.raises(UserError, match=r"^documents: expected images \(.jpg, .*\) in .*/documents/, there are none$"):
+        TASKS["documents"].samples(tmp_path, None)
+    folder.mkdir()
+    for name in ("b.JPG", "a.png"):
+        Image.new("RGB", (4, 4)).save(folder / name)
+    (folder / "b.txt").write_text("words")
+    (folder / "notes.txt").write_text("of no page")
+    samples = TASKS["documents"].samples(tmp_path, None)
+    assert [(sample.id, sample.category) for sample in samples] == [("a", "without a text"), ("b", "with a text")]
+    assert [sample.conversation.images for sample in samples] == [(f"{folder}/a.png",), (f"{folder}/b.JPG",)]
+    assert [sample.id for sample in TASKS["documents"].samples(tmp_path, 1)] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ def test_a_causal_head_in_z_labs_format_is_the_same(tmp_path):
     assert main(command) == 2
 
 
+DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 6, "selector_top_k": 7, "selector_tokens": 101}
 OTHERS = [  # drafter, its draft tokens, settings of its network, format
     ("eagle", None, {}, "eagle"),
     ("msd", None, {"decoupled": False}, "eagle"),
@@ -227,9 +228,18 @@ def eagle3_shapes(c, first):
 
 
 def dflash_shapes(c):
-    hidden, norms, count = c["hidden_size"], ("q_norm", "k_norm"), len(c["dflash_config"]["target_layer_ids"])
-    layers = [layer_shapes(c, heads=norms)] * c["num_hidden_layers"]
-    found = {f"layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
+    hidden, norms, own = c["hidden_size"], ("q_norm", "k_norm"), c["dflash_config"]
+    count, layer, selector = len(own["target_layer_ids"]), layer_shapes(c, heads=norms), {}
+    if "selector_rank" in own:
+        rank, taps, groups = own["selector_rank"], own["conv_kernel_size"], hidden // own["conv_group_size"]
+        selector = dict.fromkeys(("predecessor_codebook", "successor_codebook"), (c["vocab_size"], rank))
+        selector |= {"hidden_projection.weight": (rank, hidden)}
+        for part in ("attention_conv", "mlp_conv"):
+            layer[f"{part}.base_kernel"] = (2, taps, hidden)
+            layer[f"{part}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    layers = [layer] * c["num_hidden_layers"]
+    found = {f"candidate_selector.{name}": shape for name, shape in selector.items()}
+    found |= {f"layers.{n}.{name}": shape for n, layer in enumerate(layers) for name, shape in layer.items()}
     return found | {
         "fc.weight": (hidden, count * hidden),
         "hidden_norm.weight": (hidden,),
@@ -257,7 +267,8 @@ LOADERS = {
     "eagle3 speculators": lambda c: eagle3_shapes({**c["transformer_layer_config"], **c}, "layers.0."),
     # sgl-project/sglang, python/sglang/srt/models/llama_eagle3.py, LlamaForCausalLMEagle3.load_weights
     "eagle3 eagle": lambda c: eagle3_shapes(c, "midlayer."),
-    # vllm/model_executor/models/qwen3_dflash.py, DFlashQwen3ForCausalLM.load_weights, and SGLang's models/dflash.py
+    # vllm/model_executor/models/qwen3_dflash.py and qwen3_dflash2.py, DFlashQwen3ForCausalLM.load_weights, and SGLang's
+    # models/dflash.py
     "dflash z-lab": dflash_shapes,
     # vllm/model_executor/models/llama_eagle.py, EagleLlamaForCausalLM.load_weights, which leaves fc.bias out
     "eagle eagle": eagle_shapes,
@@ -275,6 +286,7 @@ and others."""
         *(("eagle3 speculators", lambda at, case=case: head(at, CASES[case][0], **CASES[case][1])) for case in EAGLE),
         *(("eagle3 eagle", lambda at, case=case: head(at, CASES[case][0], **CASES[case][1])) for case in EAGLE),
         ("dflash z-lab", lambda at: blocks(at, *published())),
+        ("dflash z-lab", lambda at: made(at, "dflash", **DFLASH2)),
         *(
             (f"{kind} {layout}", lambda at, kind=kind, tokens=tokens, more=more: made(at, kind, tokens, **more))
             for kind, tokens, more, layout in OTHERS[:-1]

@@ -26,7 +26,7 @@ from mmspec.drafters.registry import drafter_specs, make_drafter, registered_nam
 from tests import matrix
 from tests.targets import prompt_of
 from tests.tiny import root_path, shared_model, valid_nodes
-from tests.tiny.drafters import tiny_drafter
+from tests.tiny.drafters import VARIANTS, tiny_drafter
 from tests.tiny.models import vision_inputs
 
 VOCAB = 101
@@ -61,14 +61,24 @@ def test_copies_of_a_drafter_in_use_draft_the_same(kind):
     answer(model, pickle.loads(pickle.dumps(pipe)).drafter)
 
 
-@pytest.mark.parametrize("kind", [spec.name for spec in drafter_specs() if spec.chains])
-def test_chains(kind):
+@pytest.mark.parametrize("by", ["drafter", "budget"])
+@pytest.mark.parametrize("kind", [*[spec.name for spec in drafter_specs() if spec.chains], *VARIANTS])
+def test_chains(kind, by):
+    """By a setting of the drafter, or as the budget of a step has it."""
     model = shared_model("llava")
     drafter = tiny_drafter(kind, model)
-    drafter.draft_chains(3)
     trees, propose = [], drafter.propose
-    drafter.propose = lambda token, budget: trees.append(propose(token, budget)) or trees[-1]
+    if by == "drafter":
+        drafter.draft_chains(3)
+
+    def recorded(token, budget):
+        budget.chain = by == "budget"
+        trees.append(propose(token, budget))
+        return trees[-1]
+
+    drafter.propose = recorded
     answer(model, drafter)
+    assert any(tree.nodes > 1 for tree in trees)
     for tree in trees:
         for row in range(len(tree.tokens)):
             parents = [int(tree.parents[row, node]) for node in valid_nodes(tree, row)]

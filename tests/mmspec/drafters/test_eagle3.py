@@ -218,6 +218,7 @@ def test_a_head_that_is_never_right_is_told(tmp_path):
         mmspec.generate(model, drafter=drafter, **inputs, **options)
 
 
+@pytest.mark.filterwarnings("error")
 def test_passes_without_drafts_say_nothing_about_a_head(tmp_path):
     """More of them than are watched: a warning would be an error."""
     drafter, _ = head(tmp_path, cut(LLAMA3))

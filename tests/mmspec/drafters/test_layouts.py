@@ -292,6 +292,8 @@ NUMBERS = {
     "attn_logit_softcapping": 50.0,
     "query_pre_attn_scalar": 256,
     "residual_multiplier": 0.22,
+    "output_multiplier": 0.2,
+    "input_embedding_scale": 0.5,
     "hidden_activation": "gelu_pytorch_tanh",
     "partial_rotary_factor": 0.25,
     "confidence_temperatures": [1.5, 0.9],
@@ -302,7 +304,13 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *MADE])
+def test_drafters_of_gemma_4s_own_layers_are_refused_by_name():
+    config, tensors = CONFIGS["refused deepseek-ai/dspark_gemma4_12b_block7"], checkpoint("dflash vanilla")[2]
+    said = refusal(DFlash, config, tensors)
+    assert "final_logit_softcapping 30.0, global_head_dim 512, hidden_activation 'gelu_pytorch_tanh'" in said
+
+
+@pytest.mark.parametrize("name", [name for name in (*CONFIGS, *MADE) if not name.startswith("refused")])
 def test_fields_that_may_change_numbers_are_refused_by_name_wherever_they_are(name):
     config, row = CONFIGS[name] if name in CONFIGS else checkpoint(name)[1], LAYOUTS[name.split()[0]]
     layouts.check_fields(config, row, "here")

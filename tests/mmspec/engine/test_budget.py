@@ -1,5 +1,6 @@
 import random
 from functools import partial
+from statistics import fmean
 
 import pytest
 import torch
@@ -199,7 +200,7 @@ def test_the_price_of_a_level_is_that_of_more_levels():
     for _ in range(40):
         shallow = draft(1)
     assert shallow < 0.5 * 0.65 + 0.01
-    for step in range(40):
+    for step in range(60):
         deep = draft(1 + 3 * (step % 2))
     assert deep == pytest.approx(0.05, abs=0.015)
 
@@ -370,8 +371,8 @@ def test_rows_that_have_finished_say_nothing():
         one.observe(8, [[0, 1, 2]], 0.1, 1.0)
         with_finished.observe(8, [[0, 1, 2], []], 0.1, 1.0)
     assert one._accepted == with_finished._accepted
-    assert one._accepted[0] == pytest.approx(1.0, abs=0.3)
-    assert one._accepted[6] < 0.2
+    assert one._accepted[False][0] == pytest.approx(1.0, abs=0.3)
+    assert one._accepted[False][6] < 0.2
 
 
 def test_a_hiccup_is_not_the_price_of_a_size():
@@ -393,9 +394,9 @@ def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
 
 def test_one_step_moves_prices_by_a_tenth_at_most():
     steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
-    usual = steady._seconds[63]
+    usual = steady._seconds[63, False]
     steady.observe(64, [[0]], 0.0, 1000.0)
-    assert steady._seconds[63] == pytest.approx(1.1 * usual)
+    assert steady._seconds[63, False] == pytest.approx(1.1 * usual)
 
 
 def test_a_loss_by_chance_ends_no_drafting():
@@ -422,12 +423,69 @@ def test_a_new_request_tries_drafting_anew():
 
 def test_sizes_on_both_sides_are_tried_again():
     budget = SteadyBudget(FREE)
-    budget._accepted = [1.0] * 15 + [0.0] * 48  # 15 nodes earn most
+    budget._accepted[False] = [1.0] * 15 + [0.0] * 48  # 15 nodes earn most
     tried = {}
-    for step in range(1, 257):
+    for step in range(1, 385):
         budget.drafts()
-        tried.setdefault(budget.nodes, []).append(step)
-    assert {size: steps for size, steps in tried.items() if size != 15} == {31: [64, 192], 7: [128, 256]}
+        tried.setdefault((budget.nodes, budget.chain), []).append(step)
+    tried.pop((15, False))
+    assert tried == {(7, False): [64, 256], (7, True): [128, 320], (31, False): [192, 384]}
+
+
+# ---------------------------------------------------------------------- chains in place of trees
+
+
+def share_of_chains(budget, rng, right, draft_seconds, steps, batch=1):
+    """Of the last 300 steps with drafts. A level of a chain is right as often as ``right`` says for chains."""
+    chains = []
+    for _ in range(steps):
+        budget.resize(batch)
+        budget.remaining, size = 50, 0
+        if budget.drafts():
+            chains.append(budget.chain)
+            gains = [[0.8**i for i in range(1, 8)]] * batch
+            size = budget.nodes if isinstance(budget, SteadyBudget) else budget.take(gains)
+        paths = []
+        for _ in range(batch):
+            accepted = 0
+            while accepted < min(size, 7) and rng.random() < right[budget.chain]:
+                accepted += 1
+            paths.append(list(range(accepted + 1)))
+        budget.observe(size + 1, paths, draft_seconds[budget.chain] if size else 0.0, FREE(batch * (size + 1)))
+    return fmean(chains[-300:])
+
+
+CHEAP, ALIKE = {False: 0.6, True: 0.1}, {False: 0.1, True: 0.1}
+LITTLE, MUCH = {False: 0.74, True: 0.7}, {False: 0.9, True: 0.7}
+"""Time of a draft, and how often a level is right, of trees and of chains: side nodes may bring little or much."""
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", [AdaptiveBudget, SteadyBudget])
+def test_chains_are_drafted_where_they_are_faster(kind, batch):
+    budget, rng = kind(FREE, batch=batch), random.Random(0)
+    assert share_of_chains(budget, rng, LITTLE, CHEAP, 3000, batch) > 0.9
+    assert share_of_chains(budget, rng, MUCH, ALIKE, 4000, batch) < 0.1
+    assert share_of_chains(budget, rng, LITTLE, CHEAP, 4000, batch) > 0.9
+
+
+def test_the_other_shape_is_tried_rarely():
+    """A twenty-fifth of the steps, and not in a short first request."""
+    budget, rng = adaptive(FREE), random.Random(0)
+    assert share_of_chains(budget, rng, MUCH, ALIKE, 28) == 0.0
+    assert 0.02 < share_of_chains(budget, rng, MUCH, ALIKE, 2000) < 0.04
+
+
+def test_a_chain_is_the_path_of_most_probable_children():
+    rows = [([5, 6, 7, 8, 9], [0, 0, 1, 2, 3]), ([4, 3, 2], [0, 1, 1])]
+    probs = [[0.6, 0.3, 0.25, 0.2, 0.1], [0.9, 0.5, 0.4]]
+    for budget in (Budget(4, chain=True), Budget(2, chain=True)):
+        tree = budget.prune(build_tree(torch.tensor([1, 2]), rows, probs))
+        assert tree.children == [
+            [{5: 1}, {7: 2}, {9: 3}, {}][: budget.nodes] + [{}] * (budget.nodes == 2),
+            [{4: 1}, {3: 2}, {}] + [{}] * (budget.nodes == 4),
+        ]
+        assert tree.path_probs == [[0.6, 0.25, 0.1][: budget.nodes], [0.9, 0.5]]
 
 
 # ---------------------------------------------------------------------- a machine that is busy for a moment

@@ -333,6 +333,7 @@ def test_the_line_of_figures_says_that_drafting_stopped():
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "hydra", "kangaroo", "mamba", "small"])
 def test_a_drafter_that_is_almost_never_right_is_reported_once(kind, tmp_path):
     model, options = shared_model("llama"), dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=2)
@@ -347,6 +348,7 @@ def test_a_drafter_that_is_almost_never_right_is_reported_once(kind, tmp_path):
     mmspec.generate(model, drafter=made, **text_inputs(1), **options)  # another warning would be an error
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("drafter", [lambda: Small(shared_model("llama")), Ngram, Recycle])
 def test_drafters_that_are_right_or_look_up_are_not_reported(drafter):
     """A warning would be an error."""
