@@ -1194,6 +1194,8 @@ def _check_dflash2(layout: str, network: Any) -> None:
 
 def _check_blocks(network: Any) -> None:
     _check_dflash2("speculators", network)
+    if _dflash_kind(network) == "xpress" and network.confidence != "none":
+        raise UserError("format speculators requires an XPress drafter without a confidence head")
     if network.causal not in ([], network.sliding):
         raise UserError(f"format speculators requires layers with a window to be causal, or none: got {network.causal}")
 
@@ -1207,23 +1209,28 @@ def _is_causal(network: Any) -> bool:
     return len(network.causal) == network.layers
 
 
-def _is_dspark(network: Any) -> bool:
-    return network.dspark
+def _dflash_kind(network: Any) -> str:
+    if network.dspark:
+        return "xpress" if network.markov_type == "xpress" else "dspark"
+    return "dflash2" if network.selector_rank else "dflash"
 
 
-def _is_dflash2(network: Any) -> bool:
-    return bool(network.selector_rank)
+_DFLASH_WRITTEN = {
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "DSparkDraftModel",
+    "xpress": "XPressSpeculator",
+}
+"""Kinds of DFlash drafters and their classes."""
 
 
-def _dflash_class(network: Any) -> str:
-    kind = "DSpark" if network.dspark else "DFlash2" if network.selector_rank else "DFlash"
-    return f"{kind}DraftModel"
+def _of(kind: str, at: str = "", **values: str | Callable[[Any], Any]) -> tuple[tuple[str, Any], ...]:
+    """Fields that only drafters of a kind have, in an object ``at``: of the configuration, by name or a function."""
+    read = {name: attrgetter(value) if isinstance(value, str) else value for name, value in values.items()}
+    return tuple((f"{at}{name}", _if(lambda network: _dflash_kind(network) == kind, one)) for name, one in read.items())
 
 
-def _dflash2_fields(at: str = "") -> tuple[tuple[str, Any], ...]:
-    """The fields of DFlash2, in an object ``at``."""
-    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    return tuple((f"{at}{name}", _if(_is_dflash2, attrgetter(name))) for name in names)
+_DFLASH2 = {name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")}
 
 
 def _rope_scaling(written: Written) -> dict[str, Any] | None:
@@ -1299,9 +1306,9 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "z-lab": Format(
             _check_z_lab,
             (
-                ("architectures", lambda w: [_dflash_class(w.network)]),
+                ("architectures", lambda w: [_DFLASH_WRITTEN[_dflash_kind(w.network)]]),
                 *_layer_fields("qwen3"),
-                *_dflash2_fields("dflash_config."),
+                *_of("dflash2", "dflash_config.", **_DFLASH2),
                 *("block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids"),
                 ("dflash_config.causal_head", _if(_is_causal, lambda network: True)),
                 ("is_causal", _if(lambda one: one.causal != one.sliding, lambda network: bool(network.causal))),
@@ -1312,15 +1319,15 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
         "speculators": Format(
             _check_blocks,
             (
-                ("architectures", lambda w: [_dflash_class(w.network)]),
-                *_dflash2_fields(),
+                ("architectures", lambda w: [_DFLASH_WRITTEN[_dflash_kind(w.network)]]),
+                *_of("dflash2", **_DFLASH2),
+                *_of("xpress", xpress_rank="markov_rank", xpress_mlp_ratio="refiner_ratio"),
                 *("aux_hidden_state_layer_ids", "block_size", "draft_vocab_size"),
-                ("confidence_head_with_markov", _if(_is_dspark, lambda network: network.confidence == "markov")),
-                ("enable_confidence_head", _if(_is_dspark, lambda network: network.confidence != "none")),
-                ("markov_head_type", _if(_is_dspark, lambda network: network.markov_type)),
-                ("markov_rank", _if(_is_dspark, lambda network: network.markov_rank)),
+                *_of("dspark", confidence_head_with_markov=lambda network: network.confidence == "markov"),
+                *_of("dspark", enable_confidence_head=lambda network: network.confidence != "none"),
+                *_of("dspark", markov_head_type="markov_type", markov_rank="markov_rank"),
                 *("mask_token_id", "sample_from_anchor", "sliding_window_non_causal"),
-                *_speculators_fields(lambda network: _dflash_class(network).removesuffix("DraftModel").lower()),
+                *_speculators_fields(_dflash_kind),
                 *_layer_fields("qwen3", _NESTED),
             ),
         ),

@@ -82,7 +82,10 @@ def test_every_embedded_model_is_copied() -> None:
     assert set(EMBEDDED) == set(plugins.names("models"))
 
 
-OF_BYTES = {"mamba": {"vocab": 259}, **{key: {"target_layer_ids": [0]} for key in ("dflash", "dflash2", "dspark")}}
+OF_BYTES = {
+    "mamba": {"vocab": 259},
+    **{key: {"target_layer_ids": [0]} for key in ("dflash", "dflash2", "dspark", "xpress")},
+}
 """Settings that fit the model of bytes, which has 259 tokens and one layer."""
 
 

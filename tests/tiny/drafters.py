@@ -62,6 +62,9 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "dflash": dflash_network,
     "dflash2": _dflash2_network,
     "dspark": _dspark_network,
+    "xpress": lambda model, **changes: _dspark_network(
+        model, **{"markov_type": "xpress", "confidence": "none", "from_anchor": False, **changes}
+    ),
     "eagle": eagle_network,
     "eagle3": eagle3_network,
     "eagle4": partial(eagle3_network, window=6, head_rank=20, candidates=9, fc_norm=True, norm_output=True),
@@ -86,6 +89,7 @@ VARIANTS = {
     "hydra-prefix": "hydra",
     "peagle": "eagle3",
     "small-vision": "small",
+    "xpress": "dflash",
 }
 """Settings of registered drafters with which prompts are read or trees are grown in another way."""
 
@@ -126,7 +130,7 @@ def tiny_drafter(name: str, model: Any, draft_tokens: int | None = None, **setti
     if spec.alone:
         return spec.make()
     tree = TREE | {key: settings.pop(key) for key in TREE if key in settings}
-    if name == "dspark" and draft_tokens is not None:
+    if name in ("dspark", "xpress") and draft_tokens is not None:
         settings["markov_outputs"] = draft_tokens
     network = NETWORKS[name](model, **settings)
     own = spec.name == "eagle3" or name in ("medusa", "hydra-prefix")  # an output layer of its own

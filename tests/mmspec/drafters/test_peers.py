@@ -166,6 +166,12 @@ BLOCKS = [
         {"draft_vocab_size": VOCAB, "markov_rank": 0, "confidence_head_with_markov": False},
         {},
     ),
+    ("xpress", {"draft_vocab_size": VOCAB, "xpress_rank": 6}, {}),
+    (
+        "xpress",
+        {"draft_vocab_size": len(IDS), "xpress_rank": 6, "xpress_mlp_ratio": 3, "sample_from_anchor": True},
+        SLIDING,
+    ),
     ("dflash2", {"draft_vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": 7}, SLIDING),
     (
         "dflash2",
@@ -201,6 +207,10 @@ def test_blocks(algorithm, fields, kinds, tmp_path, monkeypatch):
         if getattr(model, "markov_head", None) is not None:
             embeds = model.markov_head.prev_embeddings(before)
             logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden, prev_emb=embeds)
+        if getattr(model, "refiner_head", None) is not None:
+            if first:
+                before = torch.tensor([[tokens[-2], *block[:-1]]])
+            logits = logits + model.refiner_head.block_bias(before, hidden)
         if getattr(model, "confidence_head", None) is not None:
             heard = torch.cat([hidden, embeds], dim=-1) if model.config.confidence_head_with_markov else hidden
             factors = model.confidence_head(heard)[0].sigmoid()
@@ -234,11 +244,11 @@ def test_the_selectors_loss():
     torch.testing.assert_close(selector_loss(network, scores, goal, states, previous), expected)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress"])
 def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     """All of a drafter's tensors, and those that it shares with its target."""
     target, reads, own = shared_model("llama"), "aux_hidden_state_layer_ids", {"mask_token_id": MASK}
-    if algorithm in ("dflash", "dflash2", "dspark"):
+    if algorithm not in ("eagle3", "peagle"):
         layer, own = Qwen3Config(**SIZES, num_hidden_layers=2, **SLIDING), {**own, "block_size": BLOCK, reads: [2, 1]}
     else:
         layer, own = LlamaConfig(**SIZES, num_hidden_layers=2), {**own, f"eagle_{reads}": [0, 1, 2]}
@@ -254,7 +264,14 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     again, state = SpeculatorModel.from_pretrained(tmp_path / "ours"), model.state_dict()
     assert type(again) is type(model)
     fields = ("mask_token_id", "block_size", "sliding_window_non_causal", "sample_from_anchor", "markov_rank")
-    fields += ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    fields += (
+        "xpress_rank",
+        "xpress_mlp_ratio",
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_rank",
+        "selector_top_k",
+    )
     for name in (*fields, reads, f"eagle_{reads}", *layouts.SWITCHES):
         assert getattr(again.config, name, None) == getattr(model.config, name, None)
     for name, tensor in again.state_dict().items():

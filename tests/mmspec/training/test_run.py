@@ -154,6 +154,7 @@ def train(request: pytest.FixtureRequest, answered: Callable[..., Path]) -> Call
 EAGLE3 = ["--passes", "3", "--top-k", "4", "--depth", "4", "--total-tokens", "12"]
 DFLASH = ["--block-size", "5", "--anchors", "8", "--top-k", "4", "--total-tokens", "12"]
 DSPARK = "--loss tv --markov-rank 16 --markov-type rnn --confidence markov --from-anchor --causal 1"
+XPRESS = "--markov-rank 16 --markov-type xpress"
 DFLASH2 = "--conv-kernel-size 2 --conv-group-size 8 --selector-rank 16 --selector-top-k 12"
 FLASH = "--rank 12 --loss lk --reads 0,1 --confidence --depth 6"
 NARROW = "--draft-vocabulary 40"
@@ -182,6 +183,7 @@ LEARNING = [  # command, options, fields of the saved drafter or of its network'
         "selector_rank=16 selector_tokens=320 conv_kernel_size=2",
         "selector_4",
     ),
+    ("dflash", f"{XPRESS} {NARROW} {' '.join(DFLASH)}", "markov_rank=16 markov_type=xpress", "base_4"),
     ("medusa", f"--layers 2 {MEDUSA}", "name=medusa layers=2 heads=3 head=40", "right_3"),
     ("medusa", f"--grounded --shared-output {MEDUSA}", "name=hydra layers=1 head=0", "right_3"),
     ("medusa", f"--grounded --prefix {MEDUSA}", "name=hydra head=40", "right_3"),
