@@ -14,9 +14,9 @@ engines read of them. Checkpoints are read strictly, without running their code.
   sgl-project/SpecForge, Tencent/AngelSlim), ``layers.0.*`` with a nested ``transformer_layer_config``
   (vllm-project/speculators), or without embedding and ``t2d`` (NVIDIA/Model-Optimizer). EAGLE-4 heads have the tensors
   that NVIDIA-NeMo/Automodel documents; quantised output layers and mixtures of experts are not read.
-- ``dflash``: DFlash, DFlash2, JetSpec and DSpark drafters (arXiv 2602.06036, 2606.18394, 2607.05147): flat (z-lab,
-  deepseek-ai/DeepSpec), nested (vllm-project/speculators), or with ``encoder.*`` (transformers). ``causal_head`` of
-  JetSpec is ``causal`` or ``is_causal`` in vLLM.
+- ``dflash``: DFlash, DFlash2, JetSpec, DSpark and XPress drafters (arXiv 2602.06036, 2606.18394, 2607.05147,
+  2608.02438): flat (z-lab, deepseek-ai/DeepSpec), nested (vllm-project/speculators), or with ``encoder.*``
+  (transformers). ``causal_head`` of JetSpec is ``causal`` or ``is_causal`` in vLLM.
 - ``medusa``: Medusa heads (arXiv 2401.10774) of FasterDecoding/Medusa, text-generation-inference, which share the
   target's output layer, and vLLM, with the tokens of a draft vocabulary in ``token_map`` and, with
   ``original_lm_head``, one copy of the target's output layer. Files may have more heads than their configuration says.
@@ -772,7 +772,10 @@ LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
         whole=lambda source: source.config.get("model_type") == "qwen2_vl",  # whole layers; others lack the first norm
     ),
 }
-REFUSED = {"domino": "a Domino drafter, whose tokens pass through a recurrent cell"}
+REFUSED = {
+    "domino": "a Domino drafter, whose tokens pass through a recurrent cell",
+    "lilicorr": "a LiLiCorr drafter, whose candidates pass through a transformer of their own",
+}
 _USE_INSTEAD = "use an MSD or EAGLE checkpoint of this target, or train a drafter with mmspec train"
 
 

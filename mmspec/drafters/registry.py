@@ -155,7 +155,9 @@ def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
         for spec in drafter_specs():
             if spec.recognises is not None and spec.recognises(folder):
                 return spec.from_checkpoint(folder)
-        raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received none")
+        adapter = (folder / "adapter_config.json").is_file()
+        received = "an adapter of the target, as UNO and LoRA have" if adapter else "none"
+        raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received {received}")
     return _by_name(part, home, trust_remote_code)
 
 

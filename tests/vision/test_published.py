@@ -248,6 +248,7 @@ def eagle3_tensors():
     ("config", "tensors", "name"),
     [
         ({**VICUNA, "architectures": ["DominoDraftModel"], "dflash_config": {}}, eagle3_tensors, "a Domino drafter"),
+        ({**VICUNA, "architectures": ["LiLiCorrDraftModel"]}, eagle3_tensors, "a LiLiCorr drafter"),
         ({"speculators_model_type": "domino", "transformer_layer_config": VICUNA}, eagle3_tensors, "a Domino drafter"),
     ],
 )
