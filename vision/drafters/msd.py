@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mmspec.checks import FLAG, option, whole
 from mmspec.drafters.eagle import Eagle, EagleConfig, EagleNetwork, Entries
 from mmspec.drafters.hidden_state import packing, take
-from mmspec.drafters.layouts import recogniser
+from mmspec.drafters.layouts import REFUSED, recogniser
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
@@ -235,7 +235,7 @@ MSD_SPEC = DrafterSpec(
     "a small trained layer on the target's hidden states, text and images apart (arXiv 2505.14260)",
     MSD,
     weights="required",
-    recognises=recogniser("msd", "domino"),  # loading the latter says why it is refused
+    recognises=recogniser("msd", *REFUSED),  # loading the latter says why they are refused
     train="msd",
 )
 FLASH_SPEC = DrafterSpec(
