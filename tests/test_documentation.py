@@ -173,7 +173,7 @@ LINES = sorted(
         for language, code in blocks(page)
         if language == "sh"
         for words in command_lines(code)
-        if " ".join(words).startswith(QUICK) and "ray" not in words
+        if " ".join(words).startswith(QUICK) and not {"ray", "for-vllm"} & set(words)  # the latter made by another one
     }
 )
 
