@@ -459,5 +459,5 @@ def test_mistakes_are_named(make, message):
 
 def test_adapters_that_make_a_target_draft_are_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="mmspec_drafter, received an adapter of the target, as UNO and LoRA have$"):
+    with pytest.raises(UserError, match=r"mmspec_drafter, received an adapter of the target, as UNO and LoRA have$"):
         make_drafter(str(tmp_path))
