@@ -93,7 +93,7 @@ class Method:
         name: in tables and results.
         drafter, nodes: the drafter and its draft tokens per step; None adapts their number.
         target: verifies; None is the pipeline's target.
-        max_num_seqs: batch size, unless requests or other pipelines over this target need a larger one.
+        max_num_seqs: batch size, unless other pipelines over this target have a larger one.
         generate_options: of transformers' ``generate``, which then decodes; None decodes with our engine.
         peer: another engine, which then decodes.
         budget: an adaptive budget with what it has learnt.
@@ -231,7 +231,7 @@ def _decode(
     target = pipe.target if method.target is None else method.target
     drafter = method.drafter if learn else lend(method.drafter, target)
     profiled = None if drafter is None else ProfiledDrafter(drafter)
-    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=max(method.max_num_seqs, len(requests)))
+    own = Pipeline(target, pipe.processor, profiled, max_num_seqs=method.max_num_seqs)
     own.budget = method.budget if learn else copy.deepcopy(method.budget)
     start = clock()
     results = own.generate_batch(requests, **vars(options), nodes=method.nodes, lossy=method.lossy)

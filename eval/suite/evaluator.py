@@ -54,6 +54,8 @@ class Evaluator:
         if program is not None:
             peers[LLAMA] = partial(LlamaServer, program, model, threads)
         self.methods = parse_methods(self.settings.methods, pipe.target, peers)
+        for method in self.methods:
+            method.max_num_seqs = max(method.max_num_seqs, *self.settings.batch_sizes)
         self.refused: dict[tuple[str, float, int], str] = {}
         self._samples: dict[str, list[Sample]] = {}
         self._warm_up()

@@ -111,7 +111,7 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     refused = {(one["method"], one["temperature"], one["batch"]) for one in summary["refused"]}
     assert refused >= {(name, *key) for name in ("llama.cpp", other) for key in ((0.0, 2), (1.0, 1), (1.0, 2))}
     report = (tmp_path / "run" / "report.md").read_text()
-    assert "- `llama.cpp`, batch 2: other engines decode greedily, one request at a time" in report
+    assert "- `llama.cpp`, batch 2: refused: other engines decode greedily, one request at a time" in report
     first, second = (part.splitlines() for part in report.split("\n## ")[1:3])
     assert ("vs llama.cpp" in first[2], "vs llama.cpp" in second[2]) == (True, False)  # an empty column is left out
     assert len({line.count("|") for line in first[2:7]}) == 1
