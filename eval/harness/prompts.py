@@ -33,7 +33,7 @@ _CLIPS = (8, 16)
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Questions:
     """A user's questions about the media of the first turn.
 
     Attributes:
@@ -62,14 +62,14 @@ class Conversation:
         return {"prompt": messages, "images": list(self.images), "videos": list(self.videos)}
 
 
-def held_out(name: str) -> Iterator[tuple[dict[str, Any], Conversation]]:
+def held_out(name: str) -> Iterator[tuple[dict[str, Any], Questions]]:
     """The rows of a held-out set, each with its conversation."""
     sheet = _HELD_OUT / f"{name}.webp"
     tiles = _tiles(sheet) if sheet.exists() else iter(())
     for _, row in read_rows(_HELD_OUT / f"{name}.jsonl"):
         images = tuple(islice(tiles, row.get("images", 0)))
         frames = list(islice(tiles, row.get("frames", 0)))
-        yield row, Conversation(tuple(row["turns"]), images, (_video(frames),) if frames else ())
+        yield row, Questions(tuple(row["turns"]), images, (_video(frames),) if frames else ())
 
 
 def held_out_texts(count: int) -> list[dict[str, Any]]:

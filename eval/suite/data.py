@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmspec.errors import UserError, explained, install
-from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.harness.prompts import Questions
 from mmspec.files import read_rows
 
 
@@ -32,7 +32,7 @@ class Sample:
     """
 
     id: str
-    conversation: Conversation
+    conversation: Questions
     category: str = ""
     references: tuple[tuple[str, ...], ...] = ()
     metadata: Any = None
@@ -215,7 +215,7 @@ def single_turn(
     row: DatasetRow, question: str, references: Sequence[str], category: str = "", metadata: Any = None
 ) -> Sample:
     """A sample with one question about the row's image or video, if it has any."""
-    conversation = Conversation((question,), row.images("image"), row.videos("video"))
+    conversation = Questions((question,), row.images("image"), row.videos("video"))
     return Sample(row.id, conversation, category, (tuple(references),) if references else (), metadata)
 
 

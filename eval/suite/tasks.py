@@ -13,7 +13,7 @@ import ast
 from collections.abc import Iterator, Sequence
 
 from mmspec.errors import UserError
-from mmspec.eval.harness.prompts import Conversation, held_out
+from mmspec.eval.harness.prompts import Questions, held_out
 from mmspec.eval.suite import scoring
 from mmspec.eval.suite.data import DatasetRow, EvalTask, HubDataset, Sample, Scorer, lmms_lab, pages, single_turn
 
@@ -54,7 +54,7 @@ def _video_sample(row: DatasetRow) -> Sample:
     question = str(row["question"]).strip().capitalize().rstrip("?") + "?" + _SHORT_ANSWER
     clip = row.videos("video") or row.videos("video_name")
     references = (tuple(_references(row, "answer")),)
-    return Sample(row.id, Conversation((question,), videos=clip), str(row.get("type", "")), references)
+    return Sample(row.id, Questions((question,), videos=clip), str(row.get("type", "")), references)
 
 
 def _video_task(name: str, description: str) -> EvalTask:
@@ -93,7 +93,7 @@ def _mmmu(row: DatasetRow) -> Sample:
     images = row.images(*(f"image_{k}" for k in range(1, 8)))
     answers = ast.literal_eval(row["answer"]) if str(row["answer"]).startswith("[") else row["answer"]
     references = tuple(map(str, answers)) if isinstance(answers, list) else (str(answers),)
-    return Sample(row.id, Conversation((question,), images), str(row.get("subfield", "")), (references,), options)
+    return Sample(row.id, Questions((question,), images), str(row.get("subfield", "")), (references,), options)
 
 
 def _pope(row: DatasetRow) -> Sample:
@@ -117,7 +117,7 @@ def _llava_bench(row: DatasetRow) -> Sample:
 def _video_detail(row: DatasetRow) -> Sample:
     question = str(row.get("question", "Describe the video in detail."))
     clip = row.videos("video") or row.videos("video_name")
-    return Sample(row.id, Conversation((question,), videos=clip), "", ((str(row["answer"]),),))
+    return Sample(row.id, Questions((question,), videos=clip), "", ((str(row["answer"]),),))
 
 
 def _benchmark(row: DatasetRow) -> Sample:
@@ -125,7 +125,7 @@ def _benchmark(row: DatasetRow) -> Sample:
     turns, image = tuple(row.texts("turns")), row["image"]
     if image is None:
         raise UserError(f"{row.where}: expected an image, received none")
-    return Sample(row.id, Conversation(turns, row.images("image")), str(row["topic"]))
+    return Sample(row.id, Questions(turns, row.images("image")), str(row["topic"]))
 
 
 def _turns(row: DatasetRow) -> Sample:
@@ -133,22 +133,22 @@ def _turns(row: DatasetRow) -> Sample:
     turns = row.texts("turns" if row.get("turns") else "prompt")
     if turns[0].startswith(_PLACEHOLDER):
         raise UserError(f"{row.where}: expected texts from SPEED-Bench's prepare_data.py, received its placeholder")
-    return Sample(row.id, Conversation(tuple(turns)), str(row.get("category", "")))
+    return Sample(row.id, Questions(tuple(turns)), str(row.get("category", "")))
 
 
 def _page(row: DatasetRow) -> Sample:
-    return Sample(row.id, Conversation((_TRANSCRIBE,), row.images("image")), str(row["category"]))
+    return Sample(row.id, Questions((_TRANSCRIBE,), row.images("image")), str(row["category"]))
 
 
 def _gsm8k(row: DatasetRow) -> Sample:
     final = str(row["answer"]).split("####")[-1].strip()
     question = f"{row['question']}\nThink step by step and end with the number that answers the question."
-    return Sample(row.id, Conversation((question,)), "math", ((final,),))
+    return Sample(row.id, Questions((question,)), "math", ((final,),))
 
 
 def _human_eval(row: DatasetRow) -> Sample:
     question = f"Complete this Python function.\n\n{row['prompt']}"
-    return Sample(row.id, Conversation((question,)), "coding")
+    return Sample(row.id, Questions((question,)), "coding")
 
 
 def _held_out(name: str, description: str, score: Scorer, max_new_tokens: int = 160, visual: bool = True) -> EvalTask:

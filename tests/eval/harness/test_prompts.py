@@ -5,7 +5,7 @@ from PIL import Image
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.prompts import (
-    Conversation,
+    Questions,
     held_out_requests,
     held_out_texts,
     mixed_requests,
@@ -15,14 +15,14 @@ from mmspec.eval.harness.prompts import (
 
 def test_a_later_question_follows_the_answers_so_far():
     picture = Image.new("RGB", (8, 8))
-    conversation = Conversation(("What is it?", "And its colour?", "Why?"), (picture,))
+    conversation = Questions(("What is it?", "And its colour?", "Why?"), (picture,))
     request = conversation.request(["A star. ", "Red."])
     assert request["images"] == [picture]
     first, *later = request["prompt"]
     assert first == {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     assert [message["content"] for message in later] == ["A star.", "And its colour?", "Red.", "Why?"]
     assert [message["role"] for message in later] == ["assistant", "user"] * 2
-    assert Conversation(("Hello!",)).request([])["prompt"] == "Hello!"
+    assert Questions(("Hello!",)).request([])["prompt"] == "Hello!"
 
 
 def test_held_out_sets_have_no_prompt_twice():

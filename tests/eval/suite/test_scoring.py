@@ -6,13 +6,13 @@ import types
 import pytest
 
 from mmspec.errors import UserError
-from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.harness.prompts import Questions
 from mmspec.eval.suite import scoring
 from mmspec.eval.suite.data import Sample
 
 
 def sample(*accepted, category="", metadata=None):
-    return Sample("1", Conversation(("?",)), category, (accepted,), metadata)
+    return Sample("1", Questions(("?",)), category, (accepted,), metadata)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.prompts import Conversation
+from mmspec.eval.harness.prompts import Questions
 from mmspec.eval.harness.timing import TimedBatch
 from mmspec.eval.suite.data import Sample
 from mmspec.eval.suite.summary import summarise
@@ -165,7 +165,7 @@ def test_scorers_get_the_answers_of_each_conversation():
     turns = [{name: method(1.0, tokens) for name in ("generate", "none")} for tokens in ((1, 2, 3), (4, 5))]
     made = record(0, *turns, ids=["a", "b", "c"])
     made["turns"][1]["rows"] = [0, 2]
-    samples = [Sample(name, Conversation(("?",))) for name in "cba"]
+    samples = [Sample(name, Questions(("?",))) for name in "cba"]
     seen = []
     rows = rows_of(made, samples=samples, scorer=lambda answered: seen.append(answered) or {"right": 0.5})
     assert rows["none"]["score"] == {"right": 0.5}
