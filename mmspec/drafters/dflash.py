@@ -391,7 +391,8 @@ class DFlashNetwork(nn.Module):
             tokens: (..., candidates) int64.
             states, previous: as for ``corrected``.
         """
-        latent = self.predecessors(previous) * self.selector_state(states)
+        known = _below(previous, self.config.selector_tokens)
+        latent = self.predecessors(known) * self.selector_state(states)
         return scores + torch.einsum("...r,...cr->...c", latent, self.successors(tokens))
 
     def first_memory(self, states: Tensor, last: Tensor, before: Tensor | None = None) -> Tensor | None:
@@ -410,9 +411,8 @@ class DFlashNetwork(nn.Module):
         return self._latent(self._markov_embeds(last), states[..., 0, :], memory)[1]
 
     def _markov_embeds(self, tokens: Tensor) -> Tensor:
-        # A target may have more tokens than the drafter was trained for.
         table = self.refiner.embed if self.config.markov_type == "xpress" else self.markov_embed
-        return table(tokens.masked_fill(tokens >= self.config.markov_inputs, 0))
+        return table(_below(tokens, self.config.markov_inputs))
 
     def _latent(self, embeds: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the Markov head's output layer reads, (..., rank), and its memory, see the module."""
@@ -428,6 +428,11 @@ class DFlashNetwork(nn.Module):
         gate, candidate, out = self.markov_cell(torch.cat([memory, embeds, states], dim=-1)).chunk(3, dim=-1)
         kept = gate.sigmoid()
         return out.tanh(), kept * memory + (1.0 - kept) * candidate.tanh()
+
+
+def _below(tokens: Tensor, rows: int) -> Tensor:
+    """Tokens of a table with so many rows: a target may have more than the drafter was trained for."""
+    return tokens.masked_fill(tokens >= rows, 0)
 
 
 def block_tokens(last: Tensor, config: DFlashConfig) -> Tensor:
@@ -510,8 +515,7 @@ class DFlash(PositionedDrafter):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings of blocks, by the target's table without the norm that some targets apply to it."""
         if rows := self.network.config.embedding:
-            # A target may have more tokens than the drafter was trained for.
-            return self.network.embed_tokens(tokens.masked_fill(tokens >= rows, 0))
+            return self.network.embed_tokens(_below(tokens, rows))
         return plain_embedding(self.target, tokens).to(self.sample_embedding.dtype)
 
     def reserve(self, width: int) -> None:

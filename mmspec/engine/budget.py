@@ -446,7 +446,7 @@ class SteadyBudget(MeasuredBudget):
         if self._steps % _PROBE_INTERVAL == 0:  # measure the next shape on either side, and chains or trees in turn
             place, probe = self._shapes.index(best), self._steps // _PROBE_INTERVAL
             others = [self._shapes[min(place + 1, len(self._shapes) - 1)], self._shapes[max(place - 1, 0)]]
-            others += [shape for shape in self._shapes if shape[1] != best[1]][:1]
+            others += [shape for shape in self._shapes if shape[0] and shape[1] != best[1]][:1]
             best = others[probe % len(others)]
         self.nodes, self.chain = best
         return super().drafts()

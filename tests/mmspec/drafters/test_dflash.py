@@ -24,6 +24,7 @@ from tests.compiled import needs_kernels
 from tests.dflash import BLOCK, CONFIGS, WIDTH, check_blocks, cut, published, reference, with_heads, write
 from tests.tiny import shared_model
 from tests.tiny.configs import VOCAB
+from tests.tiny.drafters import NETWORKS
 from tests.tiny.models import dflash_network, text_inputs, vision_inputs
 
 LAYOUTS = ["z-lab", "transformers", "speculators"]
@@ -258,6 +259,49 @@ def test_trees_beside_quantised_weights(kind, confidence):
         assert torch.equal(ours.tokens, theirs.tokens)
         assert torch.equal(ours.parents, theirs.parents)
         torch.testing.assert_close(ours.log_probs, theirs.log_probs, atol=1e-3, rtol=1e-3)
+
+
+@needs_kernels
+def test_chains_beside_quantised_weights():
+    model = copy.deepcopy(shared_model("llama"))
+    pack_model(model, "int8")
+    drafter = DFlash(_network(model, "vanilla"), top_k=3, total_tokens=12)
+    trees, grow = [], drafter.grow
+
+    def grown(token, budget):
+        budget.chain = True
+        trees.append(grow(token, budget))
+        return trees[-1]
+
+    drafter.grow = grown
+    mmspec.generate(model, drafter=drafter, nodes=4, max_new_tokens=8, eos_token_id=None, **text_inputs(3))
+    assert drafter._markov is not None
+    assert max(tree.nodes for tree in trees) > 2
+    assert all(torch.equal(tree.parents, torch.arange(-1, tree.nodes - 1).expand(3, -1)) for tree in trees)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "xpress"])
+def test_a_target_may_have_more_tokens_than_the_drafter(kind):
+    """Its further tokens are never drafted, but others follow them."""
+    drafter = DFlash(NETWORKS[kind](shared_model("llama")), top_k=3)
+    drafter.published = {"vocab_size": VOCAB, "hidden_size": 48}
+    torch.manual_seed(0)
+    config = copy.deepcopy(shared_model("llama").config)
+    config.vocab_size = VOCAB + 27
+    model = LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data[VOCAB:] *= 30
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, **text_inputs(2)}
+    plain = model.generate(**options)
+    assert bool((plain[:, -12:-1] >= VOCAB).any())
+    assert torch.equal(mmspec.generate(model, drafter=drafter, nodes=8, **options), plain)
+
+
+def test_convolutions_stay_inside_blocks():
+    network = dflash_network(shared_model("llama"), conv_kernel_size=3, conv_group_size=4)
+    conv = network.layers[1].attention_conv
+    x = torch.randn(2, 3 * conv.block, WIDTH, generator=torch.Generator().manual_seed(0))
+    apart = torch.cat([conv(part, torch.tanh) for part in x.split(conv.block, dim=1)], dim=1)
+    torch.testing.assert_close(conv(x, torch.tanh), apart)
 
 
 @needs_kernels

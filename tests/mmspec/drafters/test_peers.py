@@ -255,6 +255,8 @@ def test_drafters_that_are_written_are_read(algorithm, tmp_path):
     if algorithm == "eagle3":
         del own["mask_token_id"]
     target.save_pretrained(tmp_path / "target")
+    if algorithm == "xpress":
+        own["xpress_mlp_ratio"] = 3
     own["draft_vocab_size"] = VOCAB if algorithm == "dflash2" else len(IDS)
     model = peer(algorithm, layer, target, **own)
     model.save_pretrained(tmp_path / "theirs")

@@ -476,6 +476,24 @@ def test_the_other_shape_is_tried_rarely():
     assert 0.02 < share_of_chains(budget, rng, MUCH, ALIKE, 2000) < 0.04
 
 
+def test_chains_and_trees_learn_apart():
+    """How often drafts of a probability are accepted, and what a level costs."""
+    budget = adaptive(FREE)
+    for chain, kept, cost in ((True, 8, 0.05), (False, 1, 0.5)):
+        budget.chain = chain
+        for step in range(80):
+            budget.remaining = 50
+            budget.take([[0.5] * 7])
+            budget.levels = 1 + step % 4
+            budget.observe(8, [list(range(kept))], cost * budget.levels, FREE(8))
+    prices = []
+    for chain, low, high in ((True, 0.8, 1.0), (False, 0.0, 0.3)):
+        budget.chain = chain
+        assert low <= budget._correct(0.5) <= high
+        prices.append(budget.least_gain)
+    assert prices[1] > 3 * prices[0]
+
+
 def test_a_chain_is_the_path_of_most_probable_children():
     rows = [([5, 6, 7, 8, 9], [0, 0, 1, 2, 3]), ([4, 3, 2], [0, 1, 1])]
     probs = [[0.6, 0.3, 0.25, 0.2, 0.1], [0.9, 0.5, 0.4]]

@@ -23,6 +23,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests import matrix
 from tests.device import Replayed, record_captures
 from tests.tiny import shared_model
+from tests.tiny.drafters import tiny_drafter
 
 MEMORY = 1 << 30
 
@@ -213,6 +214,19 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
 
 
 @pytest.mark.usefixtures("_recorded")
+def test_every_shape_of_adaptive_drafts_is_captured(monkeypatch):
+    captured = []
+    monkeypatch.setattr(speculation, "warm_up", lambda *known: captured.extend((b.nodes, b.chain) for b in known[-1]))
+    model = shared_model("llama")
+    found = speculation.Speculation(plugins.target_class(model.config)(model), tiny_drafter("dflash", model))
+    monkeypatch.setattr(found.budgets, "calibrate", lambda adaptive: None)
+    found.warm_up(1)
+    assert captured == [(63, False), (31, False), (15, False), (7, True), (7, False)]
+    captured.clear()
+    found.warm_up(1, sizes=(12, 0))
+    assert captured == [(12, False)]
+
+
 def test_a_lack_of_memory_is_a_warning(monkeypatch):
     def fails(*_):
         raise torch.OutOfMemoryError("out of memory")

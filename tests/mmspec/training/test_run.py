@@ -345,6 +345,10 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(
         train(tmp_path / "d", *still, "--from-target", "--heads", "1", "--kv-heads", "1", command="dflash")
     with pytest.raises(UserError, match="reads outputs of layers 0, 2: the target has 2 layers"):
         train(tmp_path / "e", *still, "--reads", "0,2", command="dflash")
+    train(tmp_path / "f", *still, *changes[:5], *DFLASH2.split(), command="dflash")
+    convolved = saved(tmp_path / "f")
+    assert "layers.0.attention_conv.base" in convolved
+    torch.testing.assert_close(convolved["layers.0.q.weight"], found["layers.0.q.weight"], atol=1e-6, rtol=0)
 
 
 @pytest.mark.long
