@@ -213,7 +213,6 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
     ]
 
 
-@pytest.mark.usefixtures("_recorded")
 def test_every_shape_of_adaptive_drafts_is_captured(monkeypatch):
     captured = []
     monkeypatch.setattr(speculation, "warm_up", lambda *known: captured.extend((b.nodes, b.chain) for b in known[-1]))
@@ -227,6 +226,7 @@ def test_every_shape_of_adaptive_drafts_is_captured(monkeypatch):
     assert captured == [(12, False)]
 
 
+@pytest.mark.usefixtures("_recorded")
 def test_a_lack_of_memory_is_a_warning(monkeypatch):
     def fails(*_):
         raise torch.OutOfMemoryError("out of memory")
