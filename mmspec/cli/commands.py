@@ -51,6 +51,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "calibrate": ("mmspec calibrate --model smollm2", "mmspec calibrate --model smollm2 --dtype int8 --refresh"),
     "info": ("mmspec info", "mmspec info smollm2 --drafters"),
+    "clean": ("mmspec clean", "mmspec clean --json"),
     "train make-data": (
         "mmspec train make-data --model smollm2 --self-prompts 2000 --out made",
         "mmspec train make-data --model smol-llava --prompts data.json --images photos --out made",

@@ -4,17 +4,16 @@ complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mmspec.errors import missing
 from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import completed, gguf, gguf_model
@@ -59,11 +58,13 @@ class Source:
         Raises:
             UserError: weights are missing, of other shapes, or unexpected; or a file was cut meanwhile.
         """
-        with ExitStack() as stack:
-            if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
-                options["quantization_config"] = RowsConfig(partial(_quantised, kind))
-                stack.enter_context(unmapped())
-            model: Any = read_whole(auto_class, self.folder, config=config, **options)
+        if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
+            rows = RowsConfig(partial(_quantised, kind))
+            with unmapped():
+                model: Any = read_whole(auto_class, self.folder, config=config, quantization_config=rows, **options)
+            refuse_other_weights(model, self.name, (), rows.mismatched, ())
+            return model, kind
+        model = read_whole(auto_class, self.folder, config=config, **options)
         return model, kind if kind != "auto" or not on_cpu or _is_large(model) else torch.float32
 
 
@@ -86,6 +87,10 @@ class LazySource(Source):
         return GenerationConfig.from_pretrained(self.folder)
 
     def model(self, auto_class: Any, config: Any, kind: Any, on_cpu: bool, **options: Any) -> tuple[Any, Any]:
+        try:
+            from accelerate import init_empty_weights
+        except ImportError as error:
+            raise missing(f"reading {self.name}", "accelerate", "real") from error
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: Any = auto_class.from_config(config)
         state, tied = self._state(model), dict(model.all_tied_weights_keys)
