@@ -14,27 +14,47 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Pass
+from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Packing, Pass
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, which Python has no name for
+
 _LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread calls
 
 
-def zeros(count: int) -> Tensor | None:
-    """``count`` zeros in memory of huge pages, (count,) uint8; None where the system has none.
-
-    With pages of 4 KiB, address translation would take as long as reading the memory in order.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+def zeros(count: int) -> Tensor:
+    """``count`` zeros, (count,) uint8, from the start of a huge page on; see ``use_huge_pages``."""
     pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
+
+
+def use_huge_pages(memory: Tensor) -> threading.Thread | None:
+    """Move memory of ``zeros`` that is written to huge pages, where the system has them, in a thread of its own.
+
+    With pages of 4 KiB, address translation may take as long as reading the memory in order. Where a system has to find
+    memory for huge pages first (a virtual machine does at their first use), writing to them would take longer than all
+    else in the loading of a model.
+    """
+    starts = range(memory.data_ptr(), memory.data_ptr() + len(memory) - PAGE + 1, PAGE)
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not starts:
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    advise(starts[0], len(starts) * PAGE, mmap.MADV_HUGEPAGE)  # for systems that do so by and by, alone
+
+    def move(kept: Tensor) -> None:
+        for start in starts:
+            if advise(start, PAGE, _COLLAPSE):
+                return
+
+    thread = threading.Thread(target=move, args=(memory,), name="huge pages", daemon=True)
+    thread.start()
+    return thread
 
 
 def trim() -> None:
@@ -79,17 +99,32 @@ def bytes_of_blocks(kind: str, inputs: int, outputs: int) -> int:
     return int(cpu_library.functions().bytes_of_blocks(KINDS.index(kind), inputs, outputs))
 
 
-def stored_rows(name: str, form: str, places: Tensor, features: int, file: int, out: Tensor) -> bool:
-    """Read rows in a format of GGUF; returns False where the file has not all of them.
+def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads: int) -> int:
+    """Write rows in formats of GGUF to the blocks of layers, one layer after the other.
 
     Args:
-        name: ``"pack_rows"``, into a layer's blocks, or ``"dense_rows"``, into (rows, features of whole groups)
-            float32.
-        places: (rows,) int64, in the file, or addresses.
-        file: its descriptor; -1 for memory.
+        packings: format; places of the rows, (rows,) int64, in a file, or addresses; features of a row; the file's
+            descriptor, or -1; a layer's ``blocks``.
+
+    Returns:
+        How many are done; fewer than all where a file has not all rows of the next.
     """
+    fields = (
+        Packing(places.data_ptr(), blocks.data_ptr(), FORMATS.index(form), len(places), features, file)
+        for form, places, features, file, blocks in packings
+    )
+    return int(cpu_library.functions().pack_rows((Packing * len(packings))(*fields), len(packings), threads))
+
+
+def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | None:
+    """Rows in a format of GGUF as (rows, features of whole groups) float32; None where the file has not all of them.
+
+    Args:
+        form, places, features, file: as in ``pack_rows``.
+    """
+    out = torch.empty(len(places), -(-features // 32) * 32)
     arguments = FORMATS.index(form), places.data_ptr(), len(places), features, file, out.data_ptr(), kernel_threads()
-    return bool(getattr(cpu_library.functions(), name)(*arguments))
+    return out if cpu_library.functions().dense_rows(*arguments) else None
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:

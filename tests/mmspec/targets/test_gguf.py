@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -19,7 +21,6 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 from transformers.utils import logging
 
 import mmspec
-from mmspec import loading
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
@@ -31,7 +32,7 @@ from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, sources
 from mmspec.targets.merged_layers import merge_layers
-from mmspec.targets.packing import drafter_kind, pack_drafter, weights_kind
+from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
@@ -209,25 +210,39 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path
     source = source_of(copied)
     os.truncate(copied, copied.stat().st_size - 5000)
     with pytest.raises(mmspec.UserError, match=r"cut\.gguf was cut while it was read: expected all of its tensors"):
-        loading._prepared(*source.model(AutoModelForCausalLM, source.config(), dtype, True), torch.device("cpu"))
+        pack_model(*source.model(AutoModelForCausalLM, source.config(), dtype, True))
 
 
 @needs_kernels
-def test_a_file_may_be_replaced_or_cut_once_it_is_loaded(mixed: Path, cache: Path, tmp_path: Path) -> None:
-    """Or be replaced while it is read: what was opened is read."""
-    copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
-    pipe = mmspec.load(str(copied), drafter="ngram")
-    ask = lambda one: one.generate([70, 71, 72, 70, 71], max_new_tokens=8, ignore_eos=True).token_ids  # noqa: E731
-    expected = ask(pipe)
-    os.truncate(copied, 64)
-    assert ask(pipe) == expected
-    source = source_of(mixed)
-    moved = Path(shutil.copy(mixed, tmp_path / "moved.gguf"))
+def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: Path, tmp_path: Path) -> None:
+    """What was opened is read."""
+    moved, ids = Path(shutil.copy(mixed, tmp_path / "moved.gguf")), [70, 71, 72, 70, 71]
+    expected = mmspec.load(str(mixed), drafter=None).generate(ids, max_new_tokens=8, ignore_eos=True).token_ids
     source = source_of(moved)
     save_gguf(tmp_path / "new.gguf").replace(moved)
     model, kind = source.model(AutoModelForCausalLM, source.config(), "auto", True)
-    again = mmspec.load(loading._prepared(model.eval(), kind, torch.device("cpu")), processor=pipe.processor.plain)
-    assert ask(again) == expected
+    pack_model(model, kind)
+    save_gguf(tmp_path / "new.gguf").replace(moved)
+    pipe = mmspec.load(model.eval(), drafter="ngram", processor=load_processor(str(mixed)).plain)
+    assert pipe.generate(ids, max_new_tokens=8, ignore_eos=True).token_ids == expected
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # the latter has its embeddings in memory
+        assert torch.equal(twin(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)
+
+
+@needs_kernels
+def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Path, cache: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
+    pipe = mmspec.load(str(copied), drafter="ngram")
+    whole, size = copied.read_bytes(), copied.stat().st_size
+    expected = pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids
+    os.truncate(copied, 64)
+    for _ in range(2):
+        with pytest.raises(mmspec.UserError, match=r"used\.gguf was cut while it was read"):
+            pipe.generate([70, 71, 72], max_new_tokens=8)
+    with copied.open("r+b") as again:
+        again.write(whole)
+    assert copied.stat().st_size == size
+    assert pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids == expected
 
 
 def load_index(path: str) -> str:
@@ -273,7 +288,7 @@ def test_progress_is_shown_on_a_terminal_only(
     monkeypatch.setattr(logging, "_tqdm_active", True)
     mmspec.load(str(file), drafter=None)
     shown = capsys.readouterr().err
-    assert "Packing weights" in shown if terminal else not shown
+    assert "Reading weights" in shown if terminal else not shown
     assert logging.is_progress_bar_enabled()
 
 
