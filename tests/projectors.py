@@ -274,9 +274,7 @@ def _projector_metadata(family: str, whole: Any) -> dict[str, Any]:
         fields |= {"preproc_image_size": 96, "projector.scale_factor": 2}
     elif family == "qwen2_5_vl":
         fields["n_wa_pattern"], more = 2, {"clip.use_silu": True}
-    elif family == "internvl":
-        fields["projector.scale_factor"] = 2
-    elif family == "gemma3":
+    elif family in ("internvl", "gemma3"):
         fields["projector.scale_factor"] = 2
     if is_llava:
         more = {"clip.has_text_encoder": False, "clip.has_llava_projector": True, "clip.use_gelu": False}

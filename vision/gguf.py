@@ -1,5 +1,5 @@
-"""Vision-language models in two GGUF files, as llama.cpp has them: the language model's, and that of the vision tower and
-projector (``mmproj``).
+"""Vision-language models in two GGUF files, as llama.cpp has them: the language model's, and that of the vision tower
+and projector (``mmproj``).
 
 Names of tensors and metadata are those of llama.cpp's ``convert_hf_to_gguf.py --mmproj`` and, for LLaVA, of its older
 ``convert_image_encoder_to_gguf.py``. What files do not state is as published configurations of the family have it.

@@ -11,11 +11,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-import mmspec
 from mmspec.vision.gguf import VisionSource
 from mmspec.vision.processor import VisionProcessor
 from tests import projectors
-from tests.compiled import needs_kernels
 
 _TEXTS = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (96, 80, 3), dtype=np.uint8))
