@@ -77,11 +77,11 @@ def config(family: str) -> Any:
         kind: Any = t.Idefics3Config if family == "idefics3" else t.SmolVLMConfig
         return kind(vision_config=_TOWER, text_config=llama, image_token_id=_NUMBER["<image>"], scale_factor=2)
     if family == "qwen2_vl":
-        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3, "depth": 4, "num_heads": 2, "patch_size": 8}
+        tower = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 3, "depth": 4, "num_heads": 2}
         return t.Qwen2VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
     if family == "qwen2_5_vl":
         tower = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "depth": 4, "num_heads": 2}
-        tower |= {"patch_size": 8, "fullatt_block_indexes": [1, 3], "window_size": 64, "tokens_per_second": 2}
+        tower |= {"fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
         return t.Qwen2_5_VLConfig(vision_config=tower, text_config={**_TEXT, "rope_parameters": _MROPE}, **_QWEN)
     if family == "gemma3":
         text = {**_TEXT, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "num_hidden_layers": 7}
@@ -136,7 +136,7 @@ def processor(family: str) -> Any:
         return t.Idefics3Processor(t.Idefics3ImageProcessorPil(**edges, **_COLOURS), words, image_seq_len=4)
     if family.startswith("qwen"):
         words._set_model_specific_special_tokens({f"{name}_token": f"<|{name}_pad|>" for name in ("image", "video")})
-        return Qwen2VLImages(t.Qwen2VLImageProcessorPil(patch_size=8, **_COLOURS), words)
+        return Qwen2VLImages(t.Qwen2VLImageProcessorPil(**_COLOURS), words)
     if family == "gemma3":
         names = {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"}
         words._set_model_specific_special_tokens({f"{name}_token": token for name, token in names.items()})
@@ -160,7 +160,7 @@ def save(
     made = model(family)
     language, projector = folder / f"{family}.gguf", folder / f"mmproj-{family}.gguf"
     architecture = _ARCHITECTURES.get(family, "llama")
-    fields = {**_language_metadata(architecture, made.config.get_text_config()), **_vocabulary(), **metadata}
+    fields = {**_language_metadata(architecture, made.config.get_text_config()), **vocabulary(), **metadata}
     _write(language, {**fields, "tokenizer.chat_template": template}, _language_tensors(architecture, made, quantise))
     _write(projector, {**_projector_metadata(family, made.config), **metadata}, dict(_projector_tensors(family, made)))
     return language, projector
@@ -184,7 +184,7 @@ def _write(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) 
 
 
 @cache
-def _vocabulary() -> dict[str, Any]:
+def vocabulary() -> dict[str, Any]:
     words = tokenizer(_VOCAB, _TOKENS)
     merges = json.loads(words.backend_tokenizer.to_str())["model"]["merges"]
     tokens = words.convert_ids_to_tokens(range(_VOCAB))
