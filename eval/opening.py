@@ -37,7 +37,7 @@ from mmspec.targets.gguf import GGUFFile
 
 FIRST, LATER, LLAMA = "mmspec, first", "mmspec, later", "llama.cpp"
 _PROGRAM = """
-import builtins, importlib, json, resource, sys, threading, time
+import builtins, importlib, json, sys, threading, time
 start, imports, within = time.perf_counter(), 0.0, False
 
 def timed(plain):
@@ -58,7 +58,7 @@ from mmspec import loading
 torch.set_num_threads(int(sys.argv[2]))
 pipe = loading.load(sys.argv[1], drafter=None)
 seconds = time.perf_counter() - start - imports
-peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(json.dumps({"imports": imports, "seconds": seconds,
                   "resident": psutil.Process().memory_info().rss, "peak": peak}))
 """

@@ -32,6 +32,8 @@ from mmspec.quantisation.blocks import (
 )
 from mmspec.quantisation.linear import GROUP, quantise_int4
 
+_AT_ONCE = 1 << 20  # weights that are quantised together
+
 
 @dataclass(frozen=True)
 class StoredRows:
@@ -169,16 +171,25 @@ def quantised_rows(weight: Tensor, kind: str) -> StoredRows:
         weight: (rows, features), any floating dtype.
         kind: ``"int4"`` or ``"int8"``.
     """
-    groups = whole_groups(weight)
-    if kind == "int4":
-        codes, scale, zero = quantise_int4(groups)
-        low, high = codes.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
-        parts = [scale.half()[..., None], (zero - 8 * scale).half()[..., None], low | high << 4]
-    else:
-        codes, scale = quantise_int8(groups)
-        parts = [scale[..., None], codes.unflatten(1, (-1, GROUP))]
-    data = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2).flatten(1)
-    return StoredRows.of("Q4_1" if kind == "int4" else "Q8_0", data, weight.shape[1])
+    form, encode, size = ("Q4_1", _q4_1, 20) if kind == "int4" else ("Q8_0", _q8_0, 34)
+    groups = -(-weight.shape[1] // GROUP)
+    data = cpu.zeros(len(weight) * groups * size).view(len(weight), groups, size)  # which goes back to the system
+    count = max(1, _AT_ONCE // weight.shape[1])
+    for some, out in zip(weight.split(count), data.split(count), strict=True):
+        parts = encode(whole_groups(some))
+        torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2, out=out)
+    return StoredRows.of(form, data.flatten(1), weight.shape[1])
+
+
+def _q4_1(weight: Tensor) -> list[Tensor]:
+    codes, scale, zero = quantise_int4(weight)
+    low, high = codes.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
+    return [scale.half()[..., None], (zero - 8 * scale).half()[..., None], low | high << 4]
+
+
+def _q8_0(weight: Tensor) -> list[Tensor]:
+    codes, scale = quantise_int8(weight)
+    return [scale[..., None], codes.unflatten(1, (-1, GROUP))]
 
 
 class StoredEmbedding(nn.Embedding):

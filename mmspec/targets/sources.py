@@ -4,6 +4,7 @@ complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import completed, gguf, gguf_model
 from mmspec.targets.packing import QUANTISED, head_kind
-from mmspec.targets.streaming import RowsConfig, Takes
+from mmspec.targets.streaming import RowsConfig, Takes, unmapped
 from mmspec.targets.support import from_pretrained, read_whole, refuse_other_weights
 
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
@@ -58,9 +59,11 @@ class Source:
         Raises:
             UserError: weights are missing, of other shapes, or unexpected; or a file was cut meanwhile.
         """
-        if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
-            options["quantization_config"] = RowsConfig(partial(_quantised, kind))
-        model: Any = read_whole(auto_class, self.folder, config=config, **options)
+        with ExitStack() as stack:
+            if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
+                options["quantization_config"] = RowsConfig(partial(_quantised, kind))
+                stack.enter_context(unmapped())
+            model: Any = read_whole(auto_class, self.folder, config=config, **options)
         return model, kind if kind != "auto" or not on_cpu or _is_large(model) else torch.float32
 
 

@@ -3,23 +3,42 @@ keep nothing but quantised rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mmspec.ops import cpu
 from mmspec.quantisation.formats import StoredRows
+from mmspec.targets.layers import replaced
 
 NAME = "mmspec"
 
 Takes = Mapping[str, Callable[[Tensor], StoredRows]]
 """By the name of a weight, what makes rows of it. Its layer keeps them as ``stored`` for ``pack_model``; its ``weight``
 stays on the meta device."""
+
+
+@contextmanager
+def unmapped() -> Iterator[None]:
+    """transformers reads safetensors files that it maps to memory, where they would stay until all are read."""
+    with replaced({(modeling_utils, "safe_open"): _reading}):
+        yield
+
+
+def _reading(plain: Any) -> Any:
+    @wraps(plain, updated=())
+    def opened(*args: Any, **options: Any) -> Any:
+        return plain(*args, **{**options, "backend": "pread"})
+
+    return opened
 
 
 @register_quantization_config(NAME)
@@ -74,9 +93,11 @@ class _Take(ConversionOps):
         for name, value in input_dict.items():
             name = full_layer_name if len(input_dict) == 1 else name
             tensor = value[0] if isinstance(value, list) else value
-            if name in self._takes:
-                model.get_submodule(name.rpartition(".")[0]).stored = [self._takes[name](tensor)]
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if name in self._takes and tensor.shape == layer.weight.shape:  # others are transformers' to report
+                layer.stored = [self._takes[name](tensor)]
                 missing_keys.discard(name)
+                cpu.trim()  # the allocator would keep as much again as all rows take
             else:
                 kept[name] = tensor
         return kept
