@@ -30,7 +30,7 @@ _TOKENS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in ran
 _VOCAB = 352
 _NUMBER = {name: place for place, name in enumerate(_TOKENS)}
 
-_PINPOINTS = [[32, 64], [64, 32], [64, 64]]
+_PINPOINTS = [[64, 32], [32, 96]]
 _COLOURS: dict[str, Any] = {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]}
 _TEXT = {
     "vocab_size": _VOCAB,
@@ -45,7 +45,7 @@ _TEXT = {
     "eos_token_id": 2,
 }
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TOWER |= {"image_size": 32, "patch_size": 8}
+_TOWER |= {"image_size": 32, "patch_size": 8, "layer_norm_eps": 1e-3}
 _QWEN = {f"{name}_token_id": _NUMBER[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
 _QWEN |= {f"{name}_token_id": _NUMBER[f"<|{name}_pad|>"] for name in ("image", "video")}
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
@@ -246,7 +246,7 @@ def _language_tensors(architecture: str, made: Any, quantise: str) -> dict[str, 
         place = table.get_name(name, (".weight", ".bias"))
         kind = getattr(package.GGMLQuantizationType, quantise, None)
         data = value.contiguous().numpy()
-        is_matrix = kind is not None and place.startswith("blk.") and value.ndim == 2
+        is_matrix = kind is not None and value.ndim == 2
         tensors[place] = (package.quantize(data, kind), kind) if is_matrix else value.contiguous()
     return tensors
 
