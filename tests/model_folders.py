@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,14 +36,14 @@ _GGUF = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_f
 _GGUF |= {"attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 260, "rope.dimension_count": 16}
 
 
-def tokenizer(vocab: int = 320) -> PreTrainedTokenizerFast:
+def tokenizer(vocab: int = 320, special: Sequence[str] = _SPECIAL) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly ``vocab`` entries."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=_SPECIAL,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

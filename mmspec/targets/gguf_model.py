@@ -84,9 +84,13 @@ def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> No
     (folder / _OPTIONS).write_text(json.dumps(options, indent=2), encoding="utf-8")
 
 
-def read_tokenizer(folder: Path) -> Any:
-    """The tokenizer of such a folder, in half of the time that transformers takes to read one of 152,000 tokens."""
-    options = json.loads((folder / _OPTIONS).read_text(encoding="utf-8"))
+def read_tokenizer(folder: Path, **more: Any) -> Any:
+    """The tokenizer of such a folder, in half of the time that transformers takes to read one of 152,000 tokens.
+
+    Args:
+        **more: further options of its class.
+    """
+    options = {**json.loads((folder / _OPTIONS).read_text(encoding="utf-8")), **more}
     if (folder / _TEMPLATE).is_file():
         options["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
     made = PreTrainedTokenizerFast(tokenizer_file=str(folder / _TOKENIZER), **options)
@@ -128,10 +132,26 @@ def config(file: GGUFFile) -> Any:
         else:
             with _given(file):
                 fields = load_gguf_checkpoint(str(file.path))["config"]
+        if architecture == "gemma3":
+            fields |= _gemma3(file)
         fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
         made = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     made.name_or_path = str(index(file))
     return made
+
+
+def _gemma3(file: GGUFFile) -> dict[str, Any]:
+    """Fields that transformers leaves at their defaults: rotary embeddings and, as llama.cpp has it, the scale of
+    attention, which for the model of 27 billion parameters is another one."""
+    head, base = file.get("attention.key_length", 256), file.get("rope.freq_base", 1e6)
+    if file.get("block_count") == 62:
+        head = file.get("embedding_length") // file.get("attention.head_count")
+    whole: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
+    if file.get("rope.scaling.type") == "linear":
+        whole |= {"rope_type": "linear", "factor": file.get("rope.scaling.factor")}
+    local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 1e4)}
+    rope = {"full_attention": whole, "sliding_attention": local}
+    return {"query_pre_attn_scalar": head, "rope_parameters": rope}
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:

@@ -1,0 +1,196 @@
+"""Vision-language models in two files of llama.cpp: the same numbers, inputs and answers as the models they are of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+import mmspec
+from mmspec.targets import gguf
+from mmspec.vision.gguf import VisionSource
+from mmspec.vision.processor import VisionProcessor
+from tests import projectors
+from tests.compiled import needs_kernels
+from tests.model_folders import save_gguf
+
+TEXTS = "{% for one in messages %}[{{ one.role }} {{ one.content }}]{% endfor %}"
+ITEMS = "{% for one in messages[0].content %}{{ '<image>' if one.type == 'image' else one.text }}{% endfor %}"
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (224, 168, 3), dtype=np.uint8))
+ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+
+
+def opened(family: str, folder: Path, *changes: Any, **more: Any) -> VisionSource:
+    return VisionSource(*projectors.save(family, folder, *changes, **more))
+
+
+def model_of(source: VisionSource, kind: Any = torch.float32) -> Any:
+    made, _ = source.model(AutoModelForImageTextToText, source.config(), kind, True)
+    return made.eval()
+
+
+def logits(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**given).logits
+
+
+def inputs(processor: Any) -> dict[str, torch.Tensor]:
+    prompt = processor.encode([{"prompt": "What is it?", "images": [PICTURE]}])
+    return {"input_ids": prompt.input_ids, **prompt.inputs}
+
+
+@pytest.mark.parametrize("family", projectors.FAMILIES)
+def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family: str, tmp_path: Path) -> None:
+    source, original = opened(family, tmp_path), projectors.model(family)
+    processor = source.processor(VisionProcessor)
+    found = inputs(processor)
+    text = processor._render(ASKED)
+    options = {} if processor.adds_special_tokens(text) else {"add_special_tokens": False}
+    expected = projectors.processor(family)(text=[text], images=[PICTURE], return_tensors="pt", **options)
+    assert set(found) == set(expected) - {"attention_mask"}
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+    built, weights = model_of(source), original.state_dict()
+    for name, value in built.state_dict().items():
+        if "vision_tower.post_layernorm" not in name or family == "gemma3":  # LLaVA has no use for it
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+    ours, theirs = logits(built, found), logits(original, found)
+    assert theirs.std() > 1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_answers_with_a_drafter_are_those_of_generate(family: str, tmp_path: Path) -> None:
+    """In a batch of a longer and a shorter prompt with images."""
+    source = opened(family, tmp_path)
+    pipe = mmspec.load(model_of(source), "ngram", processor=source.processor(VisionProcessor))
+    assert pipe.target.eos_token_ids == [2]
+    asked = [{"prompt": "What is it? What is it?", "images": [PICTURE]}, {"prompt": "Why?", "images": [PICTURE]}]
+    prompt = pipe.processor.encode(asked)
+    given = {"input_ids": prompt.input_ids, "attention_mask": prompt.attention_mask, **prompt.inputs}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = projectors.model(family).generate(**given, **options)[:, prompt.input_ids.shape[1] :]
+    answers = pipe.generate_batch(asked, max_new_tokens=12)
+    for answer, row in zip(answers, expected.tolist(), strict=True):
+        assert answer.token_ids == row[: len(answer.token_ids)]
+        assert len(answer.token_ids) == 12 or answer.token_ids[-1] == 2
+
+
+@needs_kernels
+def test_the_language_models_rows_stay_as_they_are_in_the_file(tmp_path: Path) -> None:
+    source = opened("llava", tmp_path, quantise="Q8_0")
+    assert source.dtype == "int8"
+    exact, packed = model_of(source), model_of(source, "auto")
+    rows = gguf.GGUFFile(tmp_path / "llava.gguf").tensors["blk.1.attn_q.weight"]
+    layer = packed.model.language_model.layers[1].self_attn.q_proj
+    (stored,) = layer.stored
+    assert (stored.format, stored.in_file) == ("Q8_0", True)
+    assert sorted(stored.places.tolist()) == rows.rows().places.tolist() != stored.places.tolist()
+    assert torch.equal(stored.dense(), exact.model.language_model.layers[1].self_attn.q_proj.weight)
+    assert exact.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight.equal(
+        packed.model.vision_tower.encoder.layers[0].self_attn.q_proj.weight
+    )
+
+
+def test_llavas_own_files_without_a_token_of_images(tmp_path: Path) -> None:
+    """The oldest name no projector's type; ``<unk>``, which pads other prompts, stands for images."""
+    tokens = projectors.vocabulary()["tokenizer.ggml.tokens"]
+    renamed = ["<other>" if token == "<image>" else token for token in tokens]
+    changes = {"tokenizer.ggml.tokens": renamed, "tokenizer.ggml.padding_token_id": tokens.index("<unk>")}
+    source = opened("llava", tmp_path, ITEMS, {**changes, "clip.projector_type": None})
+    processor = source.processor(VisionProcessor)
+    given = processor.encode([{"prompt": text, "images": [PICTURE]} for text in ("Why?", "What is it?")])
+    assert source.config().image_token_id == tokens.index("<unk>")
+    assert (given.input_ids == tokens.index("<unk>")).sum(1).tolist() == [16, 16]
+    assert processor._render(ASKED) == "<unk>What is it?"
+    with_images = {"attention_mask": given.attention_mask, **given.inputs}
+    theirs = {"input_ids": given.input_ids.where(given.input_ids != tokens.index("<unk>"), tokens.index("<image>"))}
+    expected = logits(projectors.model("llava"), {**theirs, **with_images})
+    found = logits(model_of(source), {"input_ids": given.input_ids, **with_images})
+    torch.testing.assert_close(found[:, -5:], expected[:, -5:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "expected"),
+    [
+        ("llava", TEXTS, "[user <image>\nWhat is it?]"),
+        ("llava", ITEMS, "<image>What is it?"),
+        ("llava", None, "USER: <image>\nWhat is it? ASSISTANT:"),
+        ("idefics3", None, "<s>User:<image>What is it?<end_of_utterance>\nAssistant:"),
+        ("gemma3", None, "<s><start_of_turn>user\n<start_of_image>What is it?<end_of_turn>\n<start_of_turn>model\n"),
+        ("internvl", TEXTS, "[user <IMG_CONTEXT>\nWhat is it?]"),
+        ("qwen2_vl", TEXTS, "[user <|vision_start|><|image_pad|><|vision_end|>What is it?]"),
+    ],
+)
+def test_images_have_a_place_in_every_chat_template(family, template, expected, tmp_path: Path) -> None:
+    """Of the language model's file, for items or texts alone; else the family's."""
+    processor = opened(family, tmp_path, template=template).processor(VisionProcessor)
+    assert processor._render(ASKED) == expected
+    texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    if template == TEXTS:
+        assert processor._render(texts) == "[user Hi][assistant Yes]"
+
+
+def test_older_converters_swapped_the_products_of_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = opened("gemma3", tmp_path)
+    given = inputs(plain.processor(VisionProcessor))
+    expected = logits(model_of(plain), given)
+    write = projectors._write
+
+    def swapped(file: Path, metadata: Any, tensors: Any) -> None:
+        names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+        is_tower = metadata["general.architecture"] == "clip"
+        change = lambda name: re.sub("ffn_up|ffn_down", lambda found: names[found[0]], name)  # noqa: E731
+        write(file, metadata, {change(name) if is_tower else name: value for name, value in tensors.items()})
+
+    monkeypatch.setattr(projectors, "_write", swapped)
+    assert torch.equal(logits(model_of(opened("gemma3", tmp_path)), given), expected)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"clip.projector_type": "ldp"}, r"projector of type mlp, idefics3, .*internvl, found type ldp$"),
+        ({"clip.vision.image_mean": None}, r"metadata and tensors of a internvl projector: 'clip\.vision\.image_mean'"),
+        (
+            {"clip.vision.block_count": None},
+            r"metadata and tensors of a internvl projector: 'clip\.vision\.block_count'",
+        ),
+        ({"clip.vision.block_count": 5}, "layer.4.* is missing"),
+        ({"clip.projector_type": "mlp"}, r"metadata and tensors of a mlp projector: 'mm\.2\.weight'"),
+        ({"tokenizer.ggml.tokens": ["<s>"] * 352}, "expected the token <IMG_CONTEXT> in its vocabulary, found none"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_one_line(metadata: Any, expected: str, tmp_path: Path) -> None:
+    def load() -> None:
+        source = opened("internvl", tmp_path, metadata=metadata)
+        model_of(source)
+        source.processor(VisionProcessor)
+
+    with pytest.raises(mmspec.UserError, match=expected) as caught:
+        load()
+    assert "\n" not in str(caught.value)
+    assert "internvl.gguf" in str(caught.value)
+
+
+def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
+    language, projector = projectors.save("llava", tmp_path)
+    with pytest.raises(mmspec.UserError, match=r"expected the mmproj file of .* found a file of llama without one$"):
+        VisionSource(language, language)
+    with pytest.raises(mmspec.UserError, match=r"features, found one to 64$"):
+        VisionSource(save_gguf(tmp_path / "wide.gguf", embedding_length=128), projector)
+    other, _ = projectors.save("idefics3", tmp_path)
+    (tmp_path / "mmproj-other.gguf").write_bytes(projector.read_bytes().replace(b"v.pre_ln", b"v.pro_ln"))
+    with pytest.raises(mmspec.UserError, match=r"expected the tensors of a mlp projector, found v\.pro_ln\.weight$"):
+        model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
