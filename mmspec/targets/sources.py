@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mmspec.errors import missing
+from mmspec import plugins
+from mmspec.errors import UserError, missing
 from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import completed, gguf, gguf_model
@@ -135,15 +137,23 @@ class GGUFSource(LazySource):
         return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._file)))
 
 
-def find(name: str) -> Source:
+def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
     """The source of a model's name, folder or file.
 
+    Args:
+        mmproj: file with the vision tower of a GGUF file; by default the one in its folder, where that is named.
+
     Raises:
-        UserError: several GGUF files in a folder, a package is missing, a file cannot be read, or the cache not be
+        UserError: several GGUF files in a folder, an ``mmproj`` without such a file, a package is missing, a file cannot be read, or the cache not be
             written.
     """
-    if (path := gguf.file_in(name)) is not None:
+    path = gguf.file_in(name)
+    if path is not None and (projector := mmproj or gguf.projector_in(name)):
+        return cast(Source, plugins.find("sources", "mmproj")(path, projector))
+    if path is not None:
         return GGUFSource(path)
+    if mmproj is not None:
+        raise UserError(f"mmproj goes with the GGUF file of a language model: got the model {name!r}")
     if (parts := completed.parts_of(name)) is not None:
         return LazySource(str(parts.index()), name, parts.weights, gguf_model.dtype_of(parts.language))
     return Source(name)
