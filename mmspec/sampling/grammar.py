@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.sampling.syntax import compiled, library, shortened, source
+from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
-
-AT_START = "^"
-"""First character of a trigger that counts at the beginning of the output only."""
+_LONGEST = 1024  # bytes of a match of a trigger
 
 Result = TypeVar("Result")
 
@@ -230,12 +228,12 @@ class _TriggerState:
     """State of a sequence.
 
     Attributes:
-        tail: last bytes of the output, in which the trigger may have begun.
+        text: bytes of the output up to the trigger.
         inner: state of the grammar, once it has begun; changes in place.
-        over: the trigger cannot come any more, or the output has gone on otherwise than the grammar.
+        over: the output has gone on otherwise than the grammar.
     """
 
-    tail: bytes = b""
+    text: bytes = b""
     inner: Any = None
     over: bool = False
 
@@ -247,7 +245,7 @@ class TriggeredGrammar:
 
     Args:
         grammar: of the output after the trigger.
-        trigger: a text; with ``AT_START`` before it, it counts at the beginning of the output only.
+        trigger: as for ``trigger_pattern``; matches of more than ``_LONGEST`` bytes may be missed.
         token: its token, if it is a special one: the same text of other tokens is then no trigger.
         tokenizer: llguidance's.
     """
@@ -255,8 +253,7 @@ class TriggeredGrammar:
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
         self.kind, self.only_ends = grammar.kind, grammar.only_ends
-        self._at_start = trigger.startswith(AT_START)
-        self._trigger = trigger.removeprefix(AT_START).encode()
+        self._trigger = trigger_pattern(trigger)
 
     def start(self, history: list[int]) -> _TriggerState:
         return _TriggerState()
@@ -269,13 +266,9 @@ class TriggeredGrammar:
             return state
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
-        text = state.tail + self._tokenizer.decode_bytes([token])
-        at = text.find(self._trigger)
-        if at >= 0 and not (at and self._at_start):
-            return self._begun(text[at + len(self._trigger) :])
-        if self._at_start:
-            return _TriggerState(text, over=not self._trigger.startswith(text))
-        return _TriggerState(text[max(0, len(text) - len(self._trigger) + 1) :])
+        text = state.text + self._tokenizer.decode_bytes([token])
+        found = self._trigger.search(text, max(0, len(state.text) - _LONGEST))
+        return _TriggerState(text) if found is None else self._begun(text[found.end() :])
 
     def undo(self, state: _TriggerState, n: int) -> None:
         self._grammar.undo(state.inner, n)

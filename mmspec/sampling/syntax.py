@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,26 @@ JSON_SCHEMA = Rule(
     word="text file",
 )
 TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
+AT_START = "^"
+"""First character of a trigger that counts at the beginning of the output only."""
+
+
+def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
+    """What a trigger matches in an output, from its beginning on: ``TEXT``, ``^TEXT``, or ``/PATTERN/`` of Python's re."""
+    if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
+        return re.compile(trigger[1:-1].encode())
+    text = trigger.removeprefix(AT_START)
+    return re.compile((AT_START if text != trigger else "").encode() + re.escape(text.encode()))
+
+
+def _is_trigger(value: Any) -> bool:
+    try:
+        return TEXT.holds(value) and (value is None or bool(trigger_pattern(value)))
+    except re.error:
+        return False
+
+
+TRIGGER = Rule("None, text that is not empty, or /PATTERN/ of Python's re", _is_trigger)
 
 
 class CheckedText(str):

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from mmspec.errors import UserError
-from mmspec.sampling.grammar import AT_START
-from mmspec.sampling.syntax import json_rule
+from mmspec.sampling.syntax import AT_START, json_rule
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import named_function
 from mmspec.targets.processor import Processor
