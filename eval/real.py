@@ -37,9 +37,8 @@ from mmspec.eval.harness.peers import LlamaServer
 from mmspec.eval.harness.timing import interleaved
 from mmspec.eval.suite.settings import llama_server_option
 from mmspec.loading import load_target
-from mmspec.targets import gguf
+from mmspec.targets import sources
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import read_whole
 from mmspec.targets.transformers_target import TransformersTarget
 
 UNPACKED = "bfloat16, F.linear"
@@ -58,9 +57,9 @@ def load_as(folder: str, form: str) -> tuple[TransformersTarget, Processor]:
     """A target with weights as ``form``, a dtype of ``mmspec.load`` or ``UNPACKED``, and its processor."""
     if form != UNPACKED:
         return load_target(folder, "cpu", form)
-    folder = gguf.resolved(folder)
-    model: Any = read_whole(AutoModelForCausalLM, folder)
-    return TransformersTarget(model.bfloat16().eval()), Processor.read(folder)
+    source = sources.find(folder)
+    model, _ = source.model(AutoModelForCausalLM, source.config(), torch.bfloat16, on_cpu=True)
+    return TransformersTarget(model.eval()), source.processor(Processor)
 
 
 @torch.inference_mode()

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike, fspath
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mmspec import plugins
 from mmspec.adaptation.options import AdaptOptions
@@ -22,21 +23,20 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.engine.engine import MAX_NUM_SEQS
 from mmspec.engine.threads import release_threads
 from mmspec.errors import SlowWarning, UserError, explained
-from mmspec.ops import cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, SOURCE
-from mmspec.targets import completed, gguf
+from mmspec.targets import sources
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
 from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import base_model, from_pretrained, lay_out_for_few_rows, read_whole
+from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, SafetensorError)
 _ROWS = whole(0)
-_LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
 
 
 def load(
@@ -160,25 +160,20 @@ def load_target(
                 f"float16 with device_map or tp_plan, got {shown(name if os.path.isfile(name) else dtype)}"
             )
         placing["dtype"] = kind
-    with _located(name) as (name, hub_options):
+    on_cpu = where.type == "cpu"
+    with _located(name) as (source, hub_options):
         options |= hub_options
-        config = from_pretrained(AutoConfig, name, **options)
+        config = source.config(**options)
         adapter = plugins.target_class(config)
-        model: Any = read_whole(adapter.auto_class, name, config=config, **options, **placing)
-        processor = adapter.processor_class.read(name, **options)
-    if is_split(model):
-        return adapter(model.eval()), processor
-    if (
-        where.type == "cpu"
-        and (kind in QUANTISED or gguf.stored_form(name) is not None)
-        and (why := cpu_library.problem())
-    ):
-        warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
-    if kind == "auto" and where.type == "cpu":
-        kind = _cpu_dtype(name, model)
-        if kind in QUANTISED:
-            gguf.attach_stored(model, name)
-    return adapter(_prepared(model.eval(), kind, where)), processor
+        if on_cpu and (kind in QUANTISED or source.dtype in QUANTISED) and (why := cpu_library.problem()):
+            warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
+        with bars_on_terminals(), ThreadPoolExecutor(1) as pool:  # beside kernels that pack weights
+            processor = pool.submit(source.processor, adapter.processor_class, **options)
+            model, kind = source.model(adapter.auto_class, config, kind, on_cpu, **options, **placing)
+            model = model.eval() if is_split(model) else _prepared(model.eval(), kind, where)
+            target = adapter(model), processor.result()
+    cpu.trim()
+    return target
 
 
 def load_config(name: str) -> Any:
@@ -190,20 +185,20 @@ def load_config(name: str) -> Any:
     Raises:
         UserError: there is no such model.
     """
-    with _located(plugins.model_path(name)) as (folder, hub_options):
-        return from_pretrained(AutoConfig, folder, **hub_options)
+    with _located(plugins.model_path(name)) as (source, hub_options):
+        return source.config(**hub_options)
 
 
 def load_processor(name: str) -> Processor:
     """Processor of a model of transformers, without its weights; arguments and errors as for ``load_config``."""
-    with _located(plugins.model_path(name)) as (folder, hub_options):
-        config = from_pretrained(AutoConfig, folder, **hub_options)
-        return plugins.target_class(config).processor_class.read(folder, **hub_options)
+    with _located(plugins.model_path(name)) as (source, hub_options):
+        config = source.config(**hub_options)
+        return source.processor(plugins.target_class(config).processor_class, **hub_options)
 
 
 @contextmanager
-def _located(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The folder or hub id that transformers reads a model from, and options of it; errors are those of the user."""
+def _located(name: str) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
+    """Where a model is read from, and options of transformers; errors are those of the user."""
     expected = f"{plugins.expected_models(name)}, a local folder or a reachable hub id"
     if not name or (not os.path.exists(name) and is_path(name)):
         raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
@@ -213,7 +208,7 @@ def _located(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
         cache_if_offline("model", name) as hub_options,
     ):
-        yield completed.resolved(gguf.resolved(name)), hub_options
+        yield sources.find(name), hub_options
 
 
 @contextmanager
@@ -234,19 +229,15 @@ def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[No
         raise UserError(f"unknown option of mmspec.load: got {match[1]}{hint}") from error
 
 
-def _cpu_dtype(folder: str, model: Any) -> Any:
-    """That of a GGUF file's own weights, where the kernels decode it exactly; else float32 for all but large models."""
-    if cpu_library.available() and (form := gguf.stored_form(folder)) is not None:
-        return form
-    return torch.float32 if model.num_parameters() < _LARGE else "auto"
-
-
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
     """A model in the dtype ``kind`` on a device, its weights laid out for products with few rows."""
     on_cpu = device.type == "cpu"
+    if on_cpu and kind in QUANTISED:
+        pack_model(model, kind)
+        return model
     model = model.to(device=device)
     if kind in QUANTISED:
-        (pack_model if on_cpu else quantise_on_cuda)(model, kind)
+        quantise_on_cuda(model, kind)
         return model
     model = model if kind == "auto" else model.to(dtype=kind)
     if on_cpu and model.dtype == torch.bfloat16 and packs_bfloat16():

@@ -40,4 +40,4 @@ def dequantised(form: str, rows: np.ndarray) -> Tensor:
 def stored(form: str, rows: int, features: int, seed: int = 0) -> tuple[StoredRows, Tensor]:
     """Random rows and their weight."""
     data = random_rows(form, (rows, features), seed)
-    return StoredRows(form, torch.from_numpy(data)), dequantised(form, data)
+    return StoredRows.of(form, torch.from_numpy(data), features), dequantised(form, data)

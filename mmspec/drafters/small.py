@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from mmspec import ops, plugins
 from mmspec.cache.rows import RowTensor
@@ -31,11 +31,11 @@ from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
-from mmspec.targets import completed, gguf
+from mmspec.targets import sources
 from mmspec.targets.hub import cache_if_offline, is_path
-from mmspec.targets.packing import drafter_kind, pack_model
+from mmspec.targets.packing import QUANTISED, drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
-from mmspec.targets.support import base_model, from_pretrained, read_whole
+from mmspec.targets.support import base_model, from_pretrained
 from mmspec.targets.transformers_target import TransformersTarget
 
 
@@ -72,7 +72,7 @@ class Small(CapturedDrafter):
         self._visual = VisualShare(share, visual_top_p)
         self._source = (model, trust_remote_code) if isinstance(model, str) else None
         self._kind: str | None = None  # of packed weights
-        self.model: PreTrainedModel = base_model(_read(*self._source) if self._source else model).eval()
+        self.model: PreTrainedModel = self._read(*self._source) if self._source else base_model(model).eval()
         self._like = torch.empty(0, dtype=self.model.dtype)  # of its weights as they were read
         self.top_k, self._tokenizers = top_k, tokenizers
         self._shared: SharedTokens | None = None
@@ -107,13 +107,20 @@ class Small(CapturedDrafter):
 
     def _pack(self, kind: str | None) -> None:
         """Pack the weights of a model that was read by its name; others are the caller's."""
-        if self._source is None or kind == self._kind:
+        if self._source is None or self._own_precision or kind == self._kind:
             return
         if self._kind is not None:
-            self.model = _read(*self._source).eval()
+            self.model = self._read(*self._source)
         if kind is not None:
             pack_model(self.model, kind)
         self._kind = kind
+
+    def _read(self, name: str, trust_remote_code: bool) -> PreTrainedModel:
+        model, kind = _read(name, trust_remote_code)
+        self._own_precision = kind in QUANTISED
+        if self._own_precision:
+            pack_model(model, kind)
+        return model.eval()
 
     def _shared_with(self, target: Target) -> SharedTokens | None:
         """What the vocabularies of target and model share; None if tokens have the same numbers."""
@@ -250,17 +257,18 @@ class Small(CapturedDrafter):
         return ops.top_log_probs(head(hidden), self.top_k)
 
 
-def _read(name: str, trust_remote_code: bool) -> PreTrainedModel:
+def _read(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
+    """A draft model and its dtype: that of a quantised GGUF file where there is no GPU, to be packed."""
     location = plugins.model_path(name)
     if is_path(location) and not os.path.exists(location):
         raise UserError(
             f"cannot load drafter 'small:{name}': expected a model's folder, name or hub id, there is no such folder"
         )
     with cache_if_offline("drafter", location) as options:
-        folder = completed.resolved(gguf.resolved(location))
-        config = from_pretrained(AutoConfig, folder, trust_remote_code=trust_remote_code, **options)
-        kind = plugins.target_class(config).auto_class
-        return read_whole(kind, folder, trust_remote_code=trust_remote_code, **options)
+        source, options["trust_remote_code"] = sources.find(location), trust_remote_code
+        config = source.config(**options)
+        on_cpu = source.dtype in QUANTISED and not torch.cuda.is_available()
+        return source.model(plugins.target_class(config).auto_class, config, "auto", on_cpu, **options)
 
 
 def parse_argument(argument: str) -> tuple[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Pass
+from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Pass
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
@@ -35,6 +35,12 @@ def zeros(count: int) -> Tensor | None:
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
+
+
+def trim() -> None:
+    """Give memory that was freed back to the system, where its allocator (glibc's) can."""
+    if trimmed := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trimmed(0)
 
 
 def kernel_threads() -> int:
@@ -66,6 +72,24 @@ def _openmp() -> Any:
     """The library that torch computes with, if its OpenMP is linked to it."""
     library = ctypes.CDLL(torch._C.__file__)
     return library if hasattr(library, "omp_set_num_threads") else None
+
+
+def bytes_of_blocks(kind: str, inputs: int, outputs: int) -> int:
+    """Bytes of a linear layer's ``blocks``, see ``linear_weights``."""
+    return int(cpu_library.functions().bytes_of_blocks(KINDS.index(kind), inputs, outputs))
+
+
+def stored_rows(name: str, form: str, places: Tensor, features: int, file: int, out: Tensor) -> bool:
+    """Read rows in a format of GGUF; returns False where the file has not all of them.
+
+    Args:
+        name: ``"pack_rows"``, into a layer's blocks, or ``"dense_rows"``, into (rows, features of whole groups)
+            float32.
+        places: (rows,) int64, in the file, or addresses.
+        file: its descriptor; -1 for memory.
+    """
+    arguments = FORMATS.index(form), places.data_ptr(), len(places), features, file, out.data_ptr(), kernel_threads()
+    return bool(getattr(cpu_library.functions(), name)(*arguments))
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 _AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
 KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
-
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # ``Stored`` of ``cpp/stored.h``
 
 NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
 
@@ -127,6 +127,8 @@ def library() -> ctypes.CDLL | str:
     limits = count, count, count, count, ctypes.c_float, count
     loaded.draft_cells.argtypes = [address(EagleCell), *[pointer] * 5, *limits, *tree, threads]
     loaded.draft_cells.restype = count
+    loaded.bytes_of_blocks.argtypes, loaded.bytes_of_blocks.restype = [count] * 3, count
+    loaded.pack_rows.argtypes = loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
     for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None

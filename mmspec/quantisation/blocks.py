@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,6 +20,29 @@ from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 
 LANES = 16  # output features of a block
 _LINE = 64  # bytes of a cache line
+
+
+class BlockMemory:
+    """Memory for the blocks of layers, one after the other: of huge pages, where the system has them, as a pass reads
+    all weights.
+
+    Args:
+        sizes: bytes of each layer's blocks.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._left = cpu.zeros(sum(map(_lines, sizes)))
+
+    def take(self, blocks: int, size: int) -> Tensor:
+        """(blocks, size) uint8, for the next layer."""
+        if self._left is None:
+            return torch.empty(blocks, size, dtype=torch.uint8)
+        taken, self._left = self._left.split([count := _lines(blocks * size), len(self._left) - count])
+        return taken[: blocks * size].view(blocks, size)
+
+
+def _lines(size: int) -> int:
+    return size + -size % _LINE
 
 
 class BlockLinear(PackedLinear):
@@ -43,14 +65,27 @@ class BlockLinear(PackedLinear):
         return None
 
     @classmethod
-    def of_parts(cls, parts: Sequence[Tensor], bias: Tensor | None = None) -> Self:
-        """A layer with these parts of a weight, as ``_laid_out`` takes them; the first has its shape."""
+    def empty(cls, inputs: int, outputs: int, bias: Tensor | None = None, memory: BlockMemory | None = None) -> Self:
+        """A layer whose blocks are to be written."""
         layer = object.__new__(cls)
         nn.Module.__init__(layer)
-        layer.in_features = parts[0].shape[1]
+        layer.in_features, layer.out_features = inputs, outputs
         layer.register_buffer("bias", None if bias is None else bias.detach().to(cls._bias_dtype))
-        layer._store(*parts)
+        shape = -(-outputs // LANES), cls.size_of(inputs, LANES)
+        blocks = torch.empty(shape, dtype=torch.uint8) if memory is None else memory.take(*shape)
+        layer.register_buffer("_blocks", blocks, persistent=False)
         return layer
+
+    @classmethod
+    def size_of(cls, inputs: int, outputs: int) -> int:
+        """Bytes of a layer's blocks."""
+        return cpu.bytes_of_blocks(cls.kind, inputs, outputs)
+
+    def moved(self, memory: BlockMemory) -> Self:
+        """The layer, its blocks in this memory."""
+        self._blocks = memory.take(*self._blocks.shape).copy_(self._blocks)
+        self.__dict__.pop("_native", None)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -122,20 +157,11 @@ class JoinedLinear(nn.Module):
 
 
 def place_together(layers: Iterable[BlockLinear]) -> None:
-    """Move the weights of layers, in order, into memory of huge pages, where the system has them.
-
-    A pass reads all weights.
-    """
+    """Move the weights of layers, in order, into one ``BlockMemory``."""
     layers = list(layers)
-    sizes = [layer._blocks.numel() + -layer._blocks.numel() % _LINE for layer in layers]
-    memory = cpu.zeros(sum(sizes)) if layers else None
-    if memory is None:
-        return
-    for layer, end, size in zip(layers, accumulate(sizes), sizes, strict=True):
-        blocks = layer._blocks
-        place = memory[end - size :][: blocks.numel()].view_as(blocks)
-        layer._blocks = place.copy_(blocks)
-        layer.__dict__.pop("_native", None)
+    memory = BlockMemory(layer._blocks.numel() for layer in layers)
+    for layer in layers:
+        layer.moved(memory)
 
 
 class Bfloat16Blocks(BlockLinear):
@@ -144,7 +170,7 @@ class Bfloat16Blocks(BlockLinear):
     kind = "bfloat16"
 
     def _pack(self, weight: Tensor) -> None:
-        self._store(_whole_groups(weight.bfloat16()))
+        self._store(whole_groups(weight.bfloat16()))
 
     def _unpacked(self) -> Tensor:
         (weight,) = self._parts()
@@ -164,7 +190,7 @@ class Float32Blocks(BlockLinear):
     takes = _bias_dtype = torch.float32
 
     def _pack(self, weight: Tensor) -> None:
-        self._store(_whole_groups(weight.float()))
+        self._store(whole_groups(weight.float()))
 
     def _unpacked(self) -> Tensor:
         (weight,) = self._parts()
@@ -183,11 +209,8 @@ class Int8Blocks(BlockLinear):
     kind = "int8"
 
     def _pack(self, weight: Tensor) -> None:
-        groups = _whole_groups(weight.float()).unflatten(1, (-1, GROUP))
-        scale = (groups.abs().amax(-1) / 127).half()
-        step = scale.float()[..., None]
-        codes = (groups / torch.where(step == 0, 1.0, step)).round().clamp(-127, 127)
-        self._store((codes + 128).to(torch.uint8).flatten(1), scale)
+        codes, scale = quantise_int8(whole_groups(weight))
+        self._store(codes.view(torch.uint8) ^ 128, scale)
 
     def _unpacked(self) -> Tensor:
         codes, scale = self._parts()
@@ -206,6 +229,22 @@ class Int8Blocks(BlockLinear):
         return [_rows(codes), _rows_of_grid(scale[:, : self._groups])]
 
 
+def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups of 32 weights along a row as ``scale * code``.
+
+    Args:
+        weight: (rows, columns), columns a multiple of 32.
+
+    Returns:
+        codes (rows, columns) int8 from -127 on; scale (rows, columns / 32) float16.
+    """
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(-1) / 127).half()
+    step = scale.float()[..., None]
+    codes = (groups / torch.where(step == 0, 1.0, step)).round().clamp(-127, 127)
+    return codes.to(torch.int8).flatten(1), scale
+
+
 class Int4Blocks(BlockLinear):
     """int4 weights, a float16 scale and value of code 0 per row and group: what Q4_0 and Q4_1 of GGUF hold, exactly."""
 
@@ -213,7 +252,7 @@ class Int4Blocks(BlockLinear):
     bits: ClassVar[int] = 4
 
     def _pack(self, weight: Tensor) -> None:
-        codes, scale, zero = quantise_int4(_whole_groups(weight))
+        codes, scale, zero = quantise_int4(whole_groups(weight))
         self._store(codes, scale.half(), (zero - 8 * scale).half())
 
     def _unpacked(self) -> Tensor:
@@ -265,7 +304,7 @@ def _shifts(high: int) -> Tensor:
     return torch.arange(0, 8, high, dtype=torch.uint8)[:, None, None]
 
 
-def _whole_groups(weight: Tensor) -> Tensor:
+def whole_groups(weight: Tensor) -> Tensor:
     return F.pad(weight, (0, -weight.shape[1] % GROUP))
 
 

@@ -1,66 +1,201 @@
-"""Weights in the formats of GGUF, which the kernels run as they are in the file.
+"""Weights in the formats of GGUF, which the kernels run as they are in the file: rows in a file or in memory, linear
+layers and embeddings that hold them.
 
-Formats and names: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h. A row is a sequence of
-blocks of 32 weights, in the K formats of 256: 8 groups of 32, whose scales are 6-bit integers (Q6_K: 8-bit ones, for 16
-weights each) times a float16 ``d``, and whose offsets are such integers times ``dmin``.
+A row is a sequence of blocks of 32 weights, in the K formats of 256: 8 groups of 32, whose scales are 6-bit integers
+(Q6_K: 8-bit ones, for 16 weights each) times a float16 ``d``, and whose offsets are such integers times ``dmin``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmspec.errors import UserError
+from mmspec.ops import cpu
 from mmspec.quantisation.blocks import (
     LANES,
     BlockLinear,
+    BlockMemory,
     Int4Blocks,
     Int8Blocks,
     JoinedLinear,
     packed_codes,
+    quantise_int8,
     unpacked_codes,
+    whole_groups,
 )
-from mmspec.quantisation.linear import GROUP
+from mmspec.quantisation.linear import GROUP, quantise_int4
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of a weight as a GGUF file has them.
+    """Rows of a weight in a format of GGUF, in memory or in a file, from which they are read when they are used.
 
     Attributes:
         format: one of ``FORMATS``.
-        data: (rows, bytes) uint8.
+        features: of a row.
+        places: (rows,) int64, addresses, or places in the file.
+        kept: what has the memory; the open file (``fileno``, ``name``) alone.
+        in_file: whether it is a file.
     """
 
     format: str
-    data: Tensor
+    features: int
+    places: Tensor
+    kept: tuple[Any, ...]
+    in_file: bool = False
 
-    def layer(self, bias: Tensor | None = None) -> BlockLinear:
-        """A linear layer with exactly these weights."""
-        layer, parts = FORMATS[self.format]
-        return layer.of_parts(parts(self.data), bias)
+    @classmethod
+    def of(cls, form: str, data: Tensor, features: int) -> StoredRows:
+        """Rows in memory, (rows, bytes) uint8."""
+        data = data.contiguous()
+        places = data.data_ptr() + data.shape[1] * torch.arange(len(data))
+        return cls(form, features, places, (data,))
+
+    @property
+    def kind(self) -> type[BlockLinear]:
+        """The class of a linear layer with these rows."""
+        return FORMATS[self.format]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For ``pickle``: addresses as places in the memory, which is one tensor's."""
+        (data,) = self.kept
+        return _from_places, (self.format, data, self.features, self.places - data.data_ptr())
+
+    def __deepcopy__(self, memo: Any) -> StoredRows:
+        return self  # weights do not change
 
     def ordered(self, order: Tensor) -> StoredRows:
         """The rows in another order."""
-        return StoredRows(self.format, self.data[order])
+        return replace(self, places=self.places[order])
+
+    def follows(self, other: StoredRows) -> bool:
+        """Whether one ``StoredRows`` may hold both."""
+        where = ((rows.in_file, rows.kept if rows.in_file else None) for rows in (self, other))
+        return self.format == other.format and len(set(where)) == 1
+
+    def dense(self, index: Tensor | None = None) -> Tensor:
+        """Rows, or those of an index, as (rows, features) float32.
+
+        Raises:
+            UserError: the file was cut meanwhile.
+        """
+        places = self.places if index is None else self.places[index]
+        out = torch.empty(len(places), -(-self.features // GROUP) * GROUP)
+        self._call("dense_rows", places, out)
+        return out[:, : self.features]
+
+    def pack(self, blocks: Tensor) -> None:
+        """Write the rows to a layer's blocks; raises as ``dense``."""
+        self._call("pack_rows", self.places, blocks)
+
+    def _call(self, name: str, places: Tensor, out: Tensor) -> None:
+        places = places.contiguous()
+        file = self.kept[0].fileno() if self.in_file else -1
+        if not cpu.stored_rows(name, self.format, places, self.features, file, out):
+            raise UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
+
+
+def _from_places(form: str, data: Tensor, features: int, places: Tensor) -> StoredRows:
+    return StoredRows(form, features, data.data_ptr() + places, (data,))
 
 
 def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
     """Rows one after the other, neighbours of one format as one."""
-    runs = [(kind, [part.data for part in run]) for kind, run in groupby(parts, lambda part: part.format)]
-    return [StoredRows(kind, torch.cat(data)) for kind, data in runs]
+    joined: list[StoredRows] = []
+    for part in parts:
+        if joined and part.follows(joined[-1]):
+            last = joined.pop()
+            kept = last.kept if last.in_file else last.kept + part.kept
+            part = replace(last, places=torch.cat([last.places, part.places]), kept=kept)
+        joined.append(part)
+    return joined
 
 
-def stored_layer(stored: Sequence[StoredRows], bias: Tensor | None) -> BlockLinear | JoinedLinear:
-    """A linear layer with exactly these weights, one after the other."""
-    sizes = [len(rows.data) for rows in stored]
+def stored_layer(
+    stored: Sequence[StoredRows], bias: Tensor | None, memory: BlockMemory | None = None
+) -> BlockLinear | JoinedLinear:
+    """A linear layer with exactly these weights, one after the other.
+
+    Raises:
+        UserError: a file was cut meanwhile.
+    """
+    sizes = [len(rows.places) for rows in stored]
     biases = [None] * len(stored) if bias is None else bias.split(sizes)
-    layers = [rows.layer(part) for rows, part in zip(stored, biases, strict=True)]
+    layers = []
+    for rows, part in zip(stored, biases, strict=True):
+        layer = rows.kind.empty(rows.features, len(rows.places), part, memory)
+        rows.pack(layer._blocks)
+        layers.append(layer)
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def quantised_rows(weight: Tensor, kind: str) -> StoredRows:
+    """A weight in 4 bits as Q4_1, in 8 bits as Q8_0.
+
+    Args:
+        weight: (rows, features), any floating dtype.
+        kind: ``"int4"`` or ``"int8"``.
+    """
+    groups = whole_groups(weight)
+    if kind == "int4":
+        codes, scale, zero = quantise_int4(groups)
+        low, high = codes.unflatten(1, (-1, 2, GROUP // 2)).unbind(2)
+        parts = [scale.half()[..., None], (zero - 8 * scale).half()[..., None], low | high << 4]
+    else:
+        codes, scale = quantise_int8(groups)
+        parts = [scale[..., None], codes.unflatten(1, (-1, GROUP))]
+    data = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2).flatten(1)
+    return StoredRows.of("Q4_1" if kind == "int4" else "Q8_0", data, weight.shape[1])
+
+
+class StoredEmbedding(nn.Embedding):
+    """A table of embeddings in a format of GGUF; each lookup reads the rows of its tokens.
+
+    ``weight`` has the shape, dtype and device of the embeddings, and no values but NaN; ``state_dict`` has them all.
+    """
+
+    stored: StoredRows
+
+    @classmethod
+    def of(cls, table: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> nn.Embedding:
+        """The table with these rows in place of its weight, which may have no values; a subclass stays one."""
+        names = {"weight": torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape), "stored": rows}
+        table.__class__ = cls if type(table) is nn.Embedding else type(type(table).__name__, (type(table), cls), {})
+        del table.weight
+        vars(table).update(names)
+        return table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {name: value for name, value in vars(self).items() if name not in ("weight", "stored")}
+        plain = next(base for base in type(self).__mro__ if not issubclass(base, StoredEmbedding))
+        shape = self.weight.shape
+        return _embedding_of, (plain, kept, shape, self.weight.dtype, self.stored)
+
+    def forward(self, input: Tensor) -> Tensor:
+        found = self.stored.dense(input.flatten())
+        return found.to(self.weight.dtype).view(*input.shape, -1)
+
+    def dense(self) -> Tensor:
+        """The whole table, (tokens, features)."""
+        return self.stored.dense().to(self.weight.dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.dense()
+
+
+def _embedding_of(
+    plain: type[nn.Embedding], kept: dict[str, Any], shape: torch.Size, dtype: torch.dtype, rows: StoredRows
+) -> nn.Embedding:
+    table = plain.__new__(plain)
+    vars(table).update(kept)
+    table.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    return StoredEmbedding.of(table, rows, dtype)
 
 
 class Q5Blocks(Int4Blocks):
@@ -135,86 +270,14 @@ class Q6KBlocks(SuperBlocks):
         return (codes - 32) * scale.repeat_interleave(GROUP // 2, dim=2)
 
 
-def _blocks(data: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    """Fields of so many bytes of each block, (rows, blocks, bytes) each."""
-    return tuple(part.contiguous() for part in data.unflatten(1, (-1, sum(sizes))).split(sizes, dim=2))
-
-
-def _half(field: Tensor) -> Tensor:
-    """(rows, blocks) float16."""
-    return field.view(torch.float16)[..., 0]
-
-
-def _bits(field: Tensor, count: int) -> Tensor:
-    """(rows, blocks, 8 / count, bytes): the lowest ``count`` bits of each byte, then the next ones, ..."""
-    return field[:, :, None] >> torch.arange(0, 8, count, dtype=torch.uint8)[:, None] & (1 << count) - 1
-
-
-def _fifth(field: Tensor) -> Tensor:
-    """(rows, blocks, 32), value 16: a bit per weight, from (rows, blocks, 4)."""
-    return _bits(field, 1).transpose(2, 3).flatten(2) << 4
-
-
-def _q4_0(data: Tensor) -> list[Tensor]:
-    d, codes = _blocks(data, 2, 16)
-    return [_bits(codes, 4).flatten(1), _half(d), -8 * _half(d)]
-
-
-def _q4_1(data: Tensor) -> list[Tensor]:
-    d, low, codes = _blocks(data, 2, 2, 16)
-    return [_bits(codes, 4).flatten(1), _half(d), _half(low)]
-
-
-def _q5_0(data: Tensor) -> list[Tensor]:
-    d, high, codes = _blocks(data, 2, 4, 16)
-    return [(_bits(codes, 4).flatten(2) | _fifth(high)).flatten(1), _half(d), -16 * _half(d)]
-
-
-def _q5_1(data: Tensor) -> list[Tensor]:
-    d, low, high, codes = _blocks(data, 2, 2, 4, 16)
-    return [(_bits(codes, 4).flatten(2) | _fifth(high)).flatten(1), _half(d), _half(low)]
-
-
-def _q8_0(data: Tensor) -> list[Tensor]:
-    d, codes = _blocks(data, 2, 32)
-    return [codes.flatten(1) ^ 128, _half(d)]
-
-
-def _pairs(packed: Tensor) -> Tensor:
-    """(rows, groups, 2): the 6-bit factors of scale and offset, from 12 bytes (rows, superblocks, 12)."""
-    first, second, rest = packed.split(4, dim=2)  # the low 6 bits of groups 0 to 3; 4 bits of groups 4 to 7
-    scale = torch.cat([first & 63, rest & 15 | first >> 2 & 48], dim=2)
-    offset = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], dim=2)
-    return torch.stack([scale, offset], dim=3).flatten(1, 2)
-
-
-def _q4_k(data: Tensor) -> list[Tensor]:
-    shared, factors, codes = _blocks(data, 4, 12, 128)
-    codes = _bits(codes.unflatten(2, (4, 32)).flatten(1, 2), 4)
-    return [codes.flatten(1), _pairs(factors), shared.view(torch.float16)]
-
-
-def _q5_k(data: Tensor) -> list[Tensor]:
-    shared, factors, high, codes = _blocks(data, 4, 12, 32, 128)
-    codes = _bits(codes.unflatten(2, (4, 32)).flatten(1, 2), 4).flatten(1)
-    return [codes | _bits(high, 1).flatten(1) << 4, _pairs(factors), shared.view(torch.float16)]
-
-
-def _q6_k(data: Tensor) -> list[Tensor]:
-    low, high, factors, d = _blocks(data, 128, 64, 16, 2)
-    codes = _bits(low.unflatten(2, (2, 64)).flatten(1, 2), 4).flatten(1)
-    more = _bits(high.unflatten(2, (2, 32)).flatten(1, 2), 2).flatten(1)
-    return [codes | more << 4, factors.flatten(1).unflatten(1, (-1, 2)), d.view(torch.float16).expand(-1, -1, 2)]
-
-
-FORMATS: dict[str, tuple[type[BlockLinear], Callable[[Tensor], list[Tensor]]]] = {
-    "Q4_0": (Int4Blocks, _q4_0),
-    "Q4_1": (Int4Blocks, _q4_1),
-    "Q5_0": (Q5Blocks, _q5_0),
-    "Q5_1": (Q5Blocks, _q5_1),
-    "Q8_0": (Int8Blocks, _q8_0),
-    "Q4_K": (Q4KBlocks, _q4_k),
-    "Q5_K": (Q5KBlocks, _q5_k),
-    "Q6_K": (Q6KBlocks, _q6_k),
+FORMATS: dict[str, type[BlockLinear]] = {
+    "Q4_0": Int4Blocks,
+    "Q4_1": Int4Blocks,
+    "Q5_0": Q5Blocks,
+    "Q5_1": Q5Blocks,
+    "Q8_0": Int8Blocks,
+    "Q4_K": Q4KBlocks,
+    "Q5_K": Q5KBlocks,
+    "Q6_K": Q6KBlocks,
 }
-"""Layers for GGUF's types, and what reads a weight's parts from its rows."""
+"""Layers for GGUF's types."""

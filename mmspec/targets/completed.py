@@ -1,21 +1,24 @@
-"""Vision-language models that are shipped without weights which packages carry, completed in the user's cache."""
+"""Vision-language models that are shipped without weights which packages carry: their other files are kept in a folder
+of the user's cache, their weights are read from where they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mmspec import plugins
 from mmspec.errors import UserError
 from mmspec.files import cache_folder, make_folder
-from mmspec.targets import gguf
+from mmspec.targets import gguf, gguf_model
 
 PARTS = "parts.json"
 """File of a folder that lacks weights: {"language_model": a registered model, "vision_tower": a registered tower}; the
@@ -24,55 +27,63 @@ latter may be missing."""
 WEIGHTS = "model.safetensors"
 
 LABELS = "model.vision_tower.labels"
-"""Tensor of labels: token ids in the incomplete folder, the language model's embeddings in the completed one."""
+"""Tensor of labels: token ids in the incomplete folder, the language model's embeddings in the completed model."""
 
-_log = logging.getLogger("mmspec.load")
-_FORMAT = 2  # of the completed folder
+_FORMAT = 3  # of the folder
 
 
-def resolved(folder: str | Path) -> str:
-    """The folder to load for a model's folder: the completed one of a folder that lacks weights.
-
-    It holds weights and tokenizer of the language model, weights of the vision tower, and all files of the incomplete
-    folder, drafters included. It is keyed by the files' names, sizes and times, and appears whole.
+def parts_of(folder: str | Path) -> Parts | None:
+    """The parts of a model whose folder lacks weights; None for other models.
 
     Raises:
-        UserError: a part is not installed, or the cache cannot be written.
+        UserError: a part is not installed, or cannot be read.
     """
-    folder = Path(folder)
-    if not (folder / PARTS).is_file():
-        return str(folder)
-    parts = json.loads((folder / PARTS).read_text())
-    language = Path(gguf.resolved(plugins.find("models", parts["language_model"])()))
-    tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
-    files = [*sorted(path for path in folder.rglob("*") if path.is_file()), _weights(language)]
-    files += [tower.file()] if tower else []
-    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    identity = hashlib.sha256(f"{_FORMAT} {states}".encode()).hexdigest()[:16]
-    complete = cache_folder() / "completed" / identity / folder.name
-    if not complete.is_dir():
-        _log.info("joining the weights of %s in %s", folder.name, complete.parent)
-        make_folder(complete, partial(_write, folder, language, tower() if tower else {}))
-    return str(complete)
+    return Parts(Path(folder)) if (Path(folder) / PARTS).is_file() else None
 
 
-def _write(folder: Path, language: Path, tower: dict[str, Tensor], complete: Path) -> None:
-    for source in (language, folder):  # in this order: the configuration and chat template are the folder's
-        # Rows of a GGUF file, of formats that int4 and int8 hold exactly, have names of the language model alone.
-        others = shutil.ignore_patterns(WEIGHTS, PARTS, gguf.STORED)
-        shutil.copytree(source, complete, ignore=others, dirs_exist_ok=True)
-    for drafter in folder.glob(f"*/{WEIGHTS}"):
-        shutil.copyfile(drafter, complete / drafter.relative_to(folder))
-    weights = load_file(_weights(language), backend="pread")
-    weights = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in weights.items()}
-    weights |= {f"model.vision_tower.{name}": x for name, x in tower.items()}
-    own = load_file(_weights(folder), backend="pread")
-    if LABELS in own:
-        own[LABELS] = weights["model.language_model.embed_tokens.weight"][own[LABELS].long()]
-    save_file(weights | own, complete / WEIGHTS, {"format": "pt"})
+class Parts:
+    """A folder that lacks weights, the language model's file, and the vision tower."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder, parts = folder, json.loads((folder / PARTS).read_text())
+        name = parts["language_model"]
+        file = gguf.file_in(plugins.find("models", name)())
+        if file is None or not (folder / WEIGHTS).is_file():
+            raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, and a GGUF file of {name}")
+        self.language = gguf.GGUFFile(file)
+        self._tower = plugins.find("towers", parts["vision_tower"]) if "vision_tower" in parts else None
 
-def _weights(folder: Path) -> Path:
-    if not (folder / WEIGHTS).is_file():
-        raise UserError(f"cannot complete the model: expected {WEIGHTS} in {folder}, received none")
-    return folder / WEIGHTS
+    def index(self) -> Path:
+        """The folder with all files but the weights: those of the language model, and the incomplete folder's,
+        drafters included.
+
+        It is keyed by the files' names, sizes and times, and appears whole.
+        """
+        files = sorted(path for path in self._folder.rglob("*") if path.is_file())
+        states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        language = gguf_model.write_index(self.language)
+        identity = hashlib.sha256(f"{_FORMAT} {states} {language}".encode()).hexdigest()[:16]
+        index = cache_folder() / "completed" / identity / self._folder.name
+        if not index.is_dir():
+            make_folder(index, partial(self._write, language))
+        return index
+
+    def _write(self, language: Path, index: Path) -> None:
+        for source in (language, self._folder):  # in this order: configuration and chat template are the folder's
+            shutil.copytree(source, index, ignore=shutil.ignore_patterns(WEIGHTS, PARTS), dirs_exist_ok=True)
+        for drafter in self._folder.glob(f"*/{WEIGHTS}"):
+            shutil.copyfile(drafter, index / drafter.relative_to(self._folder))
+
+    def weights(self, empty: PreTrainedModel) -> dict[str, Any]:
+        """The model's weights by name; see ``gguf_model.weights``."""
+        with torch.device("meta"):
+            text = AutoModelForCausalLM.from_config(gguf_model.config(self.language))
+        language = gguf_model.weights(self.language, text)
+        weights: dict[str, Any] = {
+            f"model.language_model.{name.removeprefix('model.')}": x for name, x in language.items()
+        }
+        weights |= {f"model.vision_tower.{name}": x for name, x in (self._tower() if self._tower else {}).items()}
+        own: dict[str, Tensor] = load_file(self._folder / WEIGHTS, backend="pread")
+        if LABELS in own:
+            own[LABELS] = language["model.embed_tokens.weight"][...][own[LABELS].long()]
+        return weights | own

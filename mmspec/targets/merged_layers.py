@@ -328,7 +328,11 @@ def _has_parts(layer: Any) -> bool:
 @torch.inference_mode()
 def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
-    plain = copy.deepcopy(layer).float()
+    plain = copy.deepcopy(layer)
+    for part in plain.modules():
+        if _stored(part):
+            part.weight, part.stored = nn.Parameter(_weight(part), requires_grad=False), []
+    plain = plain.float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
@@ -403,11 +407,14 @@ def paired(layer: nn.Linear, head_dim: int) -> nn.Linear:
 
 def merged(parts: list[nn.Linear]) -> nn.Linear:
     """One linear layer with the outputs of several."""
-    weight = torch.cat([part.weight.detach() for part in parts])
-    zeros = [weight.new_zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
-    bias = torch.cat(zeros) if any(part.bias is not None for part in parts) else None
     stored = [_stored(part) for part in parts]
-    return _linear(weight, bias, concatenated(chain(*stored)) if all(stored) else [])
+    kept = all(stored)
+    weight = torch.cat([part.weight.detach() if kept else _weight(part) for part in parts])
+    bias = None
+    if any(part.bias is not None for part in parts):
+        zeros = [torch.zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
+        bias = torch.cat(zeros)
+    return _linear(weight, bias, concatenated(chain(*stored)) if kept else [])
 
 
 def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn.Linear:
@@ -420,5 +427,11 @@ def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn
 
 
 def _stored(layer: Any) -> list[StoredRows]:
-    """The layer's rows as a GGUF file has them; none if it is not from one."""
+    """The rows that a layer keeps in place of its weight, if it does."""
     return getattr(layer, "stored", [])
+
+
+def _weight(layer: nn.Linear) -> Tensor:
+    """A layer's weight, of its rows where it keeps these."""
+    stored = _stored(layer)
+    return torch.cat([rows.dense() for rows in stored]) if stored else layer.weight.detach()

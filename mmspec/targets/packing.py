@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from mmspec.errors import missing
 from mmspec.ops import cpu_library
-from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
-from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, stored_layer
+from mmspec.quantisation.blocks import BLOCKS, BlockLinear, BlockMemory
+from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, StoredEmbedding, stored_layer
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from mmspec.targets.merged_layers import merge_layers
-from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.support import bars_on_terminals, lay_out_for_few_rows
 
 KINDS: dict[str, type[PackedLinear]] = {
     "bfloat16": Bfloat16Linear,
@@ -31,32 +34,54 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     Layers of the decoder are packed as ``kind``. Towers and connectors, which no decode step runs, become bfloat16. The
     output layer is not quantised, as its rounding costs more accuracy than that of all layers before it (of SmolLM2 in
     4 bits, a divergence from float32 of 0.05 against 0.001): with int8 and int4 it is float16. A head that shares its
-    weight with the embedding gets a packed copy of its own.
+    weight with the embedding gets a packed copy of its own. Layers with ``stored`` rows have these, whatever ``kind``.
 
     Args:
         kind: ``"bfloat16"``, ``"int8"`` or ``"int4"``.
+
+    Raises:
+        UserError: a file with stored rows was cut meanwhile.
     """
     decoder, output = model.get_decoder(), model.get_output_embeddings()
+    for table in model.modules():
+        if isinstance(table, nn.Embedding) and (rows := getattr(table, "stored", None)):
+            StoredEmbedding.of(table, rows[0], torch.bfloat16)
     merge_layers(decoder)
     kinds = {id(layer): kind for layer in decoder.modules()}
-    kinds[id(output)] = kind if kind not in QUANTISED else "int8" if cpu_library.available() else "float16"
-    _pack(model, kinds)
+    kinds[id(output)] = head_kind(kind)
+    found = _linears(model, kinds)
+    memory = BlockMemory(chain(*(_sizes(parent.get_submodule(name), kind) for parent, name, kind in found)))
+    with bars_on_terminals():
+        _pack(logging.tqdm(found, desc="Packing weights"), memory)
     if isinstance(head := model.get_output_embeddings(), BlockLinear):
         head.takes = torch.float32
     model.bfloat16()
-    place_together(layer for layer in model.modules() if isinstance(layer, BlockLinear))
 
 
-def packed(layer: nn.Linear, kind: str) -> nn.Module:
-    """A linear layer packed as ``kind``, with its rows of a GGUF file as these; by torch's kernels only in shapes that
-    they take, else as bfloat16."""
+def head_kind(kind: str) -> str:
+    """How the output layer of a model is packed whose other layers are packed as ``kind``."""
+    return kind if kind not in QUANTISED else "int8" if cpu_library.available() else "float16"
+
+
+def packed(layer: nn.Linear, kind: str, memory: BlockMemory | None = None) -> nn.Module:
+    """A linear layer packed as ``kind``, with its stored rows as these; by torch's kernels only in shapes that they
+    take, else as bfloat16."""
     if stored := getattr(layer, "stored", None):
-        return stored_layer(stored, layer.bias)
+        return stored_layer(stored, layer.bias, memory)
     if kind in BLOCKS and cpu_library.available():
-        return BLOCKS[kind](layer.weight, layer.bias)
+        made = BLOCKS[kind](layer.weight, layer.bias)
+        return made if memory is None else made.moved(memory)
     shape = layer.out_features, layer.in_features
     cls = KINDS[kind] if KINDS[kind].fits(*shape) else Bfloat16Linear
     return cls(layer.weight, layer.bias)
+
+
+def _sizes(layer: nn.Linear, kind: str) -> Iterator[int]:
+    """Bytes of each kind's blocks of a layer, for the C++ kernels."""
+    if stored := getattr(layer, "stored", None):
+        yield from (rows.kind.size_of(rows.features, len(rows.places)) for rows in stored)
+    elif kind in BLOCKS and cpu_library.available():
+        yield BLOCKS[kind].size_of(layer.in_features, layer.out_features)
 
 
 def drafter_kind(target: Any, like: Tensor) -> str | None:
@@ -90,15 +115,23 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
     if kind is None:
         lay_out_for_few_rows(network)
     else:
-        _pack(network, {id(layer): kind for layer in network.modules()})
+        _pack(_linears(network, dict.fromkeys(map(id, network.modules()), kind)))
 
 
-def _pack(module: nn.Module, kinds: dict[int, str]) -> None:
-    """Replace linear layers; ``kinds`` are by a layer's id, bfloat16 for those that are not in it."""
-    for parent in list(module.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
-                setattr(parent, name, packed(layer, kinds.get(id(layer), "bfloat16")))
+def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str, str]]:
+    """Parent and name of linear layers, and their ``kinds``, by a layer's id; bfloat16 for those not in it."""
+    return [
+        (parent, name, kinds.get(id(layer), "bfloat16"))
+        for parent in module.modules()
+        for name, layer in parent.named_children()
+        if type(layer) is nn.Linear
+    ]
+
+
+def _pack(linears: Iterable[tuple[Any, str, str]], memory: BlockMemory | None = None) -> None:
+    """Replace linear layers, one after the other."""
+    for parent, name, kind in linears:
+        setattr(parent, name, packed(parent.get_submodule(name), kind, memory))
 
 
 def packs_bfloat16() -> bool:

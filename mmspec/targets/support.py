@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
@@ -68,15 +68,23 @@ def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) 
         model, report = from_pretrained(
             auto_class, name, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    problems = [f"{key} is missing" for key in sorted(report["missing_keys"])]
-    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in report["mismatched_keys"]]
-    problems += [f"{key} is not one of them" for key in sorted(report["unexpected_keys"])]
+    found = (report[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
+    refuse_other_weights(model, name, *found)
+    return model
+
+
+def refuse_other_weights(
+    model: PreTrainedModel, name: str, missing: Iterable[str], mismatched: Iterable[Any], unexpected: Iterable[str]
+) -> None:
+    """Raise if a checkpoint has not exactly the weights of its model; of ``mismatched`` ones, name and both shapes."""
+    problems = [f"{key} is missing" for key in sorted(missing)]
+    problems += [f"{key} has shape {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(mismatched)]
+    problems += [f"{key} is not one of them" for key in sorted(unexpected)]
     if problems:
         shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
         raise UserError(
             f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
         )
-    return model
 
 
 @contextmanager

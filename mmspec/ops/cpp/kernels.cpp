@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "drafting.h"
+#include "stored.h"
 
 namespace {
 
@@ -73,6 +74,38 @@ void linear(const Linear* layer, const float* x, int64_t rows, float* out, int t
     take(*layer, operand, x + first * layer->in, count);
     product(*layer, operand, count, out + first * layer->out);
   }
+}
+
+// Bytes of a layer's weights in blocks.
+int64_t bytes_of_blocks(int64_t kind, int64_t in, int64_t out) {
+  return (out + BLOCK - 1) / BLOCK * block_bytes(Kind(kind), groups_of(in));
+}
+
+// Rows in a format of GGUF as blocks; returns 0 where the file, unless it is -1, does not have them all.
+int pack_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, uint8_t* blocks,
+              int threads) {
+  Team team(threads);
+  int64_t groups = groups_of(features);
+  return with_format(Stored(format), [&](auto of) {
+    constexpr Stored stored = decltype(of)::value;
+    return each_block({places, count, row_bytes(stored, groups), file}, [&](int64_t first, const uint8_t* const* rows) {
+      pack_block<stored>(rows, groups, blocks + first / BLOCK * block_bytes(stored_kind[int64_t(stored)], groups));
+    });
+  });
+}
+
+// The same rows as out (count, features), of whole groups.
+int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, float* out,
+               int threads) {
+  Team team(threads);
+  int64_t groups = groups_of(features);
+  return with_format(Stored(format), [&](auto of) {
+    constexpr Stored stored = decltype(of)::value;
+    return each_block({places, count, row_bytes(stored, groups), file}, [&](int64_t first, const uint8_t* const* rows) {
+      for (int64_t i = 0; i < BLOCK && rows[i]; i++)
+        dense_row<stored>(rows[i], groups, out + (first + i) * groups * GROUP);
+    });
+  });
 }
 
 // Queries and keys, normed where the layer has a norm and rotated, and values: qkv (rows, heads + 2 kv_heads, head_dim)

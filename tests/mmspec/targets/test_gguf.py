@@ -1,4 +1,4 @@
-"""GGUF files: conversion, its cache and decoding; every format: its weights as they are read, and what holds them."""
+"""GGUF files: reading, their index in the cache, decoding; every format: its weights, and what holds them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 from transformers.utils import logging
 
 import mmspec
+from mmspec import loading
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.small import Small
-from mmspec.errors import UserError
+from mmspec.loading import load_processor
 from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.linear import GROUP
-from mmspec.targets import gguf
+from mmspec.targets import gguf, gguf_model, sources
 from mmspec.targets.merged_layers import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, weights_kind
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
@@ -56,24 +57,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def convert(path: str) -> str:
-    return gguf.resolved(path)
+def source_of(file: Path) -> Any:
+    found = sources.find(str(file))
+    assert isinstance(found, sources.GGUFSource)
+    return found
 
 
-def test_the_converted_weights_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
-    folder = Path(gguf.resolved(str(file)))
-    assert folder.name == "tiny"
-    assert gguf.resolved(str(file.parent)) == str(folder)  # a folder with one file
-    expected = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
-    found = load_file(folder / "model.safetensors")
-    assert set(expected) - set(found) == {"lm_head.weight"}
-    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
-    tokenizers = [
-        AutoTokenizer.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name),
-    ]
-    texts = [tokenizer("Two words, 3 digits: 123")["input_ids"] for tokenizer in tokenizers]
-    assert texts[0] == texts[1]
+def test_weights_and_tokens_are_those_that_transformers_reads(file: Path, cache: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    for name in (file, file.parent):  # a folder with one file
+        pipe = mmspec.load(str(name), drafter=None, dtype="float32")
+        expected, found = plain.state_dict(), pipe.target.model.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        ids = torch.arange(20)[None]
+        assert torch.equal(pipe.target.model(ids).logits, plain(ids).logits)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    text = "Two words, 3 digits: 123</s>"
+    assert pipe.processor.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    index = Path(pipe.target.model.config.name_or_path)
+    assert index.parent.parent == cache / "gguf"
+    assert not list(cache.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -94,16 +98,23 @@ def test_answers_end_at_the_ends_of_turns_and_messages_too(ends, expected, cache
         assert (answer.token_ids, answer.finish_reason) == ([end], "stop")
 
 
-def test_a_changed_file_is_converted_again_and_nothing_else_stays(file: Path, cache: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "copied.gguf"
+def test_the_index_is_that_of_a_header_and_nothing_else_stays(file: Path, cache: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "tiny.gguf"
     copied.write_bytes(file.read_bytes())
-    first = gguf.converted(copied)
-    stamp = first.stat().st_mtime_ns
-    assert gguf.converted(copied) == first
-    assert first.stat().st_mtime_ns == stamp
-    copied.touch()
-    assert gguf.converted(copied) != first
-    assert {path.name for path in (cache / "gguf").glob("*/*")} == {"copied"}
+    for path in (file, copied):
+        load_processor(str(path))
+    (index,) = cache.glob("gguf/*/*")
+    stamp = index.stat().st_mtime_ns
+    save_gguf(copied, ends={"eot": 7})
+    load_processor(str(copied))
+    assert len(list(cache.glob("gguf/*/*"))) == 2
+    assert index.stat().st_mtime_ns == stamp
+    assert {path.name for path in index.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
 
 
 def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path: Path) -> None:
@@ -116,7 +127,7 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     for size in sizes:
         part.write_bytes(whole[:size])
         with pytest.raises(mmspec.UserError) as caught:
-            gguf.converted(part)
+            gguf.GGUFFile(part)
         message = str(caught.value)
         assert message.startswith(f"{part} is incomplete, as after an interrupted download: expected "), size
         assert message.endswith(f" bytes, found {size}")
@@ -125,10 +136,58 @@ def test_a_file_that_was_cut_short_is_named_so(file: Path, cache: Path, tmp_path
     with pytest.raises(mmspec.UserError, match=f"expected {end} bytes, found {end - 1}$"):
         mmspec.load(str(part), drafter=None)
     part.write_bytes(whole[:end])
-    gguf.check_complete(part, package.GGML_QUANT_SIZES)
-    part.write_bytes(b"another format")
-    gguf.check_complete(part, package.GGML_QUANT_SIZES)
-    assert not list((cache / "gguf").glob("*/*/model.safetensors"))
+    gguf.GGUFFile(part)
+    assert not list((cache / "gguf").glob("*/*"))
+
+
+def test_headers_longer_than_the_first_read_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = gguf.GGUFFile(file)
+    for first in (1, 4, 20, 1000):
+        monkeypatch.setattr(gguf, "_FIRST", first)
+        found = gguf.GGUFFile(file)
+        assert (found.metadata, found.digest) == (whole.metadata, whole.digest)
+        assert {name: (one.place, one.size) for name, one in found.tensors.items()} == {
+            name: (one.place, one.size) for name, one in whole.tensors.items()
+        }
+
+
+def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
+    import gguf as package
+
+    reader, found = package.GGUFReader(str(mixed)), gguf.GGUFFile(mixed)
+    given = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert found.metadata == given
+    assert list(found.tensors) == [one.name for one in reader.tensors]
+    for one in reader.tensors:
+        tensor = found.tensors[one.name]
+        assert (tensor.format, tensor.shape) == (one.tensor_type.name, tuple(reversed(one.shape.tolist())))
+        expected = torch.tensor(package.dequantize(one.data, one.tensor_type))
+        assert torch.equal(tensor[...], expected), one.name
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (b"PK\3\4" + bytes(60), "expected a GGUF file, found one that begins with b'PK"),
+        (b"GGUF" + (4).to_bytes(4, "little") + bytes(60), "of version 2 or 3, found version 4$"),
+        (b"GGUF" + (3).to_bytes(4, "big") + bytes(60), "found version 3 of a big-endian machine$"),
+    ],
+)
+def test_foreign_and_newer_files_are_errors(start: bytes, expected: str, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "other.gguf").write_bytes(start)
+    with pytest.raises(mmspec.UserError, match=expected):
+        mmspec.load(str(tmp_path / "other.gguf"), drafter=None)
+
+
+def test_an_unknown_architecture_or_type_is_named(cache: Path, tmp_path: Path) -> None:
+    whole = save_gguf(tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "b.gguf").write_bytes(whole.replace(b"llama", b"lemma"))
+    with pytest.raises(mmspec.UserError, match=r"expected the architecture of a supported model: .*lemma"):
+        mmspec.load(str(tmp_path / "b.gguf"), drafter=None)
+    at = whole.index(b"output_norm.weight") + len(b"output_norm.weight") + 12
+    (tmp_path / "c.gguf").write_bytes(whole[:at] + (77).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(mmspec.UserError, match=r"the tensor output_norm\.weight of type 77: expected a type up to"):
+        mmspec.load(str(tmp_path / "c.gguf"), drafter=None)
 
 
 def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_path: Path) -> None:
@@ -141,73 +200,86 @@ def test_damaged_headers_are_errors_of_the_file(file: Path, cache: Path, tmp_pat
             mmspec.load(str(tmp_path / "damaged.gguf"), drafter=None)
         assert "damaged.gguf" in str(caught.value), at
         assert "folder" not in str(caught.value)
-    assert not list((cache / "gguf").glob("*/*"))
 
 
-def test_a_file_that_is_cut_while_it_is_converted_is_read_already(file: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copy(file, tmp_path / "cut.gguf"))
-    with gguf._one_reader(copy) as reader:
-        os.truncate(copy, 64)
-        data = [tensor.data.copy() for tensor in reader.tensors]
-    with gguf._one_reader(file) as whole:
-        assert all(np.array_equal(a, b.data) for a, b in zip(data, whole.tensors, strict=True))
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["auto", "float32", "int8"])
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path, mixed: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copy(mixed, tmp_path / "cut.gguf"))
+    source = source_of(copied)
+    os.truncate(copied, copied.stat().st_size - 5000)
+    with pytest.raises(mmspec.UserError, match=r"cut\.gguf was cut while it was read: expected all of its tensors"):
+        loading._prepared(*source.model(AutoModelForCausalLM, source.config(), dtype, True), torch.device("cpu"))
 
 
-def _killed(path: str) -> None:
-    LlamaForCausalLM.save_pretrained = lambda self, folder: os.kill(os.getpid(), signal.SIGKILL)
-    convert(path)
+@needs_kernels
+def test_a_file_may_be_replaced_or_cut_once_it_is_loaded(mixed: Path, cache: Path, tmp_path: Path) -> None:
+    """Or be replaced while it is read: what was opened is read."""
+    copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
+    pipe = mmspec.load(str(copied), drafter="ngram")
+    ask = lambda one: one.generate([70, 71, 72, 70, 71], max_new_tokens=8, ignore_eos=True).token_ids  # noqa: E731
+    expected = ask(pipe)
+    os.truncate(copied, 64)
+    assert ask(pipe) == expected
+    source = source_of(mixed)
+    moved = Path(shutil.copy(mixed, tmp_path / "moved.gguf"))
+    source = source_of(moved)
+    save_gguf(tmp_path / "new.gguf").replace(moved)
+    model, kind = source.model(AutoModelForCausalLM, source.config(), "auto", True)
+    again = mmspec.load(loading._prepared(model.eval(), kind, torch.device("cpu")), processor=pipe.processor.plain)
+    assert ask(again) == expected
 
 
-def test_a_killed_conversion_leaves_nothing_once_the_file_is_converted(file: Path, cache: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=_killed, args=(str(file),))
+def load_index(path: str) -> str:
+    source = sources.find(path)
+    source.processor(Processor)
+    return source.folder
+
+
+def test_a_killed_load_leaves_nothing_once_the_file_is_loaded(file: Path, cache: Path, monkeypatch) -> None:
+    def killed(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(gguf_model, "save_tokenizer", killed)
+    process = multiprocessing.get_context("fork").Process(target=load_index, args=(str(file),))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+    monkeypatch.undo()
+    monkeypatch.setenv("MMSPEC_CACHE", str(cache))
     (left,) = cache.glob("gguf/*/*")
     assert left.name != file.stem
-    assert list(left.parent.iterdir()) == [left]
-    folder = Path(gguf.resolved(str(file)))
+    folder = Path(load_index(str(file)))
     assert list(left.parent.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left")])
-def test_a_full_disk_is_an_error_with_the_path(
-    error: Exception, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_with_the_path(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
-        raise type(error)(*error.args[:-1], "No space left on device (os error 28)")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", refuse)
+    monkeypatch.setattr(gguf_model, "save_tokenizer", refuse)
     with pytest.raises(mmspec.UserError, match=r"No space left on device.*MMSPEC_CACHE") as caught:
         mmspec.load(str(file), drafter=None)
     assert str(caught.value).startswith(f"cannot write {cache}/gguf/")
     assert not list((cache / "gguf").glob("*/*"))
 
 
+@needs_kernels
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_shown_on_a_terminal_only(
     terminal: bool, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the conversion, and of reading the converted model."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     monkeypatch.setattr(logging, "_tqdm_active", True)
-    for title in ("Converting", "Loading weights"):
-        mmspec.load(str(file), drafter=None)
-        shown = capsys.readouterr().err
-        assert title in shown if terminal else not shown
+    mmspec.load(str(file), drafter=None)
+    shown = capsys.readouterr().err
+    assert "Packing weights" in shown if terminal else not shown
     assert logging.is_progress_bar_enabled()
 
 
-def test_a_conversion_is_announced_once(file: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "mmspec.load"):
-        for _ in range(2):
-            gguf.resolved(str(file))
-    assert [text.partition(",")[0] for text in caplog.messages] == [f"converting {file.name}"]
-
-
-def test_two_processes_may_convert_at_the_same_time(file: Path, cache: Path) -> None:
+def test_two_processes_may_load_at_the_same_time(file: Path, cache: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        folders = pool.map(convert, [str(file)] * 2, chunksize=1)
+        folders = pool.map(load_index, [str(file)] * 2, chunksize=1)
     assert folders[0] == folders[1]
     assert {path.name for path in (cache / "gguf").glob("*/*")} == {"tiny"}
 
@@ -216,15 +288,15 @@ def test_several_files_and_a_missing_package_are_errors(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(mmspec.UserError, match="expected one GGUF file, found 2"):
-        gguf.resolved(str(tmp_path))
+        sources.find(str(tmp_path))
     with pytest.raises(mmspec.UserError, match="is not installed: run pip install x"):
         PackagedModel("no_such_package", "pip install x")()
 
 
-def test_a_folder_with_a_configuration_is_not_converted(tmp_path: Path) -> None:
+def test_a_folder_with_a_configuration_is_read_by_transformers(tmp_path: Path) -> None:
     folder = save_text_model(tmp_path / "text")
     (folder / "extra.gguf").touch()
-    assert gguf.resolved(str(folder)) == str(folder)
+    assert type(sources.find(str(folder))) is sources.Source
 
 
 @needs_kernels
@@ -260,11 +332,11 @@ def of_format(kind: str) -> Callable[..., tuple[np.ndarray, Any]]:
 
 
 def tensor(name: str, kind: str, *shape: int) -> SimpleNamespace:
-    return SimpleNamespace(name=name, shape=shape, n_elements=np.prod(shape), tensor_type=SimpleNamespace(name=kind))
+    return SimpleNamespace(name=name, shape=shape, format=kind)
 
 
-def form_of(*tensors: SimpleNamespace) -> str | None:
-    return gguf._form(SimpleNamespace(tensors=tensors))
+def form_of(*tensors: SimpleNamespace) -> Any:
+    return gguf_model.dtype_of(SimpleNamespace(tensors={one.name: one for one in tensors}))  # type: ignore[arg-type]
 
 
 def test_the_form_is_that_of_most_weights_of_the_layers() -> None:
@@ -272,7 +344,7 @@ def test_the_form_is_that_of_most_weights_of_the_layers() -> None:
     small, large = tensor("blk.0.attn_v.weight", "Q6_K", 8, 8), tensor("blk.0.ffn_up.weight", "Q4_K", 8, 9)
     assert form_of(*other, small, large) == "int4"
     assert form_of(*other, small, large, tensor("blk.1.attn_v.weight", "Q8_0", 8, 2)) == "int8"
-    assert form_of(*other, small, tensor("blk.1.ffn_up.weight", "F16", 9, 9)) is None
+    assert form_of(*other, small, tensor("blk.1.ffn_up.weight", "F16", 9, 9)) is torch.float16
     assert form_of(*other) is None
 
 
@@ -281,7 +353,8 @@ def test_every_format_of_the_package_has_a_form() -> None:
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
     for kind, (block, size) in module.GGML_QUANT_SIZES.items():
         quantised = block > 1 and kind.name not in OTHERS
-        expected = ("int4" if 8 * size / block <= 5 else "int8") if quantised else None
+        plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
+        expected = ("int4" if 8 * size / block <= 5 else "int8") if quantised else plain
         found = form_of(tensor("blk.0.ffn_up.weight", kind.name, 8, 8))
         assert found == expected, f"{kind.name}: if it is new, decide which dtype holds its weights"
 
@@ -317,8 +390,8 @@ def test_the_weights_of_every_format_are_those_of_the_package(tmp_path: Path, ca
 
     layers = -(-len(kinds) // len(READ))
     sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
-    folder = gguf.converted(save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **sizes))
-    found = load_file(folder / "model.safetensors")
+    file = save_gguf(tmp_path / "all.gguf", matrix, block_count=layers, **sizes)
+    found = mmspec.load(str(file), drafter=None, dtype="float32").target.model.state_dict()
     assert {kind for kind, _ in written.values()} == {kind.name for kind in kinds}
     for name, (kind, weight) in written.items():
         assert torch.equal(found[name], weight), kind
@@ -415,40 +488,43 @@ def test_a_dtype_of_the_user_s_is_that_of_all_layers(mixed: Path, cache: Path) -
     assert {type(part) for part in model.modules() if isinstance(part, BlockLinear)} == {Int8Blocks}
 
 
-def test_matrices_that_cannot_be_put_in_order_are_left_out(
-    mixed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are quantised again. Here, queries and keys, whose rows transformers reorders."""
-    monkeypatch.setattr(gguf, "TENSOR_PROCESSORS", {})
-    stored = {name.split(".")[-2] for name in load_file(gguf.converted(mixed) / gguf.STORED)}
-    assert stored == {"embed_tokens", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+def test_rows_that_cannot_be_put_in_order_are_left_out(mixed: Path) -> None:
+    """They are quantised again."""
+
+    class Reversed(TensorProcessor):
+        def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
+            changed = {"attn_q": weights[::-1], "attn_v": weights.T, "ffn_up": weights[:1], "ffn_down": weights * 2}
+            return GGUFTensor(changed.get(name.split(".")[-2], weights), name, {})
+
+    file = gguf.GGUFFile(mixed)
+    for name, tensor in file.tensors.items():
+        weight = gguf_model.Weight(name, Reversed(), {})
+        weight.tensors.append(tensor)
+        found, kind = weight.rows(), name.split(".")[-2]
+        assert (found is None) == (kind in ("attn_v", "ffn_up", "ffn_down") or tensor.format == "F32"), name
+        if kind == "attn_q":
+            assert torch.equal(found.dense(), tensor[...].flip(0))
 
 
-@pytest.mark.parametrize("fails", ["AutoModelForCausalLM", "AutoTokenizer", None])
-def test_a_file_is_parsed_once_and_the_package_reads_by_itself_again(
-    fails: str | None, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_package_reads_by_itself_again(
+    fails: bool, file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the conversion fails."""
+    """Also if the configuration is refused; its reader, slow for vocabularies, is not called."""
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    file, reader, opened, read = save_gguf(tmp_path / "a.gguf"), module.GGUFReader, [], gguf.from_pretrained
+    reader = module.GGUFReader
 
     class Reader(reader):  # type: ignore[misc, valid-type]
-        def __init__(self, path: str, *args: Any) -> None:
-            opened.append(str(path))
-            super().__init__(path, *args)
-
-    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        if cls.__name__ == fails:
-            raise UserError("not so")
-        return read(cls, *args, **options)
+        def __init__(self, *args: Any) -> None:
+            raise AssertionError
 
     monkeypatch.setattr(module, "GGUFReader", Reader)
-    monkeypatch.setattr(gguf, "from_pretrained", from_pretrained)
-    if fails is None:
-        gguf.converted(file)
+    found = gguf.GGUFFile(file)
+    if fails:
+        del found.metadata["llama.block_count"]
+        found.metadata["general.architecture"] = "lemma"
+        with pytest.raises(mmspec.UserError, match="lemma"):
+            gguf_model.config(found)
     else:
-        with pytest.raises(UserError, match="not so"):
-            gguf.converted(file)
-        assert not list((cache / "gguf").glob("*/*"))
-    assert opened == [str(file)]
+        assert gguf_model.config(found).num_hidden_layers == 2
     assert module.GGUFReader is Reader

@@ -1,0 +1,250 @@
+"""Models in GGUF files. Configuration and tokenizer, in the hub's layout, are kept in a folder of the user's cache; the
+weights are read from the file into the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.integrations.gguf import (
+    GGUF_CONFIG_ARCHS,
+    convert_gguf_tokenizer,
+    get_gguf_config,
+    get_gguf_tokenizer,
+    reader,
+)
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
+
+from mmspec.errors import explained
+from mmspec.files import cache_folder, make_folder
+from mmspec.quantisation.formats import StoredRows
+from mmspec.targets.gguf import GGUFFile, GGUFTensor
+from mmspec.targets.layers import replaced
+
+_FORMAT = 5  # of the folder
+_TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
+_TYPES = {str: 8, bool: 7, int: 10, float: 12}
+
+
+def index(file: GGUFFile) -> Path:
+    """The folder with configuration and tokenizer of a file's model; it may not exist yet.
+
+    It is keyed by the file's header.
+    """
+    identity = f"{_FORMAT} {transformers.__version__} {file.digest}"
+    return cache_folder() / "gguf" / hashlib.sha256(identity.encode()).hexdigest()[:16] / file.path.stem
+
+
+def write_index(file: GGUFFile) -> Path:
+    """The same folder, made at first use; it appears whole: several processes may make it at the same time.
+
+    Raises:
+        UserError: the model is not supported, or the cache cannot be written.
+    """
+    folder = index(file)
+    if not folder.is_dir():
+        make_folder(folder, partial(_write, file))
+    return folder
+
+
+def _write(file: GGUFFile, folder: Path) -> None:
+    made = config(file)
+    made.save_pretrained(folder)
+    generation_config(file, made).save_pretrained(folder)
+    save_tokenizer(*_tokenizer(file), folder)
+
+
+def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> None:
+    """Save a tokenizer and options of its class for ``read_tokenizer``."""
+    made.save(str(folder / _TOKENIZER))
+    template = options.pop("chat_template", None)
+    if template is not None:
+        (folder / _TEMPLATE).write_text(template, encoding="utf-8")
+    options = {"tokenizer_class": "PreTrainedTokenizerFast", **options}
+    (folder / _OPTIONS).write_text(json.dumps(options, indent=2), encoding="utf-8")
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of such a folder, in half of the time that transformers takes to read one of 152,000 tokens."""
+    options = json.loads((folder / _OPTIONS).read_text(encoding="utf-8"))
+    if (folder / _TEMPLATE).is_file():
+        options["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    made = PreTrainedTokenizerFast(tokenizer_file=str(folder / _TOKENIZER), **options)
+    made.name_or_path = str(folder)
+    return made
+
+
+def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
+    """That of a model, which ends answers at the ends of texts, turns and messages."""
+    made = GenerationConfig.from_model_config(config)
+    if ends := _ends(file, config.vocab_size):
+        made.eos_token_id = ends
+    return made
+
+
+def dtype_of(file: GGUFFile) -> str | torch.dtype | None:
+    """The dtype of ``mmspec.load`` closest to most weights of the decoder's layers."""
+    sizes: Counter[str | torch.dtype] = Counter()
+    for tensor in file.tensors.values():
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            bits = re.match(r"I?Q(\d)", tensor.format)
+            plain = {"F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.format, torch.float32)
+            sizes[plain if bits is None else "int4" if int(bits[1]) <= 4 else "int8"] += int(np.prod(tensor.shape))
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def config(file: GGUFFile) -> Any:
+    """The model's configuration, as transformers reads it; the size of the vocabulary is that of the embedding.
+
+    Raises:
+        UserError: transformers does not know the architecture, or values are missing.
+    """
+    architecture = file.architecture()
+    with explained(
+        f"cannot load model {str(file.path)!r}: expected the architecture of a supported model", *_UNSUPPORTED
+    ):
+        if architecture in GGUF_CONFIG_ARCHS:
+            fields = get_gguf_config(file.metadata, tuple(file.tensors))
+        else:
+            with _given(file):
+                fields = load_gguf_checkpoint(str(file.path))["config"]
+        fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+        made = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    made.name_or_path = str(index(file))
+    return made
+
+
+def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
+    """As transformers makes it of the file's arrays, and options of its class."""
+    with (
+        explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", *_UNSUPPORTED),
+        replaced({(reader, "read_gguf_metadata"): _giving(file, (file.metadata, tuple(file.tensors)))}),
+    ):
+        architecture, arrays, options = get_gguf_tokenizer(str(file.path))
+        made, more = convert_gguf_tokenizer(architecture, arrays)
+    return made, {**options, **more}
+
+
+def _ends(file: GGUFFile, vocab: int) -> list[int]:
+    """Tokens that end an answer: of a text, a turn and a message. transformers reads the first of them."""
+    ids = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return [token for token in dict.fromkeys(ids) if token is not None and 0 <= token < vocab]
+
+
+@contextmanager
+def _given(file: GGUFFile) -> Iterator[None]:
+    """transformers' reader of configurations gets the values of a file that is read already, without its
+    vocabulary, for which the package's reader takes seconds."""
+    import gguf
+
+    fields = {}
+    for key, value in file.metadata.items():
+        values = value if isinstance(value, list) else [value]
+        if values and not (isinstance(value, list) and key.startswith("tokenizer.")):
+            parts = [one.encode() if isinstance(one, str) else [one] for one in values]
+            types = [_TYPES[type(values[0])]]
+            types = [9, *types] if isinstance(value, list) else types
+            fields[key] = SimpleNamespace(parts=parts, data=range(len(parts)), types=types)
+    fields[f"{file.architecture()}.vocab_size"] = SimpleNamespace(parts=[[0]], data=[0], types=[4])
+    given = SimpleNamespace(fields=fields, tensors=file.tensors.values())
+    with replaced({(gguf, "GGUFReader"): _giving(file, given)}):
+        yield
+
+
+def _giving(file: GGUFFile, value: Any) -> Any:
+    """For ``replaced``: a function that returns the value for this file."""
+
+    def make(plain: Any) -> Any:
+        @wraps(plain, updated=())
+        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return value if str(path) == str(file.path) else plain(path, *args, **kwargs)
+
+        return read
+
+    return make
+
+
+class Weight:
+    """A weight of a model of transformers, of one tensor of a file or, of experts, several.
+
+    ``weight[...]`` reads it, dense.
+
+    Attributes:
+        tensors: of the file.
+    """
+
+    def __init__(self, name: str, processor: Any, names: Mapping[str, str]) -> None:
+        self._name, self._processor, self._names = name, processor, names
+        self.tensors: list[GGUFTensor] = []
+
+    def __getitem__(self, index: Any) -> Tensor:
+        parsed: dict[str, Any] = {"tensors": {}}
+        for tensor in self.tensors:
+            values = tensor[...].float().numpy()
+            found = self._processor.process(
+                weights=values, name=tensor.name, tensor_key_mapping=self._names, parsed_parameters=parsed
+            )
+            if found.name is not None:
+                parsed["tensors"][self._name] = torch.from_numpy(np.ascontiguousarray(found.weights))
+        return parsed["tensors"][self._name][index]
+
+    def rows_in_memory(self) -> StoredRows:
+        """Its rows, read; they are those of one matrix."""
+        return self.tensors[0].rows_in_memory()
+
+    def rows(self) -> StoredRows | None:
+        """Its rows in the file, in the order of transformers; None where they are no rows of one matrix there."""
+        rows = self.tensors[0].rows() if len(self.tensors) == 1 else None
+        if rows is None or len(self.tensors[0].shape) != 2:
+            return None
+        plain = np.arange(len(rows.places))[:, None]
+        found = self._processor.process(weights=plain, name=self.tensors[0].name)
+        if found.weights.shape != plain.shape or not np.array_equal(np.sort(found.weights, axis=0), plain):
+            return None
+        moved = not np.array_equal(found.weights, plain)
+        return rows.ordered(torch.from_numpy(found.weights[:, 0].copy())) if moved else rows
+
+
+def weights(file: GGUFFile, model: PreTrainedModel) -> dict[str, Weight]:
+    """The weights of a text model by their names in transformers, none of them read yet.
+
+    Args:
+        model: of the file's configuration; it may be on the meta device.
+    """
+    processor = TENSOR_PROCESSORS.get(file.architecture(), TensorProcessor)(config=model.config.to_dict())
+    names = get_gguf_hf_weights_map(_outline(model, 1), processor)
+    found: dict[str, Weight] = {}
+    for tensor in file.tensors.values():
+        name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+        if name is not None:
+            found.setdefault(name, Weight(name, processor, names)).tensors.append(tensor)
+    return found
+
+
+def _outline(module: Any, depth: int) -> SimpleNamespace:
+    """What transformers' function asks of a model, of which it would visit every module, for seconds."""
+    names = dict.fromkeys(module.state_dict())
+    children = [(name, _outline(child, depth - 1)) for name, child in module.named_children()] if depth else []
+    return SimpleNamespace(
+        config=getattr(module, "config", None), state_dict=lambda: names, named_children=lambda: children
+    )

@@ -1,0 +1,215 @@
+"""Where a model is read from: a folder or repository in the hub's layout, a GGUF file, or a folder that packages
+complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from mmspec.ops import cpu_library
+from mmspec.quantisation.formats import StoredRows, quantised_rows
+from mmspec.targets import completed, gguf, gguf_model
+from mmspec.targets.packing import QUANTISED, head_kind
+from mmspec.targets.streaming import RowsConfig, Takes
+from mmspec.targets.support import from_pretrained, read_whole, refuse_other_weights
+
+_LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
+
+
+class Source:
+    """A folder or repository that transformers reads.
+
+    Attributes:
+        folder: its path or id.
+        name: the user's, for messages.
+        dtype: of ``mmspec.load``, closest to the weights of a GGUF file; None for others.
+    """
+
+    dtype: str | torch.dtype | None = None
+
+    def __init__(self, folder: str, name: str | None = None) -> None:
+        self.folder, self.name = folder, name or folder
+
+    def config(self, **options: Any) -> Any:
+        """The model's configuration; options are those of ``from_pretrained``."""
+        return from_pretrained(AutoConfig, self.folder, **options)
+
+    def processor(self, cls: Any, **options: Any) -> Any:
+        """The processor, of a subclass of ``Processor``."""
+        return cls.read(self.folder, **options)
+
+    def model(self, auto_class: Any, config: Any, kind: Any, on_cpu: bool, **options: Any) -> tuple[Any, Any]:
+        """A model with exactly the weights of its source, and the dtype that it is to have.
+
+        Weights that are to be quantised on a CPU are so one by one, as they are read; ``pack_model`` does the rest.
+
+        Args:
+            auto_class: of transformers.
+            kind: a dtype of ``mmspec.load``.
+
+        Raises:
+            UserError: weights are missing, of other shapes, or unexpected; or a file was cut meanwhile.
+        """
+        if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
+            options["quantization_config"] = RowsConfig(partial(_quantised, kind))
+        model: Any = read_whole(auto_class, self.folder, config=config, **options)
+        return model, kind if kind != "auto" or not on_cpu or _is_large(model) else torch.float32
+
+
+class LazySource(Source):
+    """A model whose weights are read one by one, when they are used.
+
+    Args:
+        state: weights by name, of a model without any: tensors, or what reads one (``weight[...]``) and may have rows
+            in a format of GGUF (``rows``, ``rows_in_memory``).
+        dtype: see ``Source``.
+    """
+
+    def __init__(
+        self, folder: str, name: str, state: Callable[[PreTrainedModel], Mapping[str, Any]], dtype: Any
+    ) -> None:
+        super().__init__(folder, name)
+        self._state, self.dtype = state, dtype
+
+    def generation_config(self, config: Any) -> GenerationConfig:
+        return GenerationConfig.from_pretrained(self.folder)
+
+    def model(self, auto_class: Any, config: Any, kind: Any, on_cpu: bool, **options: Any) -> tuple[Any, Any]:
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            model: Any = auto_class.from_config(config)
+        state, tied = self._state(model), dict(model.all_tied_weights_keys)
+        takes: Takes = {}
+        dtype = kind if isinstance(kind, torch.dtype) else torch.float32
+        if kind == "auto" and _packs(self.dtype, on_cpu):
+            kind, takes = self.dtype, _rows(model, state)
+        elif kind == "auto" and (_is_large(model) or not on_cpu):
+            kind = dtype = self.dtype if isinstance(self.dtype, torch.dtype) else torch.bfloat16
+        elif kind == "auto":
+            kind = dtype
+        elif _packs(kind, on_cpu):
+            takes = _quantised(kind, model)
+        _fill(model, state, takes, dtype, self.name)
+        for name, source in tied.items():
+            if source in takes:
+                _layer(model, name).stored = [state[source].rows()]
+        model.generation_config = self.generation_config(config)
+        return model, kind
+
+
+class GGUFSource(LazySource):
+    """A GGUF file. Its configuration and tokenizer are kept in the cache once the processor is asked for.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = file = gguf.GGUFFile(path)
+        super().__init__(
+            str(gguf_model.index(file)), str(path), partial(gguf_model.weights, file), gguf_model.dtype_of(file)
+        )
+
+    def config(self, **options: Any) -> Any:
+        return gguf_model.config(self._file)
+
+    def generation_config(self, config: Any) -> GenerationConfig:
+        return gguf_model.generation_config(self._file, config)
+
+    def processor(self, cls: Any, **options: Any) -> Any:
+        return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._file)))
+
+
+def find(name: str) -> Source:
+    """The source of a model's name, folder or file.
+
+    Raises:
+        UserError: several GGUF files in a folder, a package is missing, a file cannot be read, or the cache not be
+            written.
+    """
+    if (path := gguf.file_in(name)) is not None:
+        return GGUFSource(path)
+    if (parts := completed.parts_of(name)) is not None:
+        return LazySource(str(parts.index()), name, parts.weights, gguf_model.dtype_of(parts.language))
+    return Source(name)
+
+
+def _packs(kind: Any, on_cpu: bool) -> bool:
+    return on_cpu and kind in QUANTISED and cpu_library.available()
+
+
+def _is_large(model: PreTrainedModel) -> bool:
+    return model.num_parameters() >= _LARGE
+
+
+def _layer(model: nn.Module, weight: str) -> Any:
+    return model.get_submodule(weight.rpartition(".")[0])
+
+
+def _quantised(kind: str, model: PreTrainedModel) -> Takes:
+    """Rows of the decoder's linear layers, and of an output layer with a weight of its own."""
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    kinds = {id(layer): kind for layer in model.get_decoder().modules()}
+    kinds[id(model.get_output_embeddings())] = head_kind(kind)
+    linear = {f"{name}.weight": id(layer) for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    return {
+        name: partial(_quantised_rows, kinds[layer])
+        for name, layer in linear.items()
+        if layer in kinds and name not in tied
+    }
+
+
+def _quantised_rows(kind: str, weight: Any) -> StoredRows:
+    return quantised_rows(weight[...], kind)
+
+
+def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
+    """Rows in a file of linear layers, and in memory of embeddings, of their shape."""
+    layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
+    takes: dict[str, Callable[[Any], StoredRows]] = {}
+    for name in layers.keys() & state.keys():
+        layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
+        if rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
+            if isinstance(layer, nn.Embedding):
+                takes[name] = lambda weight: weight.rows_in_memory()
+            elif type(layer) is nn.Linear:
+                takes[name] = partial(_given, rows)
+    return takes
+
+
+def _given(rows: StoredRows, weight: Any) -> StoredRows:
+    return rows
+
+
+def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
+    """Read a model's weights; layers of ``takes`` keep rows alone."""
+    empty = dict(model.named_parameters()) | dict(model.named_buffers())
+    shapes = {}
+    for key in state.keys() & empty.keys():
+        if key in takes:
+            _layer(model, key).stored = [takes[key](state[key])]
+            continue
+        value: Tensor = state[key][...]
+        shapes[key] = value.shape
+        if value.shape == empty[key].shape:
+            place, leaf = _layer(model, key), key.rpartition(".")[2]
+            value = value.to(dtype) if value.is_floating_point() else value
+            is_buffer = leaf in place._buffers
+            setattr(place, leaf, value if is_buffer else nn.Parameter(value, requires_grad=False))
+    tied = model.all_tied_weights_keys
+    parameters = {key for key, _ in model.named_parameters()} - tied.keys()
+    model.tie_weights()
+    refuse_other_weights(
+        model,
+        name,
+        missing=parameters - state.keys(),
+        mismatched={(key, shape, empty[key].shape) for key, shape in shapes.items() if shape != empty[key].shape},
+        unexpected=state.keys() - empty.keys() - tied.keys(),
+    )
