@@ -1,7 +1,7 @@
 """Tool calls over HTTP: ``python -m mmspec.eval tools --model FILE.gguf``.
 
-openai-python sends ``mmspec serve`` requests that say which functions to call with which arguments. A request passes if the
-answer has these calls, or an answer that needs none its words. Every answer must be that of plain decoding.
+openai-python sends ``mmspec serve`` requests that say which functions to call with which arguments. A request passes if
+its answer has these calls, or the words of one that needs none, and equals that of plain decoding.
 """
 
 from __future__ import annotations
@@ -129,14 +129,15 @@ _FILES = _call("search_files", text="invoice", folder="/home/ana", case_sensitiv
 _ITEMS = [{"product": "lamp", "quantity": 2}, {"product": "desk", "quantity": 1}]
 _ORDER = _call("place_order", customer="Ana", items=_ITEMS, express=True)
 _VOLUME, _TIME, _TEA = _call("set_volume", percent=35), _call("get_time"), _call("start_timer", minutes=4, label="tea")
-_MESSAGE = _call("send_message", recipients=["Ana", "Ben"], text='He said "no" {twice}.')
+_MESSAGE = _call("send_message", recipients=["Ana", "Ben"], text='Use "a" and {b}.')
 _TIMER, _TABLE = _call("start_timer", minutes=9), _call("book_table", restaurant="Luna", guests=4, outside=True)
 
 _WEATHER = "Get the weather of Ulm in celsius for 3 days."
 _WEATHERS = f"{_WEATHER} Also get the weather of Oslo in fahrenheit for 1 day."
+_WEATHER_VOLUME = f"{_WEATHER} Also set the volume to 35 percent."
 _ORDERS = "Order for the customer Ana, express: 2 of the product lamp and 1 of the product desk."
 _EVENTS = "Add the event titled Budget on 2026-03-14 with the attendees Ana and Ben, in the city Bonn, room 12."
-_SEND = 'Send Ana and Ben the message with exactly this text: He said "no" {twice}.'
+_SEND = 'Send a message to Ana and Ben with the text: Use "a" and {b}.'
 REQUESTS = (
     ToolRequest("string, enum, integer", _WEATHER, [_ULM]),
     ToolRequest("number, enums", "Convert the amount 12.5 from USD to EUR.", [_MONEY]),
@@ -148,15 +149,15 @@ REQUESTS = (
     ToolRequest("optional, left out", "Start a timer of 9 minutes, without a label.", [_TIMER]),
     ToolRequest("optional, given", "Start a timer of 4 minutes with the label tea.", [_TEA]),
     ToolRequest("optional boolean", "Book a table for 4 guests in the restaurant Luna, outside.", [_TABLE]),
-    ToolRequest("two calls", _WEATHERS, [_ULM, _OSLO]),
-    ToolRequest("two functions", f"{_WEATHER} Also set the volume to 35 percent.", [_ULM, _VOLUME]),
+    ToolRequest("two calls", _WEATHERS, [_ULM, _OSLO], choice="required"),
+    ToolRequest("two functions", _WEATHER_VOLUME, [_ULM, _VOLUME], choice="required"),
     ToolRequest("stream", _EVENTS, [_EVENT], sent="stream"),
-    ToolRequest("stream of two calls", _WEATHERS, [_ULM, _OSLO], sent="stream"),
+    ToolRequest("stream of two calls", _WEATHER_VOLUME, [_ULM, _VOLUME], choice="required", sent="stream"),
     ToolRequest("parse", _ORDERS, [_ORDER], sent="parse"),
     ToolRequest("required", "Set the volume to 35 percent.", [_VOLUME], choice="required"),
-    ToolRequest("required, stream", _WEATHERS, [_ULM, _OSLO], choice="required", sent="stream"),
+    ToolRequest("required, optional left out", "Start a timer of 9 minutes.", [_TIMER], choice="required"),
     ToolRequest("named", "I pay 12.5 USD. How much is it in EUR?", [_MONEY], choice="convert_currency", sent="parse"),
-    ToolRequest("result of a call", "What time is it?", says="16:42", before=(_TIME, "16:42")),
+    ToolRequest("result of a call", "What time is it?", says="16:42", choice="none", before=(_TIME, "16:42")),
     ToolRequest("no tool needed", "What is the capital of France? Answer in one word.", says="Paris"),
 )
 

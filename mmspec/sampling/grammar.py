@@ -4,7 +4,7 @@ it, such as the marker of a tool call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter as clock
@@ -55,7 +55,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
         library()
-        from llguidance import hf
+        from llguidance import TokenizerWrapper, hf
 
         if not eos_token_ids:
             raise UserError("structured output needs an end-of-sequence token: the model has none")
@@ -67,6 +67,11 @@ class Grammars:
         self._width = max(len(tokenizer), self._eos[-1] + 1)
         try:
             self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
+            added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+            text = {number for number, one in added if not one.special and self.tokenizer.is_special_token(number)}
+            if text:
+                spelt = TokenizerWrapper(_Spelt(self.tokenizer, text))
+                self.tokenizer = library().LLTokenizer(spelt, eos_token=self._eos[0])
         except Exception as error:  # of Rust: its types are not exported
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
@@ -101,6 +106,28 @@ class Grammars:
         grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
         grammar.mask(grammar.start([]))  # raises where there is no first token
         return grammar
+
+
+class _Spelt:
+    """A tokenizer of llguidance with more tokens that text is made of, as ``TokenizerWrapper`` reads it.
+
+    llguidance takes all added tokens like ``<tool_call>`` for special ones, which no text in a grammar matches.
+
+    Args:
+        text: these tokens.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, text: Container[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id, self._tokenizer = tokenizer.eos_token, tokenizer
+        self.tokens = [tokenizer.decode_bytes([one]) for one in ids]
+        self.special_token_ids = [one for one in ids if tokenizer.is_special_token(one) and one not in text]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids: list[int] = self._tokenizer.tokenize_bytes(text)
+        return ids
 
 
 @dataclass
