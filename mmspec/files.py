@@ -37,6 +37,28 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
 
 
+def superseded() -> dict[Path, int]:
+    """Folders of the cache that earlier versions left, and their bytes: models of GGUF files that they converted, and
+    what killed conversions had written. What a process writes at present is not among them."""
+    found = {}
+    for folder in (path for kind in ("gguf", "completed") for path in cache_folder().glob(f"{kind}/*/*")):
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        converted = any(folder.glob("*.safetensors"))
+        killed = folder.name.startswith((_TEMPORARY, "tmp"))
+        if folder.is_dir() and (converted or killed) and not (killed and _is_locked(folder)):
+            found[folder] = sum(path.stat().st_size for path in files)
+    return found
+
+
+def _is_locked(folder: Path) -> bool:
+    if not (folder / _LOCK).exists():
+        return False
+    if (lock := _lock(folder / _LOCK, unsupported=True)) is None:
+        return True
+    lock.close()
+    return False
+
+
 _CACHE = "; MMSPEC_CACHE names another one"
 
 

@@ -75,6 +75,10 @@ class LlamaServer:
         threads: of prefill and decoding.
         speculation: its ``--spec-type``, and further options after blanks; empty for plain decoding.
 
+    Attributes:
+        pid: of the process.
+        close: ends it; so does the end of this object.
+
     Raises:
         UserError: the model is not a GGUF file, or the server does not start.
     """
@@ -94,7 +98,8 @@ class LlamaServer:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
             )
-        weakref.finalize(self, _end, self._process)
+        self.close = weakref.finalize(self, _end, self._process)
+        self.pid = self._process.pid
         self._wait_until_loaded()
 
     def complete(self, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool = False) -> Completion:

@@ -152,6 +152,7 @@ _SECTIONS = {
     },
     "Inspect": {
         "info": "Show devices, versions, models and drafters.",
+        "clean": "Remove from the cache what earlier versions left.",
     },
     "Data": {
         "make-data": "Generate training data for drafters with a model.",

@@ -55,7 +55,7 @@ def info(model: str | None, drafters: bool, as_json: bool) -> None:
 def collect(model: str | None = None) -> dict[str, Any]:
     """What ``mmspec info`` shows, as JSON values."""
     from mmspec.drafters.registry import drafter_specs
-    from mmspec.files import cache_folder
+    from mmspec.files import cache_folder, superseded
 
     models = [entry.name for entry in plugins.registered("models")] if model is None else [model]
 
@@ -71,6 +71,7 @@ def collect(model: str | None = None) -> dict[str, Any]:
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
         "calibrations": str(cache_folder()),
+        "superseded": [{"folder": str(folder), "bytes": size} for folder, size in superseded().items()],
     }
 
 
@@ -162,6 +163,14 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None and name not in _NOT_SAMPLING}
 
 
+def _superseded(folders: list[dict[str, Any]]) -> list[str]:
+    total = sum(one["bytes"] for one in folders)
+    return [
+        f"mmspec clean removes {total / 1e6:,.0f} MB that earlier versions left in the cache",
+        *(f"{one['folder']}: {one['bytes'] / 1e6:,.0f} MB" for one in folders),
+    ]
+
+
 def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
     def device(d: dict[str, Any]) -> str:
         details = [d["kind"]]
@@ -202,4 +211,5 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [drafter(d) for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),
+        *([("superseded", _superseded(facts["superseded"]))] if facts["superseded"] else []),
     ]

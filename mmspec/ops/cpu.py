@@ -21,20 +21,40 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, which Python has no name for
+
 _LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread calls
 
 
-def zeros(count: int) -> Tensor | None:
-    """``count`` zeros in memory of huge pages, (count,) uint8; None where the system has none.
-
-    With pages of 4 KiB, address translation would take as long as reading the memory in order.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+def zeros(count: int) -> Tensor:
+    """``count`` zeros, (count,) uint8, from the start of a huge page on; see ``use_huge_pages``."""
     pages = mmap.mmap(-1, count + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     return memory[-memory.data_ptr() % PAGE :][:count]
+
+
+def use_huge_pages(memory: Tensor) -> threading.Thread | None:
+    """Move memory of ``zeros`` that is written to huge pages, where the system has them, in a thread of its own.
+
+    With pages of 4 KiB, address translation may take as long as reading the memory in order. Where a system has to find
+    memory for huge pages first (a virtual machine does at their first use), writing to them would take longer than all
+    else in the loading of a model.
+    """
+    starts = range(memory.data_ptr(), memory.data_ptr() + len(memory) - PAGE + 1, PAGE)
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not starts:
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    advise(starts[0], len(starts) * PAGE, mmap.MADV_HUGEPAGE)  # for systems that do so by and by, alone
+
+    def move(kept: Tensor) -> None:
+        for start in starts:
+            if advise(start, PAGE, _COLLAPSE):
+                return
+
+    thread = threading.Thread(target=move, args=(memory,), name="huge pages", daemon=True)
+    thread.start()
+    return thread
 
 
 def trim() -> None:

@@ -57,6 +57,7 @@ BUILTIN = {
         "generate": "mmspec.cli.generate:generate",
         "info": "mmspec.cli.info:info",
         "calibrate": "mmspec.cli.calibrate:calibrate",
+        "clean": "mmspec.cli.clean:clean",
         "train": "mmspec.cli.commands:train",
         "caption": "mmspec.vision.cli.caption:caption",
         "eval": "mmspec.eval.suite.command:evaluate",

@@ -23,20 +23,21 @@ _LINE = 64  # bytes of a cache line
 
 
 class BlockMemory:
-    """Memory for the blocks of layers, one after the other: of huge pages, where the system has them, as a pass reads
-    all weights.
+    """Memory for the blocks of layers, one after the other, as a pass reads all weights.
 
     Args:
         sizes: bytes of each layer's blocks.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        self._left = cpu.zeros(sum(map(_lines, sizes)))
+        self._whole = self._left = cpu.zeros(sum(map(_lines, sizes)))
+
+    def written(self) -> None:
+        """All layers are: see ``cpu.use_huge_pages``."""
+        cpu.use_huge_pages(self._whole)
 
     def take(self, blocks: int, size: int) -> Tensor:
         """(blocks, size) uint8, for the next layer."""
-        if self._left is None:
-            return torch.empty(blocks, size, dtype=torch.uint8)
         taken, self._left = self._left.split([count := _lines(blocks * size), len(self._left) - count])
         return taken[: blocks * size].view(blocks, size)
 
@@ -162,6 +163,7 @@ def place_together(layers: Iterable[BlockLinear]) -> None:
     memory = BlockMemory(layer._blocks.numel() for layer in layers)
     for layer in layers:
         layer.moved(memory)
+    memory.written()
 
 
 class Bfloat16Blocks(BlockLinear):

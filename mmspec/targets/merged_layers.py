@@ -33,6 +33,7 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_FEATURES = 64  # of a layer that is tried
 _MAX_ROWS = 1024  # of a pass whose layers are one call; every layer's output is kept
 
 
@@ -328,11 +329,7 @@ def _has_parts(layer: Any) -> bool:
 @torch.inference_mode()
 def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
     """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
-    plain = copy.deepcopy(layer)
-    for part in plain.modules():
-        if _stored(part):
-            part.weight, part.stored = nn.Parameter(_weight(part), requires_grad=False), []
-    plain = plain.float()
+    plain = _small(layer).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
@@ -346,6 +343,28 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
         return False
     rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
     return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
+
+
+def _small(layer: Any) -> Any:
+    """A copy of a layer with the first features of its hidden states and of its MLP alone."""
+    attention, mlp = layer.self_attn, layer.mlp
+    some, whole = slice(_FEATURES), slice(None)
+    parts = {getattr(attention, name): (whole, some) for name in PROJECTIONS}
+    parts |= {attention.o_proj: (some, whole)}
+    parts |= dict.fromkeys((mlp.gate_proj, mlp.up_proj, mlp.down_proj), (some, some))
+    memo: dict[int, Any] = {}
+    for part, (rows, columns) in parts.items():
+        memo[id(part.weight)] = nn.Parameter(_weight(part, rows)[:, columns].float(), requires_grad=False)
+        memo[id(_stored(part))] = []
+        if part.bias is not None:
+            memo[id(part.bias)] = nn.Parameter(part.bias[rows].float(), requires_grad=False)
+    for norm in _norms(layer).values():
+        memo[id(norm.weight)] = nn.Parameter(norm.weight[some].float(), requires_grad=False)
+    small = copy.deepcopy(layer, memo)
+    for part in small.modules():
+        if isinstance(part, nn.Linear):
+            part.out_features, part.in_features = part.weight.shape
+    return small
 
 
 class Float32Norm(nn.Module):
@@ -431,7 +450,7 @@ def _stored(layer: Any) -> list[StoredRows]:
     return getattr(layer, "stored", [])
 
 
-def _weight(layer: nn.Linear) -> Tensor:
-    """A layer's weight, of its rows where it keeps these."""
+def _weight(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
+    """Rows of a layer's weight, also where it keeps them in another form."""
     stored = _stored(layer)
-    return torch.cat([rows.dense() for rows in stored]) if stored else layer.weight.detach()
+    return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]

@@ -53,6 +53,7 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     memory = BlockMemory(chain(*(_sizes(parent.get_submodule(name), kind) for parent, name, kind in found)))
     with bars_on_terminals():
         _pack(logging.tqdm(found, desc="Packing weights"), memory)
+    memory.written()
     if isinstance(head := model.get_output_embeddings(), BlockLinear):
         head.takes = torch.float32
     model.bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -130,6 +131,37 @@ def test_info_lists_registered_plug_ins(run: Run) -> None:
     status, out, _ = run("info")
     assert status == 0
     assert facts["packages"]["torch"] in out
+
+
+def test_what_earlier_versions_left_is_shown_and_removed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converted models, whole and in shards, and what killed conversions wrote; neither indices nor what is written."""
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    sizes = {
+        "gguf/0/coder/model.safetensors": 3_000_000,
+        "gguf/1/large/model-00001-of-00002.safetensors": 2_000_000,
+        "completed/2/smol-llava/model.safetensors": 1_000_000,
+        "gguf/3/tmpab12/coder/model.safetensors": 500_000,
+        "gguf/3/.mmspec-old/coder/tokenizer.json": 250_000,
+        "gguf/3/.mmspec-busy/coder/tokenizer.json": 9,
+        "gguf/3/kept/tokenizer.json": 9,
+        "completed/4/kept/drafter/model.safetensors": 9,
+        "calibration-1.json": 9,
+    }
+    for name, size in sizes.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    with (tmp_path / "gguf/3/.mmspec-busy/lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shown = json.loads(run("info", "--json")[1])["superseded"]
+        assert {one["folder"]: one["bytes"] for one in shown} == {
+            str(tmp_path.joinpath(*Path(name).parts[:3])): size for name, size in sizes.items() if size > 9
+        }
+        assert "mmspec clean removes 7 MB" in " ".join(run("info")[1].split())
+        assert json.loads(run("clean", "--json")[1])["removed"] == shown
+        assert run("info")[1].count("superseded") == 0
+    assert {name for name in sizes if (tmp_path / name).exists()} == {name for name, size in sizes.items() if size == 9}
 
 
 def test_info_shows_problems_without_the_names_of_exceptions(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmspec.ops import cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 
 pytestmark = pytest.mark.skipif(not cpu_library.available(), reason="needs the C++ kernels")
@@ -42,10 +42,7 @@ def test_layers_placed_together_follow_each_other() -> None:
     assert all(0 <= start - end < 64 for start, end in zip(places[1:], ends, strict=False))
 
 
-@pytest.mark.parametrize("system", ["linux", "other"])
-def test_copies_take_their_own_part_of_the_memory(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if system == "other":
-        monkeypatch.delattr("mmspec.ops.cpu.mmap.MADV_HUGEPAGE", raising=False)
+def test_copies_take_their_own_part_of_the_memory() -> None:
     model = nn.Sequential(*_layers("int8"))
     place_together(layer for layer in model if isinstance(layer, BlockLinear))
     last = model[2]
@@ -60,16 +57,42 @@ def test_copies_take_their_own_part_of_the_memory(system: str, monkeypatch: pyte
         assert torch.equal(other(x), product)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
-def test_huge_pages_are_asked_for() -> None:
-    layer = BLOCKS["int8"](torch.randn(4096, 2048))  # 9 MB
-    place_together([layer])
-    place, inside, flags = layer._blocks.data_ptr(), False, ""
+def smaps(place: int) -> dict[str, str]:
+    """What Linux says of the memory at an address."""
+    found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(" ", 1)[0]
+        first, _, rest = line.partition(" ")
         if "-" in first and not first.endswith(":"):
             start, end = (int(part, 16) for part in first.split("-"))
-            inside = start <= place < end
-        elif inside and first == "VmFlags:":
-            flags = line
-    assert "hg" in flags.split()  # whether the system has them free is its own affair
+            found = {"inside": str(start <= place < end)}
+        else:
+            found[first] = rest.strip()
+            if first == "VmFlags:" and found["inside"] == "True":
+                return found
+    return {}
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
+def test_memory_is_moved_to_huge_pages_and_keeps_its_contents() -> None:
+    memory = cpu.zeros(5 * cpu.PAGE + 100)
+    memory.copy_(torch.arange(len(memory)) % 251)
+    expected = memory.clone()
+    thread = cpu.use_huge_pages(memory)
+    assert thread is not None
+    thread.join()
+    assert torch.equal(memory, expected)
+    found = smaps(memory.data_ptr())
+    assert "hg" in found["VmFlags:"].split()
+    assert cpu.use_huge_pages(cpu.zeros(100)) is None
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs Linux")
+def test_huge_pages_are_asked_for_once_layers_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(cpu, "use_huge_pages", asked.append)
+    layers = _layers("int8")
+    weights = [layer.weight for layer in layers]
+    place_together(layers)
+    (memory,) = asked
+    assert memory.data_ptr() == layers[0]._blocks.data_ptr()
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
