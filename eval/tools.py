@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import click
-from openai import OpenAI, pydantic_function_tool
+from openai import OpenAI, OpenAIError, pydantic_function_tool
 from pydantic import BaseModel, ValidationError, create_model
 
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
@@ -91,15 +91,20 @@ class ToolRequest:
         return {"model": model, "messages": messages, "temperature": 0, "max_tokens": 256, **fields}
 
     def send(self, client: OpenAI, model: str) -> Any:
-        """The message that answers it."""
+        """The message that answers it, or the client's error."""
         chat = client.chat.completions
-        if self.sent == "stream":
-            with chat.stream(**self.body(model)) as stream:
-                return stream.get_final_completion().choices[0].message
-        return (chat.parse if self.sent == "parse" else chat.create)(**self.body(model)).choices[0].message
+        try:
+            if self.sent == "stream":
+                with chat.stream(**self.body(model)) as stream:
+                    return stream.get_final_completion().choices[0].message
+            return (chat.parse if self.sent == "parse" else chat.create)(**self.body(model)).choices[0].message
+        except OpenAIError as error:
+            return error
 
     def outcome(self, message: Any) -> str:
         """``ok``, or what is wrong with an answer."""
+        if isinstance(message, OpenAIError):
+            return str(message)
         calls = message.tool_calls or []
         names = [call.function.name for call in calls]
         if names != [name for name, _ in self.calls]:
@@ -184,16 +189,18 @@ def main(least: int, drafter: str, **options: Any) -> dict[str, Any]:
     passed = sum(row["outcome"] == "ok" and row["equal"] for row in rows)
     columns: list[Column] = [(name, f"{{{name}}}") for name in ("name", "choice", "sent", "outcome", "equal")]
     wide_console().print(make_table(columns, rows, title=f"{passed} of {len(rows)} requests"))
-    return {**options, "drafter": drafter, "passed": passed, "requests": rows}
+    return {**options, "drafter": drafter, "passed": passed, "failed": passed < least, "requests": rows}
 
 
 def answers(**options: Any) -> list[Any]:
     """The messages that answer the requests, by a server with these options."""
-    with serving(**options) as server, OpenAI(base_url=server.url, api_key="none", timeout=600) as client:
+    with serving(**options) as server, OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
         (model,) = client.models.list()
         return [request.send(client, model.id) for request in REQUESTS]
 
 
 def comparable(message: Any) -> Any:
-    """A message's text and calls, without ids."""
+    """An answer's text and calls, without ids."""
+    if isinstance(message, OpenAIError):
+        return str(message)
     return message.content, [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
