@@ -19,7 +19,7 @@ from mmspec.sampling.syntax import compiled, library, shortened, source, trigger
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
-_LONGEST = 1024  # bytes of a match of a trigger
+_LONGEST = 1024  # bytes of a match of a pattern
 
 Result = TypeVar("Result")
 
@@ -109,12 +109,13 @@ class Grammars:
 
 
 class _Spelt:
-    """A tokenizer of llguidance with more tokens that text is made of, as ``TokenizerWrapper`` reads it.
+    """llguidance's tokenizer with some of its special tokens as ordinary ones, in the form that it wraps.
 
-    llguidance takes all added tokens like ``<tool_call>`` for special ones, which no text in a grammar matches.
+    llguidance takes every added token like ``<tool_call>`` for a special one, which the same text in a grammar never
+    matches: Qwen's models, which write it as this token, could not call.
 
     Args:
-        text: these tokens.
+        text: tokens that are ordinary.
     """
 
     bos_token_id = None
@@ -272,7 +273,7 @@ class TriggeredGrammar:
 
     Args:
         grammar: of the output after the trigger.
-        trigger: as for ``trigger_pattern``; matches of more than ``_LONGEST`` bytes may be missed.
+        trigger: as for ``trigger_pattern``; matches of patterns of more than ``_LONGEST`` bytes may be missed.
         token: its token, if it is a special one: the same text of other tokens is then no trigger.
         tokenizer: llguidance's.
     """
@@ -280,7 +281,7 @@ class TriggeredGrammar:
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
         self.kind, self.only_ends = grammar.kind, grammar.only_ends
-        self._trigger = trigger_pattern(trigger)
+        self._trigger, self._longest = trigger_pattern(trigger), _LONGEST + len(trigger.encode())
 
     def start(self, history: list[int]) -> _TriggerState:
         return _TriggerState()
@@ -294,7 +295,7 @@ class TriggeredGrammar:
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
         text = state.text + self._tokenizer.decode_bytes([token])
-        found = self._trigger.search(text, max(0, len(state.text) - _LONGEST))
+        found = self._trigger.search(text, max(0, len(state.text) - self._longest))
         return _TriggerState(text) if found is None else self._begun(text[found.end() :])
 
     def undo(self, state: _TriggerState, n: int) -> None:

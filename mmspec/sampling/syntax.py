@@ -62,7 +62,7 @@ AT_START = "^"
 
 
 def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
-    """What a trigger matches in an output, from its beginning on: ``TEXT``, ``^TEXT``, or ``/PATTERN/`` of Python's re."""
+    """What a trigger matches in an output: ``TEXT``, ``^TEXT`` at its beginning, or ``/PATTERN/`` of Python's re."""
     if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
         return re.compile(trigger[1:-1].encode())
     text = trigger.removeprefix(AT_START)

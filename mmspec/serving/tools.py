@@ -91,8 +91,9 @@ class ToolFormat:
             rules.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
             rules.append(f"args_{number}: {json_rule(parameters(tool))}")
             if bare:
-                spaced = re.sub(r"(?<=[{:,])", r"\\s{0,9}", head.replace(" ", "").replace("{", r"\{"))
-                rules.append(rf"bare_{number}: /{spaced}/ bare_args_{number} /\s{{0,9}}\}}/")
+                gap = r"\s{0,9}"
+                head = rf'\{{{gap}"name":{gap}"{tool["name"]}",{gap}"{self.key}":{gap}'
+                rules.append(rf"bare_{number}: /{head}/ bare_args_{number} /{gap}\}}/")
                 rules.append(f"bare_args_{number}: {json_rule(parameters(tool), any_layout=True)}")
         if instead is not None:
             rules.append(f"instead: {json_rule(json.loads(instead))}")
@@ -202,9 +203,9 @@ def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
     return [*content, {"type": "text", "text": separator}, *more] if content else list(more)
 
 
-_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # calls without markers
+_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # before, between and after calls without markers
 _BEFORE_NAME = (r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*')
-_PART = (
+_PART = (  # of the beginning of such a call
     r"(?:\s|`{1,3}(?:j(?:s(?:on?)?)?)?|[\[\],])*"
     + "".join(f"(?:{one}" for one in _BEFORE_NAME)
     + ")?" * len(_BEFORE_NAME)
@@ -239,17 +240,17 @@ class CallReader:
     strings are text. White space around calls is left out. What begins like a call and is none is content.
 
     Args:
-        names: of the functions; calls without a marker name one of them.
+        names: functions whose calls are also read without a marker.
         begun: whether the marker precedes the output.
 
     Attributes:
         calls: number of calls so far.
     """
 
-    def __init__(self, form: ToolFormat, names: Iterable[str] = (), *, begun: bool = False) -> None:
+    def __init__(self, form: ToolFormat, names: Sequence[str] = (), *, begun: bool = False) -> None:
         self._form, self.calls = form, 0
-        self._bare = re.compile(form.bare_begin(names)) if form.bare else None
-        self._around = re.compile(_AROUND if form.bare else r"\s*")
+        self._bare = re.compile(form.bare_begin(names)) if form.bare and names else None
+        self._around = re.compile(r"\s*" if self._bare is None else _AROUND)
         opening = re.escape(form.opening)
         marker = "" if form.in_call else f"(?:{re.escape(form.marker)})?"
         self._head = re.compile(rf"{self._around.pattern}{marker}\s*(?:{opening})?\s*{_HEAD}")
@@ -292,7 +293,9 @@ class CallReader:
         if not self._form.in_call or not self._said:
             held = min([held, *(len(rest) - n for n in range(1, len(marker)) if rest.endswith(marker[:n]))])
             held = len(rest[:held].rstrip())
-        if final and not (self.calls and self._around.fullmatch(rest)):
+        if self.calls and self._around.fullmatch(rest):
+            held = 0
+        elif final:
             held = len(rest)
         self._say(delta, rest[:held])
         self._rest = rest[held:]
@@ -433,10 +436,10 @@ class ToolPlanner:
         tools_of_template = [{"type": "function", "function": one} for one in functions]
         keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
         as_text = functions if generic else None
-        reader = partial(CallReader, self._form, names)
         if choice == "auto" and schema is None:
             grammar = self._form.grammar(functions, marked=not self._special, several=several, bare=not self._special)
             trigger = self._form.marker if self._special else self._form.trigger(names)
+            reader = partial(CallReader, self._form, () if self._special else names)
             return ToolPlan(keywords, grammar, trigger, _schemas(functions), reader, as_text)
         if choice == "auto" and self._special:
             message = "response_format beside tools needs tool_choice none or required: got auto"
@@ -447,7 +450,7 @@ class ToolPlanner:
         grammar = self._form.grammar(called, marked=not self._special, several=several, instead=instead)
         if self._special:
             keywords["answer_start"] = self._form.marker
-        reader = partial(reader, begun=self._special)
+        reader = partial(CallReader, self._form, begun=self._special)
         schemas = _schemas(called) | ({} if instead is None else {"response_format": instead})
         return ToolPlan(keywords, grammar, None, schemas, reader, as_text)
 
