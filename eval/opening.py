@@ -2,8 +2,8 @@
 
 In each round, for each file, in new processes: this package loads it for the first time (its part of the cache is
 empty; kernels are compiled before) and once more, and llama.cpp's server starts until it answers, if
-``--llama-server`` is given. Seconds are those after the imports of Python, which have a column of their own; resident
-memory is that of the process with the loaded model, whose peak is the second figure; ``written`` is what stays on disk.
+``--llama-server`` is given. Seconds are without the imports of Python modules, which have a column of their own;
+resident memory is that of the process with the loaded model, beside its peak; ``written`` is what stays on disk.
 Medians over the rounds.
 
 ``--write FILE`` makes a file to load: blocks of random weights in the formats of Q4_K_M, with the metadata of
@@ -37,16 +37,29 @@ from mmspec.targets.gguf import GGUFFile
 
 FIRST, LATER, LLAMA = "mmspec, first", "mmspec, later", "llama.cpp"
 _PROGRAM = """
-import json, resource, sys, time
-start = time.perf_counter()
+import builtins, importlib, json, resource, sys, threading, time
+start, imports, within = time.perf_counter(), 0.0, False
+
+def timed(plain):
+    def call(*args, **options):
+        global imports, within
+        if within or threading.current_thread() is not threading.main_thread():
+            return plain(*args, **options)
+        within, begun = True, time.perf_counter()
+        try:
+            return plain(*args, **options)
+        finally:
+            within, imports = False, imports + time.perf_counter() - begun
+    return call
+
+builtins.__import__, importlib.import_module = timed(builtins.__import__), timed(importlib.import_module)
 import psutil, torch
 from mmspec import loading
 torch.set_num_threads(int(sys.argv[2]))
-imported = time.perf_counter()
 pipe = loading.load(sys.argv[1], drafter=None)
-loaded = time.perf_counter()
+seconds = time.perf_counter() - start - imports
 peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"imports": imported - start, "seconds": loaded - imported,
+print(json.dumps({"imports": imports, "seconds": seconds,
                   "resident": psutil.Process().memory_info().rss, "peak": peak}))
 """
 SIZES = {"embedding_length": 3584, "feed_forward_length": 18944, "block_count": 28}
@@ -76,9 +89,9 @@ def main(
                 found.setdefault((model, name), []).append(row)
     rows = []
     for (model, name), measured in found.items():
-        row: dict[str, Any] = {key: median(one[key] for one in measured) for key in measured[0]}
+        medians = {key: median(one[key] for one in measured) for key in measured[0]}
         size = Path(files[model]).stat().st_size
-        rows.append({"model": Path(model).name, "by": name, **row, "of file": row["resident"] / size})
+        rows.append({"model": Path(model).name, "by": name, **medians, "of file": medians["resident"] / size})
     wide_console().print(make_table(_COLUMNS, rows, title=f"medians of {rounds} rounds, threads: {threads}"))
     return {"threads": threads, "rounds": rounds, "rows": rows}
 
@@ -141,17 +154,27 @@ def write_random(like: Path, out: Path) -> int:
     architecture, vocab = source.architecture(), source.tensors["token_embd.weight"].shape[0]
     hidden, inner, layers = (SIZES[name] for name in ("embedding_length", "feed_forward_length", "block_count"))
     narrow = hidden // SIZES["attention.head_count"] * SIZES["attention.head_count_kv"]
-    shapes = {"attn_q": (hidden, hidden), "attn_k": (narrow, hidden), "attn_v": (narrow, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_q": (hidden, hidden),
+        "attn_k": (narrow, hidden),
+        "attn_v": (narrow, hidden),
+    }
     shapes |= {"attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden)}
     shapes |= {"ffn_down": (hidden, inner)}
     with atomic(out) as part:
         writer = gguf.GGUFWriter(str(part), architecture)
-        kinds = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool, str: writer.add_string}
+        kinds: dict[type, Any] = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            bool: writer.add_bool,
+            str: writer.add_string,
+        }
         for key, value in source.metadata.items():
             value = SIZES.get(key.removeprefix(f"{architecture}."), value)
             if key != "general.architecture":
-                (writer.add_array if isinstance(value, list) else kinds[type(value)])(key, value)
-        tensors = [("token_embd.weight", "Q4_K", (vocab, hidden)), ("output.weight", "Q6_K", (vocab, hidden))]
+                kinds[type(value)](key, value)
+        tensors: list[tuple[str, str, tuple[int, ...]]] = [("token_embd.weight", "Q4_K", (vocab, hidden))]
+        tensors.append(("output.weight", "Q6_K", (vocab, hidden)))
         for block in range(layers):
             more = block < layers // 8 or block >= 7 * layers // 8 or (block - layers // 8) % 3 == 2
             for name, shape in shapes.items():

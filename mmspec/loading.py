@@ -6,7 +6,6 @@ import os
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike, fspath
@@ -28,7 +27,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, SOURCE
 from mmspec.targets import sources
 from mmspec.targets.hub import cache_if_offline, is_path
-from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda
+from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
 from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows
@@ -167,13 +166,17 @@ def load_target(
         adapter = plugins.target_class(config)
         if on_cpu and (kind in QUANTISED or source.dtype in QUANTISED) and (why := cpu_library.problem()):
             warnings.warn(f"quantised weights decode several times slower here: {why}", SlowWarning, stacklevel=2)
-        with bars_on_terminals(), ThreadPoolExecutor(1) as pool:  # beside kernels that pack weights
-            processor = pool.submit(source.processor, adapter.processor_class, **options)
+        with bars_on_terminals():
             model, kind = source.model(adapter.auto_class, config, kind, on_cpu, **options, **placing)
-            model = model.eval() if is_split(model) else _prepared(model.eval(), kind, where)
-            target = adapter(model), processor.result()
+            packs = on_cpu and kind in QUANTISED
+            finish = start_packing(model, kind) if packs else None
+            processor = source.processor(adapter.processor_class, **options)
+            if finish is not None:
+                finish()
+            elif not is_split(model):
+                model = _prepared(model, kind, where)
     cpu.trim()
-    return target
+    return adapter(model.eval()), processor
 
 
 def load_config(name: str) -> Any:
@@ -230,11 +233,8 @@ def known_options(options: Collection[str], known: Iterable[str]) -> Iterator[No
 
 
 def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
-    """A model in the dtype ``kind`` on a device, its weights laid out for products with few rows."""
+    """A model that is not packed, in the dtype ``kind`` on a device, laid out for products with few rows."""
     on_cpu = device.type == "cpu"
-    if on_cpu and kind in QUANTISED:
-        pack_model(model, kind)
-        return model
     model = model.to(device=device)
     if kind in QUANTISED:
         quantise_on_cuda(model, kind)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmspec.ops import cpu_library
-from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Pass
+from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, Layer, Linear, Markov, Packing, Pass
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
@@ -99,17 +99,32 @@ def bytes_of_blocks(kind: str, inputs: int, outputs: int) -> int:
     return int(cpu_library.functions().bytes_of_blocks(KINDS.index(kind), inputs, outputs))
 
 
-def stored_rows(name: str, form: str, places: Tensor, features: int, file: int, out: Tensor) -> bool:
-    """Read rows in a format of GGUF; returns False where the file has not all of them.
+def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads: int) -> int:
+    """Write rows in formats of GGUF to the blocks of layers, one layer after the other.
 
     Args:
-        name: ``"pack_rows"``, into a layer's blocks, or ``"dense_rows"``, into (rows, features of whole groups)
-            float32.
-        places: (rows,) int64, in the file, or addresses.
-        file: its descriptor; -1 for memory.
+        packings: format; places of the rows, (rows,) int64, in a file, or addresses; features of a row; the file's
+            descriptor, or -1; a layer's ``blocks``.
+
+    Returns:
+        How many are done; fewer than all where a file has not all rows of the next.
     """
+    fields = (
+        Packing(places.data_ptr(), blocks.data_ptr(), FORMATS.index(form), len(places), features, file)
+        for form, places, features, file, blocks in packings
+    )
+    return int(cpu_library.functions().pack_rows((Packing * len(packings))(*fields), len(packings), threads))
+
+
+def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | None:
+    """Rows in a format of GGUF as (rows, features of whole groups) float32; None where the file has not all of them.
+
+    Args:
+        form, places, features, file: as in ``pack_rows``.
+    """
+    out = torch.empty(len(places), -(-features // 32) * 32)
     arguments = FORMATS.index(form), places.data_ptr(), len(places), features, file, out.data_ptr(), kernel_threads()
-    return bool(getattr(cpu_library.functions(), name)(*arguments))
+    return out if cpu_library.functions().dense_rows(*arguments) else None
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:

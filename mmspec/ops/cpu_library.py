@@ -33,6 +33,13 @@ class Linear(ctypes.Structure):
     ]
 
 
+class Packing(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("places", "blocks")),
+        *((name, ctypes.c_int64) for name in ("format", "count", "features", "file")),
+    ]
+
+
 class Layer(ctypes.Structure):
     kept: Any
     _fields_ = [
@@ -128,7 +135,8 @@ def library() -> ctypes.CDLL | str:
     loaded.draft_cells.argtypes = [address(EagleCell), *[pointer] * 5, *limits, *tree, threads]
     loaded.draft_cells.restype = count
     loaded.bytes_of_blocks.argtypes, loaded.bytes_of_blocks.restype = [count] * 3, count
-    loaded.pack_rows.argtypes = loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
+    loaded.pack_rows.argtypes, loaded.pack_rows.restype = [address(Packing), count, threads], count
+    loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
     for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
         getattr(loaded, name).restype = None

@@ -85,19 +85,29 @@ class StoredRows:
             UserError: the file was cut meanwhile.
         """
         places = self.places if index is None else self.places[index]
-        out = torch.empty(len(places), -(-self.features // GROUP) * GROUP)
-        self._call("dense_rows", places, out)
-        return out[:, : self.features]
+        found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
+        if found is None:
+            raise self.cut
+        return found[:, : self.features]
 
-    def pack(self, blocks: Tensor) -> None:
-        """Write the rows to a layer's blocks; raises as ``dense``."""
-        self._call("pack_rows", self.places, blocks)
+    @property
+    def cut(self) -> UserError:
+        return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
 
-    def _call(self, name: str, places: Tensor, out: Tensor) -> None:
-        places = places.contiguous()
-        file = self.kept[0].fileno() if self.in_file else -1
-        if not cpu.stored_rows(name, self.format, places, self.features, file, out):
-            raise UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
+    @property
+    def _descriptor(self) -> int:
+        return int(self.kept[0].fileno()) if self.in_file else -1
+
+
+def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
+    """Write rows to the blocks of layers.
+
+    Raises:
+        UserError: a file was cut meanwhile.
+    """
+    fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
+    if (done := cpu.pack_rows(fields, threads)) < len(packings):
+        raise packings[done][0].cut
 
 
 def _from_places(form: str, data: Tensor, features: int, places: Tensor) -> StoredRows:
@@ -117,9 +127,15 @@ def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
 
 
 def stored_layer(
-    stored: Sequence[StoredRows], bias: Tensor | None, memory: BlockMemory | None = None
+    stored: Sequence[StoredRows],
+    bias: Tensor | None,
+    memory: BlockMemory | None = None,
+    later: list[tuple[StoredRows, Tensor]] | None = None,
 ) -> BlockLinear | JoinedLinear:
     """A linear layer with exactly these weights, one after the other.
+
+    Args:
+        later: gets what the caller will ``pack``, the rows that are in a file; None packs them now.
 
     Raises:
         UserError: a file was cut meanwhile.
@@ -129,7 +145,10 @@ def stored_layer(
     layers = []
     for rows, part in zip(stored, biases, strict=True):
         layer = rows.kind.empty(rows.features, len(rows.places), part, memory)
-        rows.pack(layer._blocks)
+        if later is not None and rows.in_file:
+            later.append((rows, layer._blocks))
+        else:
+            pack([(rows, layer._blocks)], cpu.kernel_threads())
         layers.append(layer)
     return layers[0] if len(layers) == 1 else JoinedLinear(layers)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -12,9 +15,18 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from mmspec.errors import missing
-from mmspec.ops import cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, BlockMemory
-from mmspec.quantisation.formats import Q4KBlocks, Q5Blocks, Q5KBlocks, Q6KBlocks, StoredEmbedding, stored_layer
+from mmspec.quantisation.formats import (
+    Q4KBlocks,
+    Q5Blocks,
+    Q5KBlocks,
+    Q6KBlocks,
+    StoredEmbedding,
+    StoredRows,
+    pack,
+    stored_layer,
+)
 from mmspec.quantisation.linear import GROUP, Bfloat16Linear, HalfLinear, Int4Linear, Int8Linear, PackedLinear
 from mmspec.targets.merged_layers import merge_layers
 from mmspec.targets.support import bars_on_terminals, lay_out_for_few_rows
@@ -26,6 +38,7 @@ KINDS: dict[str, type[PackedLinear]] = {
     "int4": Int4Linear,
 }
 QUANTISED = ("int8", "int4")
+_AT_ONCE = 32  # layers
 
 
 def pack_model(model: PreTrainedModel, kind: str) -> None:
@@ -42,6 +55,15 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     Raises:
         UserError: a file with stored rows was cut meanwhile.
     """
+    start_packing(model, kind)()
+
+
+def start_packing(model: PreTrainedModel, kind: str) -> Callable[[], None]:
+    """Do as ``pack_model``, but let a thread pack the rows that are in a file.
+
+    Returns:
+        What waits until the model is packed.
+    """
     decoder, output = model.get_decoder(), model.get_output_embeddings()
     for table in model.modules():
         if isinstance(table, nn.Embedding) and (rows := getattr(table, "stored", None)):
@@ -49,14 +71,31 @@ def pack_model(model: PreTrainedModel, kind: str) -> None:
     merge_layers(decoder)
     kinds = {id(layer): kind for layer in decoder.modules()}
     kinds[id(output)] = head_kind(kind)
-    found = _linears(model, kinds)
-    memory = BlockMemory(chain(*(_sizes(parent.get_submodule(name), kind) for parent, name, kind in found)))
+    found, later = _linears(model, kinds), list[tuple[StoredRows, Tensor]]()
+    sizes = chain(*(_sizes(parent.get_submodule(name), kind) for parent, name, kind in found))
+    memory, threads = BlockMemory(sizes), cpu.kernel_threads()
     with bars_on_terminals():
-        _pack(logging.tqdm(found, desc="Packing weights"), memory)
-    memory.written()
+        _pack(logging.tqdm(found, desc="Packing weights"), memory, later)
     if isinstance(head := model.get_output_embeddings(), BlockLinear):
         head.takes = torch.float32
     model.bfloat16()
+
+    cpu.trim()
+    begun, step = threading.Event(), _AT_ONCE if sys.stderr.isatty() else max(1, len(later))
+
+    def finish() -> None:
+        with bars_on_terminals():
+            for start in logging.tqdm(range(0, len(later), step), desc="Reading weights"):
+                begun.set()
+                pack(later[start : start + step], threads)
+        begun.set()
+        memory.written()
+
+    pool = ThreadPoolExecutor(1)
+    result = pool.submit(finish)
+    pool.shutdown(wait=False)
+    begun.wait()  # what the caller does meanwhile may hold the interpreter for long
+    return result.result
 
 
 def head_kind(kind: str) -> str:
@@ -64,11 +103,16 @@ def head_kind(kind: str) -> str:
     return kind if kind not in QUANTISED else "int8" if cpu_library.available() else "float16"
 
 
-def packed(layer: nn.Linear, kind: str, memory: BlockMemory | None = None) -> nn.Module:
-    """A linear layer packed as ``kind``, with its stored rows as these; by torch's kernels only in shapes that they
-    take, else as bfloat16."""
+def packed(
+    layer: nn.Linear,
+    kind: str,
+    memory: BlockMemory | None = None,
+    later: list[tuple[StoredRows, Tensor]] | None = None,
+) -> nn.Module:
+    """A linear layer packed as ``kind``, with its stored rows as these (see ``stored_layer``); by torch's kernels only
+    in shapes that they take, else as bfloat16."""
     if stored := getattr(layer, "stored", None):
-        return stored_layer(stored, layer.bias, memory)
+        return stored_layer(stored, layer.bias, memory, later)
     if kind in BLOCKS and cpu_library.available():
         made = BLOCKS[kind](layer.weight, layer.bias)
         return made if memory is None else made.moved(memory)
@@ -129,10 +173,14 @@ def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str
     ]
 
 
-def _pack(linears: Iterable[tuple[Any, str, str]], memory: BlockMemory | None = None) -> None:
-    """Replace linear layers, one after the other."""
+def _pack(
+    linears: Iterable[tuple[Any, str, str]],
+    memory: BlockMemory | None = None,
+    later: list[tuple[StoredRows, Tensor]] | None = None,
+) -> None:
+    """Replace linear layers, one after the other; see ``stored_layer``."""
     for parent, name, kind in linears:
-        setattr(parent, name, packed(parent.get_submodule(name), kind, memory))
+        setattr(parent, name, packed(parent.get_submodule(name), kind, memory, later))
 
 
 def packs_bfloat16() -> bool:

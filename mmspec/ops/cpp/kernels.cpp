@@ -81,20 +81,32 @@ int64_t bytes_of_blocks(int64_t kind, int64_t in, int64_t out) {
   return (out + BLOCK - 1) / BLOCK * block_bytes(Kind(kind), groups_of(in));
 }
 
-// Rows in a format of GGUF as blocks; returns 0 where the file, unless it is -1, does not have them all.
-int pack_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, uint8_t* blocks,
-              int threads) {
+// Rows in a format of GGUF, at addresses or, unless ``file`` is -1, at places of a file, that become ``blocks``.
+struct Packing {
+  const int64_t* places;
+  uint8_t* blocks;
+  int64_t format, count, features, file;
+};
+
+// Returns how many of the packings are done: all but those from the first on whose file has not all of its rows.
+int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   Team team(threads);
-  int64_t groups = groups_of(features);
-  return with_format(Stored(format), [&](auto of) {
-    constexpr Stored stored = decltype(of)::value;
-    return each_block({places, count, row_bytes(stored, groups), file}, [&](int64_t first, const uint8_t* const* rows) {
-      pack_block<stored>(rows, groups, blocks + first / BLOCK * block_bytes(stored_kind[int64_t(stored)], groups));
+  for (const Packing* p = packings; p < packings + count; p++) {
+    int64_t groups = groups_of(p->features);
+    bool done = with_format(Stored(p->format), [&](auto of) {
+      constexpr Stored stored = decltype(of)::value;
+      int64_t size = block_bytes(stored_kind[int64_t(stored)], groups);
+      Places places{p->places, p->count, row_bytes(stored, groups), int(p->file)};
+      return each_block(places, [&](int64_t first, const uint8_t* const* rows) {
+        pack_block<stored>(rows, groups, p->blocks + first / BLOCK * size);
+      });
     });
-  });
+    if (!done) return p - packings;
+  }
+  return count;
 }
 
-// The same rows as out (count, features), of whole groups.
+// Such rows as out (count, features), of whole groups; returns whether the file has them all.
 int dense_rows(int64_t format, const int64_t* places, int64_t count, int64_t features, int file, float* out,
                int threads) {
   Team team(threads);

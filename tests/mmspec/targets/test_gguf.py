@@ -19,7 +19,6 @@ from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 from transformers.utils import logging
 
 import mmspec
-from mmspec import loading
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
@@ -31,7 +30,7 @@ from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, sources
 from mmspec.targets.merged_layers import merge_layers
-from mmspec.targets.packing import drafter_kind, pack_drafter, weights_kind
+from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
@@ -209,7 +208,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path
     source = source_of(copied)
     os.truncate(copied, copied.stat().st_size - 5000)
     with pytest.raises(mmspec.UserError, match=r"cut\.gguf was cut while it was read: expected all of its tensors"):
-        loading._prepared(*source.model(AutoModelForCausalLM, source.config(), dtype, True), torch.device("cpu"))
+        pack_model(*source.model(AutoModelForCausalLM, source.config(), dtype, True))
 
 
 @needs_kernels
@@ -226,7 +225,8 @@ def test_a_file_may_be_replaced_or_cut_once_it_is_loaded(mixed: Path, cache: Pat
     source = source_of(moved)
     save_gguf(tmp_path / "new.gguf").replace(moved)
     model, kind = source.model(AutoModelForCausalLM, source.config(), "auto", True)
-    again = mmspec.load(loading._prepared(model.eval(), kind, torch.device("cpu")), processor=pipe.processor.plain)
+    pack_model(model, kind)
+    again = mmspec.load(model.eval(), processor=pipe.processor.plain)
     assert ask(again) == expected
 
 
@@ -273,7 +273,7 @@ def test_progress_is_shown_on_a_terminal_only(
     monkeypatch.setattr(logging, "_tqdm_active", True)
     mmspec.load(str(file), drafter=None)
     shown = capsys.readouterr().err
-    assert "Packing weights" in shown if terminal else not shown
+    assert "Reading weights" in shown if terminal else not shown
     assert logging.is_progress_bar_enabled()
 
 
