@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 from openai import OpenAI, OpenAIError, pydantic_function_tool
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.serving import serving
@@ -21,8 +21,9 @@ from mmspec.eval.serving import serving
 
 def _declared(name: str, description: str = "", **fields: Any) -> type[BaseModel]:
     """A model of an object with these fields: their types, or types with defaults."""
-    pairs = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()}
-    return create_model(name, __doc__=description, __config__={"extra": "forbid", "strict": True}, **pairs)
+    pairs: dict[str, Any] = {key: kind if isinstance(kind, tuple) else (kind, ...) for key, kind in fields.items()}
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(name, __doc__=description, __config__=config, **pairs)
 
 
 _CURRENCY = Literal["EUR", "GBP", "JPY", "USD"]
