@@ -126,6 +126,16 @@ def test_grammars(form: ToolFormat) -> None:
     assert accepts(either, written(form, heat))
 
 
+def test_descriptions_are_not_in_grammars() -> None:
+    """Fields and definitions of these names are."""
+    text = "x" * 100_000
+    named = {"title": {"type": "string", "description": text}, "n": {"$ref": "#/description"}}
+    schema = {"title": text, "description": {"type": "integer", "title": text}, "properties": named}
+    grammar = HERMES.grammar([{"name": "f", "parameters": schema}], marked=True, several=True, bare=True)
+    for arguments, right in (({"title": "a", "n": 1}, True), ({"title": 1}, False), ({"n": "a"}, False)):
+        assert accepts(grammar, written(HERMES, ("f", arguments))) == right
+
+
 def test_prompts_without_a_template_for_tools() -> None:
     def turns(wrap: Any) -> list[dict[str, Any]]:
         calls = [{"id": "1", "function": {"name": "heat", "arguments": {"unit": "°"}}}]
