@@ -7,6 +7,8 @@ A row is a sequence of blocks of 32 weights, in the K formats of 256: 8 groups o
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -38,6 +40,7 @@ class StoredRows:
     Attributes:
         format: one of ``FORMATS``.
         features: of a row.
+        size: of a row, in bytes.
         places: (rows,) int64, addresses, or places in the file.
         kept: what has the memory; the open file (``fileno``, ``name``) alone.
         in_file: whether it is a file.
@@ -45,6 +48,7 @@ class StoredRows:
 
     format: str
     features: int
+    size: int
     places: Tensor
     kept: tuple[Any, ...]
     in_file: bool = False
@@ -54,7 +58,7 @@ class StoredRows:
         """Rows in memory, (rows, bytes) uint8."""
         data = data.contiguous()
         places = data.data_ptr() + data.shape[1] * torch.arange(len(data))
-        return cls(form, features, places, (data,))
+        return cls(form, features, data.shape[1], places, (data,))
 
     @property
     def kind(self) -> type[BlockLinear]:
@@ -62,9 +66,8 @@ class StoredRows:
         return FORMATS[self.format]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For ``pickle``: addresses as places in the memory, which is one tensor's."""
-        (data,) = self.kept
-        return _from_places, (self.format, data, self.features, self.places - data.data_ptr())
+        """For ``pickle``: the rows themselves."""
+        return StoredRows.of, (self.format, self.data(), self.features)
 
     def __deepcopy__(self, memo: Any) -> StoredRows:
         return self  # weights do not change
@@ -90,6 +93,16 @@ class StoredRows:
             raise self.cut
         return found[:, : self.features]
 
+    def data(self) -> Tensor:
+        """(rows, bytes) uint8; raises as ``dense``."""
+        out = torch.empty(len(self.places), self.size, dtype=torch.uint8)
+        for row, place in zip(out.numpy(), self.places.tolist(), strict=True):
+            if not self.in_file:
+                ctypes.memmove(row.ctypes.data, place, self.size)
+            elif os.preadv(self._descriptor, [row], place) < self.size:
+                raise self.cut
+        return out
+
     @property
     def cut(self) -> UserError:
         return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
@@ -108,10 +121,6 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
     if (done := cpu.pack_rows(fields, threads)) < len(packings):
         raise packings[done][0].cut
-
-
-def _from_places(form: str, data: Tensor, features: int, places: Tensor) -> StoredRows:
-    return StoredRows(form, features, data.data_ptr() + places, (data,))
 
 
 def concatenated(parts: Iterable[StoredRows]) -> list[StoredRows]:
@@ -173,7 +182,7 @@ def quantised_rows(weight: Tensor, kind: str) -> StoredRows:
 
 
 class StoredEmbedding(nn.Embedding):
-    """A table of embeddings in a format of GGUF; each lookup reads the rows of its tokens.
+    """A table of embeddings in a format of GGUF; each lookup reads the rows of its tokens, also from a file.
 
     ``weight`` has the shape, dtype and device of the embeddings, and no values but NaN; ``state_dict`` has them all.
     """

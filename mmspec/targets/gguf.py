@@ -173,11 +173,8 @@ class GGUFTensor:
         if self.format not in FORMATS or not cpu_library.available():
             return None
         size = self.size // (count := prod(self.shape[:-1]))
-        return StoredRows(self.format, self.shape[-1], self.place + size * torch.arange(count), (self.file,), True)
-
-    def rows_in_memory(self) -> StoredRows:
-        """The same, read."""
-        return StoredRows.of(self.format, self._rows_of_bytes(), self.shape[-1])
+        places = self.place + size * torch.arange(count)
+        return StoredRows(self.format, self.shape[-1], size, places, (self.file,), in_file=True)
 
     def _rows_of_bytes(self) -> Tensor:
         return self.data().view(prod(self.shape[:-1]), -1)

@@ -208,10 +208,6 @@ class Weight:
                 parsed["tensors"][self._name] = torch.from_numpy(np.ascontiguousarray(found.weights))
         return parsed["tensors"][self._name][index]
 
-    def rows_in_memory(self) -> StoredRows:
-        """Its rows, read; they are those of one matrix."""
-        return self.tensors[0].rows_in_memory()
-
     def rows(self) -> StoredRows | None:
         """Its rows in the file, in the order of transformers; None where they are no rows of one matrix there."""
         rows = self.tensors[0].rows() if len(self.tensors) == 1 else None

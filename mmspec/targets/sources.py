@@ -69,7 +69,7 @@ class LazySource(Source):
 
     Args:
         state: weights by name, of a model without any: tensors, or what reads one (``weight[...]``) and may have rows
-            in a format of GGUF (``rows``, ``rows_in_memory``).
+            in a format of GGUF (``rows``).
         dtype: see ``Source``.
     """
 
@@ -171,16 +171,14 @@ def _quantised_rows(kind: str, weight: Any) -> StoredRows:
 
 
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:
-    """Rows in a file of linear layers, and in memory of embeddings, of their shape."""
+    """Rows of linear layers and embeddings, of their shape."""
     layers = {f"{name}.weight": layer for name, layer in model.named_modules()}
     takes: dict[str, Callable[[Any], StoredRows]] = {}
     for name in layers.keys() & state.keys():
         layer, rows = layers[name], getattr(state[name], "rows", lambda: None)()
-        if rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
-            if isinstance(layer, nn.Embedding):
-                takes[name] = lambda weight: weight.rows_in_memory()
-            elif type(layer) is nn.Linear:
-                takes[name] = partial(_given, rows)
+        keeps = type(layer) is nn.Linear or isinstance(layer, nn.Embedding)
+        if keeps and rows is not None and (len(rows.places), rows.features) == layer.weight.shape:
+            takes[name] = partial(_given, rows)
     return takes
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
@@ -212,22 +214,35 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(dtype: str, cache: Path
 
 
 @needs_kernels
-def test_a_file_may_be_replaced_or_cut_once_it_is_loaded(mixed: Path, cache: Path, tmp_path: Path) -> None:
-    """Or be replaced while it is read: what was opened is read."""
-    copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
-    pipe = mmspec.load(str(copied), drafter="ngram")
-    ask = lambda one: one.generate([70, 71, 72, 70, 71], max_new_tokens=8, ignore_eos=True).token_ids  # noqa: E731
-    expected = ask(pipe)
-    os.truncate(copied, 64)
-    assert ask(pipe) == expected
-    source = source_of(mixed)
-    moved = Path(shutil.copy(mixed, tmp_path / "moved.gguf"))
+def test_a_file_may_be_replaced_while_it_is_read_and_later(mixed: Path, cache: Path, tmp_path: Path) -> None:
+    """What was opened is read."""
+    moved, ids = Path(shutil.copy(mixed, tmp_path / "moved.gguf")), [70, 71, 72, 70, 71]
+    expected = mmspec.load(str(mixed), drafter=None).generate(ids, max_new_tokens=8, ignore_eos=True).token_ids
     source = source_of(moved)
     save_gguf(tmp_path / "new.gguf").replace(moved)
     model, kind = source.model(AutoModelForCausalLM, source.config(), "auto", True)
     pack_model(model, kind)
-    again = mmspec.load(model.eval(), processor=pipe.processor.plain)
-    assert ask(again) == expected
+    save_gguf(tmp_path / "new.gguf").replace(moved)
+    pipe = mmspec.load(model.eval(), drafter="ngram", processor=load_processor(str(mixed)).plain)
+    assert pipe.generate(ids, max_new_tokens=8, ignore_eos=True).token_ids == expected
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # the latter has its embeddings in memory
+        assert torch.equal(twin(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)
+
+
+@needs_kernels
+def test_a_file_that_is_cut_in_use_fails_requests_and_not_the_process(mixed: Path, cache: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copy(mixed, tmp_path / "used.gguf"))
+    pipe = mmspec.load(str(copied), drafter="ngram")
+    whole, size = copied.read_bytes(), copied.stat().st_size
+    expected = pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids
+    os.truncate(copied, 64)
+    for _ in range(2):
+        with pytest.raises(mmspec.UserError, match=r"used\.gguf was cut while it was read"):
+            pipe.generate([70, 71, 72], max_new_tokens=8)
+    with copied.open("r+b") as again:
+        again.write(whole)
+    assert copied.stat().st_size == size
+    assert pipe.generate([70, 71, 72], max_new_tokens=8, ignore_eos=True).token_ids == expected
 
 
 def load_index(path: str) -> str:
