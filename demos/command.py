@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event
 from typing import Any
 

@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, RLock
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
+from mmspec.targets.gguf import file_in
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -226,9 +228,7 @@ class ModelCache:
 
     def _load(self, name: str) -> LoadedModel:
         mmproj = self._mmproj if file_in(plugins.model_path(name)) is not None else None
-        pipe = open_pipeline(
-            Console(stderr=True), model=name, drafter=None, warm_up=0, mmproj=mmproj, **self._options
-        )
+        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, mmproj=mmproj, **self._options)
         pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
 

@@ -144,8 +144,8 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
         mmproj: file with the vision tower of a GGUF file; by default the one in its folder, where that is named.
 
     Raises:
-        UserError: several GGUF files in a folder, an ``mmproj`` without such a file, a package is missing, a file cannot be read, or the cache not be
-            written.
+        UserError: several GGUF files in a folder, an ``mmproj`` without such a file, a package is missing, a file
+            cannot be read, or the cache not be written.
     """
     path = gguf.file_in(name)
     if path is not None and (projector := mmproj or gguf.projector_in(name)):

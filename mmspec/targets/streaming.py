@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
@@ -66,7 +66,7 @@ class _Rows(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self._config: Any = self.quantization_config
+        self._config = cast(RowsConfig, self.quantization_config)
         self._takes: Takes = self._config.takes(model)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
