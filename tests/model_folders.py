@@ -120,6 +120,8 @@ def save_gguf(
     file: Path,
     matrix: Callable[..., tuple[np.ndarray, Any]] = gguf_matrix,
     ends: Mapping[str, int] = MappingProxyType({}),
+    entries: Mapping[str, Any] = MappingProxyType({}),
+    factors: Mapping[str, Any] = MappingProxyType({}),
     **sizes: int,
 ) -> Path:
     """A llama.
@@ -127,6 +129,8 @@ def save_gguf(
     Args:
         matrix: name, number of the layer (-1 outside of the layers) and shape of a matrix to data and type.
         ends: further tokens that end an answer, by name: of a turn (eot), a message (eom).
+        entries: further metadata.
+        factors: tensors of factors of the rotary frequencies, by name.
         sizes: of ``_GGUF``.
     """
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -145,6 +149,11 @@ def save_gguf(
     writer.add_eos_token_id(259)
     for name, token in ends.items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
+    kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in entries.items():
+        kinds[type(value)](key, value)
+    for key, values in factors.items():
+        writer.add_tensor(f"{key}.weight", np.asarray(values, np.float32))
     width, inner = sizes["embedding_length"], sizes["feed_forward_length"]
     shapes = {"attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width)}
     shapes |= {"attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width)}

@@ -42,10 +42,9 @@ class VisionSource(LazySource):
     """
 
     def __init__(self, path: str | Path, mmproj: str | Path) -> None:
-        self._language = language = _as_text(GGUFFile(path))
+        language = _as_text(GGUFFile(path))
         self._family = _family(GGUFFile(mmproj), language)
-        dtype = gguf_model.dtype_of(language)
-        super().__init__(str(gguf_model.index(language)), f"{path} with {mmproj}", self._weights, dtype)
+        super().__init__(str(gguf_model.index(language)), f"{path} with {mmproj}", self._weights, language)
 
     @cached_property
     def _text(self) -> Any:

@@ -144,9 +144,10 @@ def _kernels() -> dict[str, str]:
 def _model(name: str) -> dict[str, Any]:
     try:
         folder = Path(plugins.model_path(name))
-        if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
+        if not any(file.name == "config.json" or file.suffix == ".gguf" for file in files):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        size = sum(file.stat().st_size for file in files)
         defaults = _generation_config(folder)
     except Exception as error:  # a plug-in may raise anything; others should still be listed
         return {"name": name, "problem": first_line(error)}

@@ -105,6 +105,10 @@ class GGUFFile:
         for _ in range(entries):
             key = cursor.text()
             self.metadata[key] = cursor.value(cursor.number("I"))
+        if (parts := self.metadata.get("split.count", 0)) > 1:
+            raise UserError(
+                f"{self.path} is one of {parts} parts: expected a whole file; llama-gguf-split --merge joins them"
+            )
         infos = [
             (cursor.text(), cursor.numbers("Q", cursor.number("I")), *cursor.numbers("IQ")) for _ in range(tensors)
         ]

@@ -43,6 +43,7 @@ from mmspec.targets.layers import replaced
 _FORMAT = 5  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
+_OWN_SCALING = ("gemma3", "gpt-oss", "gpt_oss")  # which transformers knows of
 _TYPES = {str: 8, bool: 7, int: 10, float: 12}
 
 
@@ -134,6 +135,7 @@ def config(file: GGUFFile) -> Any:
                 fields = load_gguf_checkpoint(str(file.path))["config"]
         if architecture == "gemma3":
             fields |= _gemma3(file)
+        fields |= _rope_scaling(file)
         fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
         made = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     made.name_or_path = str(index(file))
@@ -152,6 +154,33 @@ def _gemma3(file: GGUFFile) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": file.get("rope.freq_base_swa", 1e4)}
     rope = {"full_attention": whole, "sliding_attention": local}
     return {"query_pre_attn_scalar": head, "rope_parameters": rope}
+
+
+def _rope_scaling(file: GGUFFile) -> dict[str, Any]:
+    """Fields of the configuration that transformers leaves out: positions beyond those of the first training."""
+    kind, length = file.get("rope.scaling.type"), file.get("rope.scaling.original_context_length")
+    factors = {f"{name}_factor": file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": file.get("rope.scaling.factor")}
+    if None not in factors.values():
+        lists = {name: tensor[...].tolist() for name, tensor in factors.items() if tensor is not None}
+        scaling = {"rope_type": "longrope", **lists}
+    elif kind not in ("linear", "yarn") or file.architecture() in _OWN_SCALING:
+        return {}
+    if length is not None:
+        scaling["original_max_position_embeddings"] = length
+    return {"rope_parameters": {"rope_theta": file.get("rope.freq_base", 10_000.0), **scaling}}
+
+
+def scale_frequencies(file: GGUFFile, model: Any) -> None:
+    """Divide a decoder's rotary frequencies by the factors in a file, which Llama 3 has for long texts."""
+    if (tensor := file.tensors.get("rope_freqs.weight")) is None:
+        return
+    factors = tensor[...]
+    for part in model.get_decoder().modules():
+        for name in ("inv_freq", "original_inv_freq"):
+            frequencies = getattr(part, name, None)
+            if isinstance(frequencies, Tensor) and frequencies.shape == factors.shape:
+                setattr(part, name, frequencies / factors)
 
 
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:

@@ -76,14 +76,18 @@ class LazySource(Source):
     Args:
         state: weights by name, of a model without any: tensors, or what reads one (``weight[...]``) and may have rows
             in a format of GGUF (``rows``).
-        dtype: see ``Source``.
+        language: the language model's file.
     """
 
     def __init__(
-        self, folder: str, name: str, state: Callable[[PreTrainedModel], Mapping[str, Any]], dtype: Any
+        self,
+        folder: str,
+        name: str,
+        state: Callable[[PreTrainedModel], Mapping[str, Any]],
+        language: gguf.GGUFFile,
     ) -> None:
         super().__init__(folder, name)
-        self._state, self.dtype = state, dtype
+        self._state, self._language, self.dtype = state, language, gguf_model.dtype_of(language)
 
     def generation_config(self, config: Any) -> GenerationConfig:
         return GenerationConfig.from_pretrained(self.folder)
@@ -110,6 +114,7 @@ class LazySource(Source):
         for name, source in tied.items():
             if source in takes:
                 _layer(model, name).stored = [state[source].rows()]
+        gguf_model.scale_frequencies(self._language, model)
         model.generation_config = self.generation_config(config)
         return model, kind
 
@@ -122,19 +127,17 @@ class GGUFSource(LazySource):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = file = gguf.GGUFFile(path)
-        super().__init__(
-            str(gguf_model.index(file)), str(path), partial(gguf_model.weights, file), gguf_model.dtype_of(file)
-        )
+        file = gguf.GGUFFile(path)
+        super().__init__(str(gguf_model.index(file)), str(path), partial(gguf_model.weights, file), file)
 
     def config(self, **options: Any) -> Any:
-        return gguf_model.config(self._file)
+        return gguf_model.config(self._language)
 
     def generation_config(self, config: Any) -> GenerationConfig:
-        return gguf_model.generation_config(self._file, config)
+        return gguf_model.generation_config(self._language, config)
 
     def processor(self, cls: Any, **options: Any) -> Any:
-        return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._file)))
+        return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._language)))
 
 
 def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
@@ -155,7 +158,7 @@ def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
     if mmproj is not None:
         raise UserError(f"mmproj goes with the GGUF file of a language model: got the model {name!r}")
     if (parts := completed.parts_of(name)) is not None:
-        return LazySource(str(parts.index()), name, parts.weights, gguf_model.dtype_of(parts.language))
+        return LazySource(str(parts.index()), name, parts.weights, parts.language)
     return Source(name)
 
 

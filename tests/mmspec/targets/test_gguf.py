@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging
 
 import mmspec
@@ -312,6 +313,49 @@ def test_a_folder_with_a_configuration_is_read_by_transformers(tmp_path: Path) -
     folder = save_text_model(tmp_path / "text")
     (folder / "extra.gguf").touch()
     assert type(sources.find(str(folder))) is sources.Source
+
+
+def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_path: Path) -> None:
+    """The file has factors in place of the parameters that they are of."""
+    parameters = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    made = [LlamaConfig(head_dim=16, rope_parameters=one, max_position_embeddings=64) for one in (plain, parameters)]
+    frequencies = [LlamaRotaryEmbedding(one).inv_freq for one in made]
+    factors = (frequencies[0] / frequencies[1]).numpy()
+    assert factors.max() > 4
+    file = save_gguf(tmp_path / "a.gguf", factors={"rope_freqs": factors})
+    model: Any = mmspec.load(str(file), drafter=None, dtype="float32").target.model
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = parameters
+    expected = AutoModelForCausalLM.from_config(config).eval()
+    expected.load_state_dict(model.state_dict())
+    ids = torch.arange(60)[None]
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "none"])
+def test_scaled_positions_are_those_of_the_file(kind: str, cache: Path, tmp_path: Path) -> None:
+    entries = {"scaling.type": kind, "scaling.factor": 4.0, "scaling.original_context_length": 16}
+    file = save_gguf(tmp_path / "a.gguf", entries={f"llama.rope.{name}": value for name, value in entries.items()})
+    found = source_of(file).config().rope_parameters
+    wanted = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    assert found == (wanted if kind != "none" else {"rope_type": "default", "rope_theta": 10000.0})
+
+
+def test_factors_for_long_and_short_texts_are_those_of_the_file(cache: Path, tmp_path: Path) -> None:
+    factors = {"rope_factors_long": np.arange(1, 9), "rope_factors_short": np.ones(8)}
+    entries = {"llama.rope.scaling.original_context_length": 16}
+    found = source_of(save_gguf(tmp_path / "a.gguf", entries=entries, factors=factors)).config().rope_parameters
+    assert found["rope_type"] == "longrope"
+    assert [found["long_factor"], found["short_factor"]] == [list(range(1, 9)), [1.0] * 8]
+    assert found["original_max_position_embeddings"] == 16
+
+
+def test_a_part_of_a_file_is_named_so(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "a-00001-of-00003.gguf", entries={"split.count": 3})
+    with pytest.raises(mmspec.UserError, match="is one of 3 parts: expected a whole file"):
+        sources.find(str(file))
 
 
 @needs_kernels
