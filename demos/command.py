@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -24,6 +25,7 @@ from mmspec.cli.options import (
     device_options,
     generation_config_option,
     listen_options,
+    mmproj_option,
     steps_shown,
 )
 from mmspec.errors import UserError, missing
@@ -52,6 +54,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
     shell_complete=complete("drafters"),
     help="Selectable drafter. May be repeated.",
 )
+@mmproj_option
 @device_options
 @generation_config_option
 @listen_options(7860)
@@ -71,6 +74,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 def demo(
     models: Sequence[str],
     drafters: Sequence[str],
+    mmproj: Path | None,
     device: str,
     dtype: str,
     generation_config: str,
@@ -106,7 +110,7 @@ def demo(
         from mmspec.demos.server import run_server
 
         catalog = make_catalog(models, drafters, open=not public)
-        cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config)
+        cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
         for name in reversed(models or (catalog.default,)):
             cache.get(name)  # fails now if a model is missing, not at the first request
         _log.info("making the page")

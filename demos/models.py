@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, RLock
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from mmspec.engine.calibrate import cost_table
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS
+from mmspec.targets.gguf import file_in
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
@@ -168,6 +170,7 @@ class ModelCache:
     Args:
         capacity: maximum number of models in memory.
         device, dtype, generation_config: as for ``mmspec.load``.
+        mmproj: the same, of those models that are GGUF files.
 
     Attributes:
         turns: order of the requests.
@@ -175,9 +178,14 @@ class ModelCache:
     """
 
     def __init__(
-        self, capacity: int = 2, device: str = "auto", dtype: str = "auto", generation_config: str = MODELS
+        self,
+        capacity: int = 2,
+        device: str = "auto",
+        dtype: str = "auto",
+        generation_config: str = MODELS,
+        mmproj: Path | None = None,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self._mmproj = capacity, mmproj
         self._options: dict[str, Any] = {"device": device, "dtype": dtype, "generation_config": generation_config}
         self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._threads = torch.get_num_threads()
@@ -219,7 +227,8 @@ class ModelCache:
         return loaded.pipeline(method)
 
     def _load(self, name: str) -> LoadedModel:
-        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, **self._options)
+        mmproj = self._mmproj if file_in(plugins.model_path(name)) is not None else None
+        pipe = open_pipeline(Console(stderr=True), model=name, drafter=None, warm_up=0, mmproj=mmproj, **self._options)
         pipe.target.cost = cost_table(pipe.target)
         return LoadedModel(pipe.target, pipe.io, name, pipe.generation_config)
 

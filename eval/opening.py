@@ -28,11 +28,13 @@ import click
 import numpy as np
 import psutil
 
+from mmspec.cli.options import OUT_FILE
 from mmspec.errors import UserError
 from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer, gguf_file
 from mmspec.eval.suite.settings import llama_server_option
 from mmspec.files import atomic, cache_folder
+from mmspec.loading import load_config
 from mmspec.targets.gguf import GGUFFile
 
 FIRST, LATER, LLAMA = "mmspec, first", "mmspec, later", "llama.cpp"
@@ -70,14 +72,14 @@ SIZES |= {"attention.head_count": 28, "attention.head_count_kv": 4}
 @click.option("--model", "models", multiple=True, required=True, help="A GGUF file, or a name; may be repeated.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--threads", default=2, show_default=True)
-@click.option(
-    "--write", type=click.Path(path_type=Path), help="Write a file of random weights in a 7B's sizes instead."
-)
+@click.option("--write", type=OUT_FILE, help="Write a file of random weights in a 7B's sizes instead.")
 @llama_server_option
 def main(
     models: tuple[str, ...], rounds: int, threads: int, write: Path | None, llama_server: str | None
 ) -> dict[str, Any]:
     """Measure how long a model takes until it can answer, and its memory."""
+    for model in models:
+        load_config(model)
     if write is not None:
         return {"written": str(write), "bytes": write_random(Path(gguf_file("this package", models[0])), write)}
     files = {model: gguf_file("this package", model) for model in models}

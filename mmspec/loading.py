@@ -51,6 +51,7 @@ def load(
     device_map: Any = None,
     tp_plan: Any = None,
     warm_up: int = 1,
+    mmproj: str | PathLike[str] | None = None,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -83,6 +84,8 @@ def load(
             (tensor parallelism of transformers); see ``Pipeline.follow``.
         warm_up: on CUDA, sequences to reserve memory and capture decode steps for, see ``Pipeline.warm_up``; more are
             captured when they first decode together. 0 captures all steps when they occur.
+        mmproj: the file with vision tower and projector of a language model in a GGUF file, as llama.cpp has them; a
+            folder with both files needs no name of it.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -103,7 +106,8 @@ def load(
     if isinstance(model, PreTrainedModel):
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
-        placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, **options}
+        placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, "mmproj": mmproj}
+        placement |= options
         for name in options:
             if hint := nearest(name, known):
                 raise UserError(f"unknown option of mmspec.load: got {name}{hint}")
@@ -123,7 +127,7 @@ def load(
         # Drafter first: a misspelt name must not wait for the loading of a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
         with known_options(options, known):
-            target, processor = load_target(folder, device, dtype, device_map, tp_plan, **options)
+            target, processor = load_target(folder, device, dtype, device_map, tp_plan, mmproj, **options)
     pipeline = Pipeline(target, processor, speculator, name, **settings)
     if warm_up:
         pipeline.warm_up(warm_up)
@@ -132,13 +136,19 @@ def load(
 
 
 def load_target(
-    name: str, device: str = "auto", dtype: Any = "auto", device_map: Any = None, tp_plan: Any = None, **options: Any
+    name: str,
+    device: str = "auto",
+    dtype: Any = "auto",
+    device_map: Any = None,
+    tp_plan: Any = None,
+    mmproj: str | PathLike[str] | None = None,
+    **options: Any,
 ) -> tuple[TransformersTarget, Processor]:
     """Load a model of transformers as a target, and its processor.
 
     Args:
         name: local folder, GGUF file or hub id.
-        device, dtype, device_map, tp_plan: as for ``mmspec.load``.
+        device, dtype, device_map, tp_plan, mmproj: as for ``mmspec.load``.
         **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
             with ``trust_remote_code=True``.
 
@@ -160,7 +170,7 @@ def load_target(
             )
         placing["dtype"] = kind
     on_cpu = where.type == "cpu"
-    with _located(name) as (source, hub_options):
+    with _located(name, mmproj) as (source, hub_options):
         options |= hub_options
         config = source.config(**options)
         adapter = plugins.target_class(config)
@@ -200,7 +210,7 @@ def load_processor(name: str) -> Processor:
 
 
 @contextmanager
-def _located(name: str) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
+def _located(name: str, mmproj: Any = None) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
     """Where a model is read from, and options of transformers; errors are those of the user."""
     expected = f"{plugins.expected_models(name)}, a local folder or a reachable hub id"
     if not name or (not os.path.exists(name) and is_path(name)):
@@ -211,7 +221,7 @@ def _located(name: str) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
         explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
         cache_if_offline("model", name) as hub_options,
     ):
-        yield sources.find(name), hub_options
+        yield sources.find(name, mmproj), hub_options
 
 
 @contextmanager

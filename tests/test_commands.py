@@ -71,7 +71,7 @@ def test_help_has_groups_and_two_examples(
 def test_commands_take_their_model_as_model() -> None:
     """It is required where the result is for one model."""
     options = {" ".join(names): {one.opts[0]: one for one in command.params} for names, command in COMMANDS.items()}
-    assert {name for name, found in options.items() if "--model" not in found} == {"info"}
+    assert {name for name, found in options.items() if "--model" not in found} == {"clean", "info"}
     required = {name for name, found in options.items() if "--model" in found and found["--model"].required}
     assert required == {"export", "datastore build"}
 

@@ -43,14 +43,18 @@ class BenchmarkCommand(ModuleCommand):
 def benchmark(function: Callable[..., dict[str, Any]]) -> click.Command:
     """The command of a function that prints tables and returns a JSON result.
 
-    It adds the options ``--out`` and, if the function has none of its own, ``--threads``.
+    It adds the options ``--out`` and, if the function has none of its own, ``--threads``. Where the result's ``failed``
+    is true, the exit status is 1.
     """
 
     @wraps(function)
     def run(out: Path | None, **options: Any) -> None:
         if not own_threads and (threads := options.pop("threads")):
             torch.set_num_threads(threads)
-        print_result(function(**options), out)
+        result = function(**options)
+        print_result(result, out)
+        if result.get("failed"):
+            raise SystemExit(1)
 
     command = click.command(cls=BenchmarkCommand)(run)
     own_threads = any(option.name == "threads" for option in command.params)

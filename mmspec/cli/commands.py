@@ -51,6 +51,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     ),
     "calibrate": ("mmspec calibrate --model smollm2", "mmspec calibrate --model smollm2 --dtype int8 --refresh"),
     "info": ("mmspec info", "mmspec info smollm2 --drafters"),
+    "clean": ("mmspec clean", "mmspec clean --json"),
     "train make-data": (
         "mmspec train make-data --model smollm2 --self-prompts 2000 --out made",
         "mmspec train make-data --model smol-llava --prompts data.json --images photos --out made",
@@ -75,7 +76,7 @@ class Command(click.Command):
             *("max_new_tokens", "temperature", "minutes", "host", "port", "api_key", "compare", "refresh"),
             *("out", "resume", "as_json", "listing", "layout"),
         ),
-        "Loading": ("device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
+        "Loading": ("mmproj", "device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
         "Images and videos": (
             *("frames", "fps", "video_backend", "images", "max_images", "max_videos"),
             *("max_pixels", "max_video_seconds"),

@@ -189,6 +189,12 @@ model_option = click.option(
 )
 model_options = stack(model_option, device_options)
 
+mmproj_option = click.option(
+    "--mmproj",
+    type=FILE,
+    help="Vision tower and projector of a language model in a GGUF file: llama.cpp's mmproj file.",
+)
+
 device_map_option = click.option(
     "--device-map",
     type=DeviceMap(),
@@ -236,6 +242,7 @@ SAMPLING = tuple(one.name for one in fields(SamplingParams))
 
 generation_options = stack(
     model_options,
+    mmproj_option,
     device_map_option,
     trust_option,
     drafter_option,
@@ -252,7 +259,7 @@ generation_options = stack(
     json_option,
 )
 
-LOADING = ("model", "drafter", "device", "dtype", "trust_remote_code", "generation_config", "device_map")
+LOADING = ("model", "mmproj", "drafter", "device", "dtype", "trust_remote_code", "generation_config", "device_map")
 GENERATING = (*SAMPLING, "num_draft_tokens")
 
 

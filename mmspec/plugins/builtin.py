@@ -50,6 +50,9 @@ BUILTIN = {
         "smollm2": "mmspec.plugins:smollm2",
         "gemma3-270m": "mmspec.plugins:gemma3_270m",
     },
+    "sources": {
+        "mmproj": "mmspec.vision.gguf:VisionSource",
+    },
     "towers": {
         "efficientnet-lite0": "mmspec.vision.efficientnet:lite0",
     },

@@ -4,7 +4,7 @@ it, such as the marker of a tool call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from time import perf_counter as clock
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from mmspec.errors import UserError
-from mmspec.sampling.syntax import compiled, library, shortened, source
+from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
-
-AT_START = "^"
-"""First character of a trigger that counts at the beginning of the output only."""
+_LONGEST = 1024  # bytes of a match of a pattern
 
 Result = TypeVar("Result")
 
@@ -57,7 +55,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
         library()
-        from llguidance import hf
+        from llguidance import TokenizerWrapper, hf
 
         if not eos_token_ids:
             raise UserError("structured output needs an end-of-sequence token: the model has none")
@@ -69,6 +67,11 @@ class Grammars:
         self._width = max(len(tokenizer), self._eos[-1] + 1)
         try:
             self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
+            added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+            text = {number for number, one in added if not one.special and self.tokenizer.is_special_token(number)}
+            if text:
+                spelt = TokenizerWrapper(_Spelt(self.tokenizer, text))
+                self.tokenizer = library().LLTokenizer(spelt, eos_token=self._eos[0])
         except Exception as error:  # of Rust: its types are not exported
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
@@ -103,6 +106,29 @@ class Grammars:
         grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
         grammar.mask(grammar.start([]))  # raises where there is no first token
         return grammar
+
+
+class _Spelt:
+    """llguidance's tokenizer with some of its special tokens as ordinary ones, in the form that it wraps.
+
+    llguidance takes every added token like ``<tool_call>`` for a special one, which the same text in a grammar never
+    matches: Qwen's models, which write it as this token, could not call.
+
+    Args:
+        text: tokens that are ordinary.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, text: Container[int]) -> None:
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id, self._tokenizer = tokenizer.eos_token, tokenizer
+        self.tokens = [tokenizer.decode_bytes([one]) for one in ids]
+        self.special_token_ids = [one for one in ids if tokenizer.is_special_token(one) and one not in text]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids: list[int] = self._tokenizer.tokenize_bytes(text)
+        return ids
 
 
 @dataclass
@@ -230,12 +256,12 @@ class _TriggerState:
     """State of a sequence.
 
     Attributes:
-        tail: last bytes of the output, in which the trigger may have begun.
+        text: bytes of the output up to the trigger.
         inner: state of the grammar, once it has begun; changes in place.
-        over: the trigger cannot come any more, or the output has gone on otherwise than the grammar.
+        over: the output has gone on otherwise than the grammar.
     """
 
-    tail: bytes = b""
+    text: bytes = b""
     inner: Any = None
     over: bool = False
 
@@ -247,7 +273,7 @@ class TriggeredGrammar:
 
     Args:
         grammar: of the output after the trigger.
-        trigger: a text; with ``AT_START`` before it, it counts at the beginning of the output only.
+        trigger: as for ``trigger_pattern``; matches of patterns of more than ``_LONGEST`` bytes may be missed.
         token: its token, if it is a special one: the same text of other tokens is then no trigger.
         tokenizer: llguidance's.
     """
@@ -255,8 +281,7 @@ class TriggeredGrammar:
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
         self.kind, self.only_ends = grammar.kind, grammar.only_ends
-        self._at_start = trigger.startswith(AT_START)
-        self._trigger = trigger.removeprefix(AT_START).encode()
+        self._trigger, self._longest = trigger_pattern(trigger), _LONGEST + len(trigger.encode())
 
     def start(self, history: list[int]) -> _TriggerState:
         return _TriggerState()
@@ -269,13 +294,9 @@ class TriggeredGrammar:
             return state
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
-        text = state.tail + self._tokenizer.decode_bytes([token])
-        at = text.find(self._trigger)
-        if at >= 0 and not (at and self._at_start):
-            return self._begun(text[at + len(self._trigger) :])
-        if self._at_start:
-            return _TriggerState(text, over=not self._trigger.startswith(text))
-        return _TriggerState(text[max(0, len(text) - len(self._trigger) + 1) :])
+        text = state.text + self._tokenizer.decode_bytes([token])
+        found = self._trigger.search(text, max(0, len(state.text) - self._longest))
+        return _TriggerState(text) if found is None else self._begun(text[found.end() :])
 
     def undo(self, state: _TriggerState, n: int) -> None:
         self._grammar.undo(state.inner, n)

@@ -23,7 +23,7 @@ from mmspec.checks import (
     within,
 )
 from mmspec.errors import UserError
-from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, check_grammar
+from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, TRIGGER, check_grammar
 
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
 
@@ -103,7 +103,7 @@ class SamplingParams(Checked):
         logit_bias: added to logits, by token id: a dict of biases in [-100, 100].
         ignore_eos: go on after EOS tokens, up to ``max_new_tokens``.
         grammar_trigger: the output is free up to this text, and only what follows it is constrained, to the end.
-            ``^TEXT`` counts at the beginning of the output only.
+            ``^TEXT`` counts at the beginning of the output only, ``/PATTERN/`` is a regular expression of Python's.
         grammar_aligned: sampled outputs follow the model's distribution given the grammar, which masks distort (see
             ``mmspec.sampling.aligned``): outputs that leave the grammar are rejected and begun anew. Without an effect
             where there is no grammar.
@@ -133,7 +133,7 @@ class SamplingParams(Checked):
     presence_penalty: float = option(0.0, _PENALTY, "Penalises tokens that are in the output.")
     frequency_penalty: float = option(0.0, _PENALTY, "Penalises tokens each time that they are in the output.")
     logit_bias: Any = option(None, _LOGIT_BIAS, "Added to the logits of tokens, as 42=-100,7=1.5.")
-    grammar_trigger: str | None = option(None, TEXT, "Constrain only what follows this text.")
+    grammar_trigger: str | None = option(None, TRIGGER, "Constrain only what follows this text.")
     ignore_eos: bool = option(False, FLAG, "Go on after an end of sequence.")
     grammar_aligned: bool = option(False, FLAG, "Sample exactly by rejection, not with masks, under a grammar.")
     lossy: float = option(0.0, _NATS, "Above 0, accept drafts up to this -log p: other answers than the model's.")

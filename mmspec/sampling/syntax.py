@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,26 @@ JSON_SCHEMA = Rule(
     word="text file",
 )
 TEXT = Rule("None or text that is not empty", lambda value: value is None or (is_text(value) and bool(value)))
+AT_START = "^"
+"""First character of a trigger that counts at the beginning of the output only."""
+
+
+def trigger_pattern(trigger: str) -> re.Pattern[bytes]:
+    """What a trigger matches in an output: ``TEXT``, ``^TEXT`` at its beginning, or ``/PATTERN/`` of Python's re."""
+    if trigger.startswith("/") and trigger.endswith("/") and len(trigger) > 2:
+        return re.compile(trigger[1:-1].encode())
+    text = trigger.removeprefix(AT_START)
+    return re.compile((AT_START if text != trigger else "").encode() + re.escape(text.encode()))
+
+
+def _is_trigger(value: Any) -> bool:
+    try:
+        return TEXT.holds(value) and (value is None or bool(trigger_pattern(value)))
+    except re.error:
+        return False
+
+
+TRIGGER = Rule("None, text that is not empty, or /PATTERN/ of Python's re", _is_trigger)
 
 
 class CheckedText(str):
@@ -128,16 +149,18 @@ def source(kind: str, text: str) -> str:
         raise invalid(kind, str(error)) from error
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The right-hand side of a Lark rule for JSON of a schema, spelt as with ``json_schema``."""
-    return f"%json {json.dumps({**_adapted(schema), 'x-guidance': _LAYOUT})}"
+def json_rule(schema: Mapping[str, Any], *, any_layout: bool = False) -> str:
+    """The right-hand side of a Lark rule for JSON of a schema, laid out as with ``json_schema`` or in any way."""
+    layout = {"whitespace_pattern": r"[ \t\n]{0,80}"} if any_layout else _LAYOUT
+    return f"%json {json.dumps({**_adapted(schema), 'x-guidance': layout})}"
 
 
 def _adapted(schema: Any) -> Any:
     """A schema in which llguidance's matches are those of JSON Schema.
 
-    Formats that it does not know are left out: they are annotations, such as ``password`` and ``byte``, and would be
-    errors. Positive exclusive minima of numbers become inclusive ones of the next number with 15 decimals: a model that
+    Titles, descriptions and formats that it does not know are left out: they are annotations, and such formats
+    (``password``, ``byte``) would be errors. Positive exclusive minima of numbers become inclusive ones of the next
+    number with 15 decimals: a model that
     writes 1.0 where numbers must exceed 1 is led to 1.0000000000000001, which is read as the double 1.0. Other bounds
     stay as they are: llguidance forbids 0.9 where the greatest number is 0.999, and -4.9 where the least one is -4.99.
     """
@@ -149,7 +172,7 @@ def _adapted(schema: Any) -> Any:
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
             found[key] = {name: _adapted(one) for name, one in value.items()}
-        else:
+        elif key not in ("title", "description") or not isinstance(value, str):
             found[key] = value if key in _VALUES else _adapted(value)
     if isinstance(name := found.get("format"), str) and name not in FORMATS:
         del found["format"]

@@ -20,6 +20,7 @@ from mmspec.cli.options import (
     drafter_option,
     generation_config_option,
     listen_options,
+    mmproj_option,
     model_options,
     steps_shown,
     trust_option,
@@ -34,6 +35,7 @@ _log = logging.getLogger("mmspec.serve")
 
 @click.command(cls=Command)
 @model_options
+@mmproj_option
 @device_map_option
 @trust_option
 @drafter_option

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from mmspec.errors import UserError
-from mmspec.sampling.grammar import AT_START
 from mmspec.sampling.syntax import json_rule
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import named_function
@@ -30,6 +29,7 @@ class ToolFormat:
         opening, between, end: texts; ``between`` is None where a model makes one call at a time.
         key: of the arguments.
         in_call: whether the marker is part of a call.
+        bare: whether an output may also begin with calls without a marker, in code fences or not: Qwen2.5-Coder.
         id_length: letters and digits of a call's id, if templates require so many.
     """
 
@@ -40,15 +40,26 @@ class ToolFormat:
     end: str = ""
     key: str = "arguments"
     in_call: bool = False
+    bare: bool = False
     id_length: int | None = None
 
-    @property
-    def trigger(self) -> str:
-        """The trigger of the grammar of calls; see ``SamplingParams``."""
-        return AT_START + self.marker if self.in_call else self.marker
+    def bare_begin(self, names: Iterable[str]) -> str:
+        """Pattern of what precedes a call of these functions without a marker; the call follows."""
+        return rf'{_AROUND}(?=\{{\s*"name"\s*:\s*"(?:{"|".join(map(re.escape, names))})")'
+
+    def trigger(self, names: Iterable[str]) -> str:
+        """The trigger of the grammar of these functions' calls, marker included; see ``SamplingParams``."""
+        marked = f"{'^' if self.in_call else ''}(?={re.escape(self.marker)})"
+        return f"/{marked}|^{self.bare_begin(names)}/" if self.bare else f"/{marked}/"
 
     def grammar(
-        self, tools: Sequence[Mapping[str, Any]], *, marked: bool, several: bool, instead: str | None = None
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        marked: bool,
+        several: bool,
+        bare: bool = False,
+        instead: str | None = None,
     ) -> str:
         """Grammar of calls, in llguidance's variant of Lark's syntax.
 
@@ -56,6 +67,7 @@ class ToolFormat:
             tools: functions in OpenAI's form.
             marked: whether it begins with the marker, or follows it.
             several: whether there may be several calls, if the model can make them.
+            bare: whether it may also begin with a call without the marker, if the model makes such calls.
             instead: a JSON schema that the output may satisfy in place of calls.
         """
         parts = [] if self.in_call else ["/[ \\n]?/", json.dumps(self.opening)]
@@ -64,16 +76,25 @@ class ToolFormat:
         parts.append("call")
         if several and self.between is not None:
             parts.append(f"({json.dumps(self.between)} call)*")
+        bare = bare and self.bare
         rules = [
-            f"start: {'calls | instead' if instead else 'calls'}",
+            f"start: calls{' | bare' if bare else ''}{' | instead' if instead else ''}",
             f"calls: {' '.join(parts)} {json.dumps(self.end)}",
             f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
         ]
+        if bare:
+            rules.append(f"bare: bare_call {'(BETWEEN bare_call)* ' if several else ''}END")
+            rules.append(f"bare_call: {' | '.join(f'bare_{number}' for number in range(len(tools)))}")
+            rules += [r"BETWEEN: /\s{0,9}(,|```\s{1,9}```(json)?)?\s{0,9}/", r"END: /\s{0,9}\]?\s{0,9}(```)?/"]
         for number, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool["name"])}, "{self.key}": '
-            head = head if marked or not self.in_call else head.removeprefix(self.marker)
             rules.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
             rules.append(f"args_{number}: {json_rule(parameters(tool))}")
+            if bare:
+                gap = r"\s{0,9}"
+                head = rf'\{{{gap}"name":{gap}"{tool["name"]}",{gap}"{self.key}":{gap}'
+                rules.append(rf"bare_{number}: /{head}/ bare_args_{number} /{gap}\}}/")
+                rules.append(f"bare_args_{number}: {json_rule(parameters(tool), any_layout=True)}")
         if instead is not None:
             rules.append(f"instead: {json_rule(json.loads(instead))}")
         return "\n".join(rules)
@@ -84,7 +105,7 @@ def parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", **function.get("parameters", {})}
 
 
-HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>")
+HERMES = ToolFormat("hermes", "<tool_call>", "", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", bare=True)
 """``<tool_call>{json}</tool_call>`` of Hermes 2 Pro, Qwen2.5 and Qwen3."""
 
 LLAMA = ToolFormat("llama3_json", '{"name": "', key="parameters", in_call=True)
@@ -182,7 +203,15 @@ def _joined(content: Any, more: Any, separator: str = "\n") -> Any:
     return [*content, {"type": "text", "text": separator}, *more] if content else list(more)
 
 
+_AROUND = r"(?:\s|```(?:json)?|[\[\],])*"  # before, between and after calls without markers
+_BEFORE_NAME = (r"\{", r"\s*", *'"name"', r"\s*", ":", r"\s*", '"', r'[^"\\]*')
+_PART = (  # of the beginning of such a call
+    r"(?:\s|`{1,3}(?:j(?:s(?:on?)?)?)?|[\[\],])*"
+    + "".join(f"(?:{one}" for one in _BEFORE_NAME)
+    + ")?" * len(_BEFORE_NAME)
+)
 _HEAD = r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+_BARE_END = re.compile(r"\s*\}")
 _LONGEST_HEAD = 200  # characters; more are no call
 
 
@@ -211,17 +240,20 @@ class CallReader:
     strings are text. White space around calls is left out. What begins like a call and is none is content.
 
     Args:
+        names: functions whose calls are also read without a marker.
         begun: whether the marker precedes the output.
 
     Attributes:
         calls: number of calls so far.
     """
 
-    def __init__(self, form: ToolFormat, *, begun: bool = False) -> None:
+    def __init__(self, form: ToolFormat, names: Sequence[str] = (), *, begun: bool = False) -> None:
         self._form, self.calls = form, 0
+        self._bare = re.compile(form.bare_begin(names)) if form.bare and names else None
+        self._around = re.compile(r"\s*" if self._bare is None else _AROUND)
         opening = re.escape(form.opening)
         marker = "" if form.in_call else f"(?:{re.escape(form.marker)})?"
-        self._head = re.compile(rf"\s*{marker}\s*(?:{opening})?\s*{_HEAD}")
+        self._head = re.compile(rf"{self._around.pattern}{marker}\s*(?:{opening})?\s*{_HEAD}")
         self._end = re.compile(rf"\s*\}}\s*{re.escape(form.end.strip())}")
         self._next = re.compile(r"\s*\}\s*,\s*(?=\{)")
         self._rest = ""
@@ -243,6 +275,12 @@ class CallReader:
 
     def _in_text(self, delta: Delta, final: bool) -> bool:
         rest, marker = self._rest, self._form.marker
+        if self._bare is not None and not self._said:
+            if self._bare.match(rest):
+                self._end, self._step = _BARE_END, self._in_head
+                return True
+            if not final and re.fullmatch(_PART, rest):
+                return False
         at = rest.find(marker)
         if self._form.in_call and (self._said or at > 0):
             at = -1
@@ -255,7 +293,9 @@ class CallReader:
         if not self._form.in_call or not self._said:
             held = min([held, *(len(rest) - n for n in range(1, len(marker)) if rest.endswith(marker[:n]))])
             held = len(rest[:held].rstrip())
-        if final and not (self.calls and not rest.strip()):
+        if self.calls and self._around.fullmatch(rest):
+            held = 0
+        elif final:
             held = len(rest)
         self._say(delta, rest[:held])
         self._rest = rest[held:]
@@ -397,9 +437,10 @@ class ToolPlanner:
         keywords: dict[str, Any] = {} if generic else {"tools": tools_of_template}
         as_text = functions if generic else None
         if choice == "auto" and schema is None:
-            grammar = self._form.grammar(functions, marked=False, several=several)
-            schemas = _schemas(functions)
-            return ToolPlan(keywords, grammar, self._form.trigger, schemas, partial(CallReader, self._form), as_text)
+            grammar = self._form.grammar(functions, marked=not self._special, several=several, bare=not self._special)
+            trigger = self._form.marker if self._special else self._form.trigger(names)
+            reader = partial(CallReader, self._form, () if self._special else names)
+            return ToolPlan(keywords, grammar, trigger, _schemas(functions), reader, as_text)
         if choice == "auto" and self._special:
             message = "response_format beside tools needs tool_choice none or required: got auto"
             raise APIError(400, message, "response_format")

@@ -29,21 +29,27 @@ _FIRST = 1 << 23  # bytes that are read of a file at first: most headers are sma
 
 
 def file_in(name: str | Path) -> Path | None:
-    """The GGUF file of a name: the file itself, or the only GGUF file in a folder without ``config.json``.
+    """The GGUF file of a name: the file itself, or the only one in a folder without ``config.json``, beside
+    ``projector_in``.
 
     Raises:
         UserError: the folder has several.
     """
     path = Path(name)
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
+    return path if path.is_file() and path.suffix == ".gguf" else _only(path, "GGUF file", projector=False)
+
+
+def projector_in(name: str | Path) -> Path | None:
+    """The file with a vision tower and projector in such a folder, whose name has ``mmproj``; errors as ``file_in``."""
+    return _only(Path(name), "mmproj file", projector=True)
+
+
+def _only(folder: Path, what: str, projector: bool) -> Path | None:
+    if not folder.is_dir() or (folder / "config.json").exists():
         return None
-    files = sorted(path.glob("*.gguf"))
+    files = [path for path in sorted(folder.glob("*.gguf")) if ("mmproj" in path.name.lower()) == projector]
     if len(files) > 1:
-        raise UserError(
-            f"cannot load model {str(name)!r}: expected one GGUF file, found {len(files)}; name one of them"
-        )
+        raise UserError(f"cannot load model {str(folder)!r}: expected one {what}, found {len(files)}; name one of them")
     return files[0] if files else None
 
 

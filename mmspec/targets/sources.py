@@ -4,17 +4,18 @@ complete."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mmspec import plugins
+from mmspec.errors import UserError, missing
 from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import completed, gguf, gguf_model
@@ -59,11 +60,13 @@ class Source:
         Raises:
             UserError: weights are missing, of other shapes, or unexpected; or a file was cut meanwhile.
         """
-        with ExitStack() as stack:
-            if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
-                options["quantization_config"] = RowsConfig(partial(_quantised, kind))
-                stack.enter_context(unmapped())
-            model: Any = read_whole(auto_class, self.folder, config=config, **options)
+        if _packs(kind, on_cpu) and getattr(config, "quantization_config", None) is None:
+            rows = RowsConfig(partial(_quantised, kind))
+            with unmapped():
+                model: Any = read_whole(auto_class, self.folder, config=config, quantization_config=rows, **options)
+            refuse_other_weights(model, self.name, (), rows.mismatched, ())
+            return model, kind
+        model = read_whole(auto_class, self.folder, config=config, **options)
         return model, kind if kind != "auto" or not on_cpu or _is_large(model) else torch.float32
 
 
@@ -86,6 +89,10 @@ class LazySource(Source):
         return GenerationConfig.from_pretrained(self.folder)
 
     def model(self, auto_class: Any, config: Any, kind: Any, on_cpu: bool, **options: Any) -> tuple[Any, Any]:
+        try:
+            from accelerate import init_empty_weights
+        except ImportError as error:
+            raise missing(f"reading {self.name}", "accelerate", "real") from error
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: Any = auto_class.from_config(config)
         state, tied = self._state(model), dict(model.all_tied_weights_keys)
@@ -130,15 +137,23 @@ class GGUFSource(LazySource):
         return cls(gguf_model.read_tokenizer(gguf_model.write_index(self._file)))
 
 
-def find(name: str) -> Source:
+def find(name: str, mmproj: str | PathLike[str] | None = None) -> Source:
     """The source of a model's name, folder or file.
 
+    Args:
+        mmproj: file with the vision tower of a GGUF file; by default the one in its folder, where that is named.
+
     Raises:
-        UserError: several GGUF files in a folder, a package is missing, a file cannot be read, or the cache not be
-            written.
+        UserError: several GGUF files in a folder, an ``mmproj`` without such a file, a package is missing, a file
+            cannot be read, or the cache not be written.
     """
-    if (path := gguf.file_in(name)) is not None:
+    path = gguf.file_in(name)
+    if path is not None and (projector := mmproj or gguf.projector_in(name)):
+        return cast(Source, plugins.find("sources", "mmproj")(path, projector))
+    if path is not None:
         return GGUFSource(path)
+    if mmproj is not None:
+        raise UserError(f"mmproj goes with the GGUF file of a language model: got the model {name!r}")
     if (parts := completed.parts_of(name)) is not None:
         return LazySource(str(parts.index()), name, parts.weights, gguf_model.dtype_of(parts.language))
     return Source(name)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_utils
@@ -47,11 +47,15 @@ class RowsConfig(QuantizationConfigMixin):
 
     Args:
         takes: of a model without weights.
+
+    Attributes:
+        mismatched: name, shape and expected shape of weights, which transformers does not compare while it quantises.
     """
 
     def __init__(self, takes: Callable[[PreTrainedModel], Takes]) -> None:
         self.quant_method: Any = NAME
         self.takes = takes
+        self.mismatched: set[tuple[str, Any, Any]] = set()
 
 
 @register_quantizer(NAME)
@@ -62,21 +66,26 @@ class _Rows(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self._takes: Takes = self.quantization_config.takes(model)  # type: ignore[attr-defined]
+        self._config = cast(RowsConfig, self.quantization_config)
+        self._takes: Takes = self._config.takes(model)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._takes
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Take(self._takes)
+        return _Take(self._takes, self._config.mismatched)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.shape != self._shapes.get(name, parameter.shape):
+                self._config.mismatched.add((name, parameter.shape, self._shapes[name]))
         self.remove_quantization_config(model)
 
 
 class _Take(ConversionOps):
-    def __init__(self, takes: Takes) -> None:
-        self._takes = takes
+    def __init__(self, takes: Takes, mismatched: set[tuple[str, Any, Any]]) -> None:
+        self._takes, self._mismatched = takes, mismatched
 
     def convert(
         self,
@@ -93,9 +102,12 @@ class _Take(ConversionOps):
         for name, value in input_dict.items():
             name = full_layer_name if len(input_dict) == 1 else name
             tensor = value[0] if isinstance(value, list) else value
-            layer = model.get_submodule(name.rpartition(".")[0])
-            if name in self._takes and tensor.shape == layer.weight.shape:  # others are transformers' to report
-                layer.stored = [self._takes[name](tensor)]
+            if name in self._takes:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                if tensor.shape == layer.weight.shape:
+                    layer.stored = [self._takes[name](tensor)]
+                else:
+                    self._mismatched.add((name, tensor.shape, layer.weight.shape))
                 missing_keys.discard(name)
                 cpu.trim()  # the allocator would keep as much again as all rows take
             else:

@@ -1,5 +1,6 @@
 """Compiled grammars: masks against languages that are listed word by word, mistakes, and limits."""
 
+import copy
 import itertools
 import json
 import random
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 pytest.importorskip("llguidance")
@@ -234,6 +235,10 @@ def test_layout():
         ({"grammar": "start: foo"}, r'grammar must be a Lark grammar that .*: at 1\(8\): unknown name: "foo"'),
         ({"regex": "a", "grammar": 'start: "a"'}, "only one of json_schema, regex, grammar .*: got regex, grammar"),
         ({"grammar_trigger": "a"}, "grammar_trigger goes with one of json_schema, regex, grammar: got none of them"),
+        (
+            {"regex": "a", "grammar_trigger": "/(/"},
+            r"grammar_trigger must be None, text that is not empty, or /PATTERN/ of Python's re: got '/\(/'",
+        ),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos does not go with regex: the end of a grammar is the output's"),
     ],
 )
@@ -242,6 +247,18 @@ def test_mistakes_are_one_line(keywords, message):
         SamplingParams(**keywords)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 320
+
+
+def test_added_tokens_that_are_not_special_are_text():
+    """Such as Qwen's ``<tool_call>``: a grammar's text is this token, or its bytes. Special ones are no text."""
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    tokenizer.add_tokens([AddedToken("<call>", normalized=False), AddedToken("<eat>", normalized=False, special=True)])
+    call, (less, c, e, a, x) = VOCAB, ids_of("<ceax")
+    matcher = Matcher(compiled("regex", "(<call>|<eat>)a?", tokenizer), [])
+    for path, after in (((), {less, call}), ((less,), {c, e}), ((call,), {a, EOS}), ((call, a), {EOS})):
+        assert set(matcher.allowed([], path, VOCAB + 2).nonzero().flatten().tolist()) == after
+    grammar = compiled("regex", "x<call>a", tokenizer)
+    assert grammar.forced(grammar.start([])) == [x, call, a]
 
 
 def test_a_grammar_that_no_output_satisfies():

@@ -321,12 +321,13 @@ def known():
 
 def allowed(said, trigger, pattern):
     """What may come after some tokens; None where the output is free."""
-    text, wanted = known().decode_bytes(said), trigger.removeprefix("^").encode()
-    at = text.find(wanted)
-    if at < 0 or (trigger.startswith("^") and at):
+    literal = re.sub("^\\\\\\^", "^", re.escape(trigger))
+    search = re.compile((trigger[1:-1] if trigger.startswith("/") else literal).encode()).search
+    texts = [known().decode_bytes(said[:n]) for n in range(len(said) + 1)]
+    begun = next((n for n, text in enumerate(texts) if search(text)), None)
+    if begun is None:
         return None
-    begun = next(n for n in range(len(said) + 1) if len(known().decode_bytes(said[:n])) >= at + len(wanted))
-    first = known().decode_bytes(said[:begun])[at + len(wanted) :]
+    first = texts[begun][search(texts[begun]).end() :]
     rest, pipe = [*known().tokenize_bytes(first), *said[begun:]], plain("tiny-llava")
     return allowed_tokens(pipe.processor.tokenizer, pipe.target.eos_token_ids, source("regex", pattern), rest)
 
@@ -349,7 +350,8 @@ def test_grammars_begin_after_their_triggers(drafter, sampled):
     free = plain("tiny-llava").generate(PICTURE, max_new_tokens=NEW, **options)
     text = plain("tiny-llava").processor.tokenizer.decode(free.token_ids)
     cases = [(text[4 : 7 + end], LETTERS) for end in range(4)] + [(text[3:9], DIGITS), ("^" + text[:5], LETTERS)]
-    cases += [("^" + text[1:5], DIGITS), ("never said", DIGITS)]
+    cases += [("^" + text[1:5], DIGITS), ("never said", DIGITS), (f"/{text[5]}|{text[4:7]}/", LETTERS)]
+    cases += [(f"/^.{{2}}(?={text[2:6]})/", text[2:6] + LETTERS), (f"/^.(?={text[2:6]})/", DIGITS)]
     expected = [after_a_trigger(trigger, pattern, sampled) for trigger, pattern in cases]
     assert len(set(map(tuple, expected))) >= 3
     pipe = pipeline("tiny-llava", Oracle(expected, vocab=250, spoil=0.3) if drafter == "oracle" else drafter)

@@ -105,12 +105,35 @@ def test_grammars(form: ToolFormat) -> None:
         assert not accepts(form.grammar(TOOLS, marked=True, several=False), written(form, heat, stop))
     for wrong in (("heat", {"unit": "K"}), ("heat", {}), ("heat", {"unit": "C", "x": 1}), ("other", {})):
         assert not accepts(form.grammar(TOOLS, **many), written(form, wrong))
-    after = form.grammar(TOOLS, marked=False, several=True)
-    assert accepts(after, written(form, heat).removeprefix(form.marker))
-    assert not accepts(after, written(form, heat))
+    if not form.in_call:
+        after = form.grammar(TOOLS, marked=False, several=True)
+        assert accepts(after, written(form, heat).removeprefix(form.marker))
+        assert not accepts(after, written(form, heat))
+    bare = form.grammar(TOOLS, **many, bare=True)
+    assert accepts(bare, written(form, heat))
+    for texts, right in (
+        ([json.dumps({"name": "heat", form.key: {"unit": "C", "n": 3}}, indent=2)], True),
+        ([json.dumps({"name": "stop", form.key: {}}), json.dumps({"name": "stop", form.key: {}}, indent=1)], True),
+        ([json.dumps({"name": "heat", form.key: {"unit": "K"}}, indent=2)], False),
+        ([json.dumps({"name": "other", form.key: {}}, indent=2)], False),
+    ):
+        for between, end in (("\n```\n\n```json\n", "\n```"), (",\n  ", "\n]\n```"), ("\n", "\n")):
+            assert accepts(bare, between.join(texts) + end) == (right and form in (HERMES, GENERIC))
+            single = form.grammar(TOOLS, marked=True, several=False, bare=True)
+            assert accepts(single, between.join(texts) + end) == (len(texts) == 1 and right and form.bare)
     either = form.grammar(TOOLS, **many, instead='{"const": [1]}')
     assert accepts(either, "[1]")
     assert accepts(either, written(form, heat))
+
+
+def test_descriptions_are_not_in_grammars() -> None:
+    """Fields and definitions of these names are."""
+    text = "x" * 100_000
+    named = {"title": {"type": "string", "description": text}, "n": {"$ref": "#/description"}}
+    schema = {"title": text, "description": {"type": "integer", "title": text}, "properties": named}
+    grammar = HERMES.grammar([{"name": "f", "parameters": schema}], marked=True, several=True, bare=True)
+    for arguments, right in (({"title": "a", "n": 1}, True), ({"title": 1}, False), ({"n": "a"}, False)):
+        assert accepts(grammar, written(HERMES, ("f", arguments))) == right
 
 
 def test_prompts_without_a_template_for_tools() -> None:
@@ -148,11 +171,16 @@ def call(name: str, arguments: str, key: str = "arguments") -> str:
     return f'{{"name": "{name}", "{key}": {arguments}}}'
 
 
+def spread(name: str, arguments: str) -> str:
+    return call(name, arguments).replace("{", "{\n  ", 1).replace(', "', ',\n  "', 1)
+
+
 def hermes(*calls: str) -> str:
     return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in calls)
 
 
 BOTH = [("first", TRICKY), ("second", SMALL)]
+OTHER = call("third", SMALL)
 LATER = call("first", SMALL, "parameters")
 CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     "hermes": (HERMES, hermes(call("first", TRICKY), call("second", SMALL)), "", BOTH),
@@ -171,13 +199,22 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     "text": (HERMES, "a < b, <tool is no marker \n", "a < b, <tool is no marker \n", []),
     "no call": (HERMES, "a <tool_call>\n{broken", "a <tool_call>\n{broken", []),
     "cut in its arguments": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
+    "fenced": (HERMES, f"```json\n{spread('first', TRICKY)}\n```", "", BOTH[:1]),
+    "bare": (HERMES, f"{call('first', TRICKY)}\n{call('second', SMALL)}\n", "", BOTH),
+    "bare, generic": (GENERIC, spread("second", SMALL), "", BOTH[1:]),
+    "a fenced list": (HERMES, f"```\n[{spread('first', TRICKY)},\n  {call('second', SMALL)}]\n```\n", "", BOTH),
+    "two fences": (HERMES, "\n\n".join(f"```json\n{spread(*one)}\n```" for one in BOTH), "", BOTH),
+    "cut in its name": (HERMES, '```json\n{"name": "fir', '```json\n{"name": "fir', []),
+    "bare later": (HERMES, "See " + call("first", SMALL), "See " + call("first", SMALL), []),
+    "JSON that is no call": (HERMES, f"```json\n{OTHER}\n```", f"```json\n{OTHER}\n```", []),
+    "code": (HERMES, "```python\n{'name': 1}\n```\n", "```python\n{'name': 1}\n```\n", []),
     "cut in its end": (HERMES, hermes(call("second", SMALL))[:-4], "", BOTH[1:]),
 }
 
 
 def read(form: ToolFormat, pieces: list[str], begun: bool = False) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, put together from deltas as openai-python does."""
-    reader, content = CallReader(form, begun=begun), ""
+    reader, content = CallReader(form, ["first", "second"], begun=begun), ""
     calls: list[dict[str, Any]] = []
     for number, piece in enumerate(pieces):
         delta = reader.feed(piece, final=number == len(pieces) - 1).to_dict()
@@ -207,6 +244,13 @@ def test_content_and_arguments_are_passed_on_at_once() -> None:
     (begun,) = reader.feed('{"a').to_dict()["tool_calls"]
     assert (begun["type"], begun["function"]) == ("function", {"name": "f", "arguments": '{"a'})
     assert reader.feed('": 1').to_dict() == {"tool_calls": [{"index": 0, "function": {"arguments": '": 1'}}]}
+
+
+def test_only_what_may_be_a_call_is_held() -> None:
+    for held, more in (("```", "py"), ("```json\n{", '"title'), ('\n{ "name" : "fi', 'sh"')):
+        reader = CallReader(HERMES, ["first"])
+        assert reader.feed(held).to_dict() == {}
+        assert reader.feed(more).to_dict() == {"content": held + more}
 
 
 def test_a_marker_before_the_output() -> None:

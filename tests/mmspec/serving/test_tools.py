@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmspec import Pipeline
@@ -42,6 +43,7 @@ TEMPLATES = {
     "mistral": "{% if tools %}{{ tools | tojson }}{% endif %}{# [TOOL_CALLS] #}" + TURNS,
     "generic": TURNS,
 }
+TEMPLATES["tokens"] = TEMPLATES["hermes"]  # with a vocabulary like Qwen's
 
 
 class weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]  # noqa: N801
@@ -62,9 +64,9 @@ USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
 
 
 @cache
-def model() -> LlamaForCausalLM:
+def model(vocab: int = 260) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    changed = {"vocab_size": 260, "max_position_embeddings": 4096}
+    changed = {"vocab_size": vocab, "max_position_embeddings": 4096}
     return LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval()
 
 
@@ -72,9 +74,12 @@ def model() -> LlamaForCausalLM:
 def pipeline(name: str, drafter: Any = None) -> Pipeline:
     tokenizer = copy.deepcopy(byte_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    if name == "tokens":
+        tokenizer.add_tokens([AddedToken(one, normalized=False) for one in ("<tool_call>", "</tool_call>")])
     tokenizer.chat_template = TEMPLATES[name]
     drafter = drafter or Union([Recycle(top_k=3), Ngram()])
-    return Pipeline(TransformersTarget(copy.deepcopy(model())), Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
+    target = TransformersTarget(copy.deepcopy(model(len(tokenizer))))
+    return Pipeline(target, Processor(tokenizer), drafter, "tiny", max_num_seqs=4)
 
 
 def scripted(pipe: Pipeline, messages: list[Any], text: str, tools: Any = None) -> list[int]:
@@ -192,6 +197,26 @@ def test_an_answer_or_a_call(running: Served) -> None:
         assert called(both(client, response_format=form)) == [("weather", SECOND)]
 
 
+def test_calls_without_a_marker(running: Served) -> None:
+    """As Qwen2.5-Coder writes them. The second one has days beyond the limit, the last one is no function."""
+    right, wrong, other = (
+        json.dumps({"name": name, "arguments": {"town": "Ulm", "days": days}}, indent=2)
+        for name, days in (("weather", 3), ("weather", 44), ("Ana", 3))
+    )
+    with client_of(running) as client:
+        scripted(running.pipe, USER, f"```json\n{right}\n```", [TOOL, CLOCK])
+        choice = both(client)
+        assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+        assert choice.message.tool_calls[0].function.arguments in right  # laid out as the model does
+        assert called(choice) == [("weather", {"town": "Ulm", "days": 3})]
+        scripted(running.pipe, USER, wrong, [TOOL, CLOCK])
+        ((name, arguments),) = called(both(client, logit_bias={str(END): 50}))
+        assert (name, arguments["town"]) == ("weather", "Ulm")
+        assert weather(**arguments).days <= 9
+        scripted(running.pipe, USER, other, [TOOL, CLOCK])
+        assert both(client).message.content == other
+
+
 def test_a_conversation_goes_on(running: Served) -> None:
     """Results of calls, as clients send them back."""
     scripted(running.pipe, USER, written(("weather", FIRST)), [TOOL, CLOCK])
@@ -228,6 +253,16 @@ def test_other_formats(name: str) -> None:
         forced = both(client, tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
         assert len(called(forced)) == 1
         assert forced.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_markers_that_are_tokens(choice: str) -> None:
+    pipe, calls = pipeline("tokens"), [("weather", FIRST), ("clock", {})]
+    ids = scripted(pipe, USER, written(*calls), [TOOL, CLOCK])
+    assert ids[0] == MARKER + 1
+    with served(pipe) as server, client_of(server) as client:
+        assert called(both(client, tool_choice=choice)) == calls
+        assert client.chat.completions.create(**asked(tool_choice=choice)).usage.completion_tokens == len(ids)
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "sampled"])
