@@ -133,6 +133,14 @@ def test_gemmas_files_without_a_token_of_images(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("blocks", "expected"), [(62, 16), (7, 32)])
+def test_gemmas_largest_model_scales_attention_by_its_width(blocks: int, expected: int, tmp_path: Path) -> None:
+    """Published: 5376 features of 32 heads, 168, for the model of 62 layers; the width of heads for the others."""
+    sizes = {"gemma3.block_count": blocks, "gemma3.attention.key_length": 32}
+    text = opened("gemma3", tmp_path, metadata=sizes).config().text_config
+    assert (text.query_pre_attn_scalar, text.head_dim) == (expected, 32)
+
+
 @pytest.mark.parametrize(
     ("family", "template", "expected"),
     [
