@@ -458,24 +458,23 @@ class _Gemma3(_Clip):
         "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     )
     changes: ClassVar[Mapping[str, Callable[..., Tensor]]] = {"mm_soft_emb_norm.weight": lambda weight: weight - 1}
-    _names: ClassVar[dict[str, str]] = {
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>",
+    _names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "boi": ("<start_of_image>",),
+        "eoi": ("<end_of_image>",),
+        "image": ("<image_soft_token>", "<unused0>"),  # files may leave out the first, whose embedding is not used
     }
 
     def vision(self) -> dict[str, Any]:
         return {"model_type": "siglip_vision_model", "vision_use_head": False}
 
     def fields(self, text: Any) -> dict[str, Any]:
-        ids = {f"{name}_index": self._token(token) for name, token in self._names.items() if name != "image_token"}
-        soft = self._names["image_token"]  # files may leave it out, as the last one; its embedding is not used
-        ids["image_token_index"] = self._token(soft) if soft in self._tokens else len(self._tokens)
+        ids = {f"{name}_token_index": self._token(*tokens) for name, tokens in self._names.items()}
         return {**ids, "mm_tokens_per_image": self._length()}
 
     def processor(self, read: Callable[..., Any]) -> Any:
         images = self._images("Gemma3", size=self._square())
-        tokenizer = read(extra_special_tokens=self._names)
+        names = {f"{name}_token": self._text(*tokens) for name, tokens in self._names.items()}
+        tokenizer = read(extra_special_tokens=names)
         return transformers.Gemma3Processor(images, tokenizer, image_seq_length=self._length())
 
     def _scale(self, default: int = 4) -> int:
