@@ -203,14 +203,14 @@ class StoredEmbedding(nn.Embedding):
     @classmethod
     def of(cls, table: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> nn.Embedding:
         """The table with these rows in place of its weight, which may have no values; a subclass stays one."""
-        names = {"weight": torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape), "stored": rows}
+        none = torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape)
         table.__class__ = cls if type(table) is nn.Embedding else type(type(table).__name__, (type(table), cls), {})
-        del table.weight
-        vars(table).update(names)
+        table.weight = nn.Parameter(none, requires_grad=False)  # the first that transformers finds for a model's dtype
+        vars(table)["stored"] = rows
         return table
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = {name: value for name, value in vars(self).items() if name not in ("weight", "stored")}
+        kept = {name: value for name, value in vars(self).items() if name not in ("_parameters", "stored")}
         plain = next(base for base in type(self).__mro__ if not issubclass(base, StoredEmbedding))
         shape = self.weight.shape
         return _embedding_of, (plain, kept, shape, self.weight.dtype, self.stored)
@@ -232,7 +232,7 @@ def _embedding_of(
     plain: type[nn.Embedding], kept: dict[str, Any], shape: torch.Size, dtype: torch.dtype, rows: StoredRows
 ) -> nn.Embedding:
     table = plain.__new__(plain)
-    vars(table).update(kept)
+    vars(table).update(kept, _parameters={})
     table.weight = nn.Parameter(torch.empty(shape, device="meta"))
     return StoredEmbedding.of(table, rows, dtype)
 
