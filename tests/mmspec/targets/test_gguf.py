@@ -30,6 +30,7 @@ from mmspec.drafters.small import Small
 from mmspec.loading import load_processor
 from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
+from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.quantisation.linear import GROUP
 from mmspec.targets import gguf, gguf_model, sources
 from mmspec.targets.merged_layers import merge_layers
@@ -518,6 +519,26 @@ def test_layers_have_the_formats_and_weights_of_the_file(mixed: Path, cache: Pat
             assert torch.equal(torch.cat([part.weight for part in parts]), getattr(plain, name).weight.bfloat16())
     assert type(model.lm_head) is Int8Blocks
     assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
+
+
+@needs_kernels
+def test_embeddings_stay_in_the_file_and_count_as_weights(mixed: Path, cache: Path) -> None:
+    """transformers finds a model's dtype by its first parameter, in every pass."""
+    exact = mmspec.load(str(mixed), drafter=None, dtype="float32").target.model
+    model: Any = mmspec.load(str(mixed), drafter=None).target.model
+    table, weight = model.get_input_embeddings(), exact.get_input_embeddings().weight.bfloat16()
+    assert isinstance(table, StoredEmbedding)
+    assert table.stored.in_file
+    assert next(model.parameters()) is table.weight
+    assert table.weight.isnan().all()
+    assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+    ids = torch.tensor([[3, 250, 3], [0, 259, 17]])
+    assert torch.equal(table(ids), weight[ids])
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], weight)
+    assert model.num_parameters() >= weight.numel()
+    for wrong in (260, -261):
+        with pytest.raises(IndexError):
+            table(torch.tensor([wrong]))
 
 
 @needs_kernels
