@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import mmspec
+from mmspec.demos.models import ModelCache
 from mmspec.targets import gguf
+from mmspec.vision.drafters.msd import MSD
 from mmspec.vision.gguf import VisionSource
 from mmspec.vision.processor import VisionProcessor
+from mmspec.vision.targets import VisionTarget
 from tests import projectors
+from tests.commandline import runner
 from tests.compiled import needs_kernels
+from tests.drafting import network_for
 from tests.model_folders import save_gguf
 
 TEXTS = "{% for one in messages %}[{{ one.role }} {{ one.content }}]{% endfor %}"
@@ -218,3 +224,62 @@ def test_a_projector_of_another_language_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "mmproj-other.gguf").write_bytes(projector.read_bytes().replace(b"v.pre_ln", b"v.pro_ln"))
     with pytest.raises(mmspec.UserError, match=r"expected the tensors of a mlp projector, found v\.pro_ln\.weight$"):
         model_of(VisionSource(other, tmp_path / "mmproj-other.gguf"))
+
+
+def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By an option, and in a folder without; a command; the demo, whose other models have none."""
+    language, projector = projectors.save("llava", tmp_path)
+    PICTURE.save(tmp_path / "picture.png")
+    ask = {"images": [PICTURE], "max_new_tokens": 6, "temperature": 0.0}
+    expected = mmspec.load(model_of(VisionSource(language, projector)), None, processor=_processor(language, projector))
+    answer = expected.generate("What is it?", **ask)
+    for name, options in ((str(language), {"mmproj": projector}), (str(tmp_path), {})):
+        pipe = mmspec.load(name, "ngram", dtype="float32", **options)
+        assert pipe.generate("What is it?", **ask).token_ids == answer.token_ids
+    words = ["caption", str(tmp_path / "picture.png"), "--model", str(language), "--mmproj", str(projector)]
+    words += ["--prompt", "What is it?", "--max-new-tokens", "6", "--dtype", "float32", "--json"]
+    status, out, _ = runner(capfd)(*words)
+    assert (status, json.loads(out)["token_ids"]) == (0, answer.token_ids)
+    cache = ModelCache(dtype="float32", mmproj=projector)
+    assert cache.get(str(language)).target.model.config.model_type == "llava"
+    assert cache.get("tiny-llava").target.model.config.model_type == "llava"
+
+
+def _processor(language: Path, projector: Path) -> Any:
+    return VisionSource(language, projector).processor(VisionProcessor).plain
+
+
+def test_projectors_go_with_a_language_models_file(tmp_path: Path) -> None:
+    language, projector = projectors.save("llava", tmp_path)
+    with pytest.raises(mmspec.UserError, match="mmproj goes with the GGUF file of a language model: got the model"):
+        mmspec.load("tiny-llava", mmproj=projector)
+    with pytest.raises(mmspec.UserError, match=r"expected the mmproj file of a projector .* found a file of llama"):
+        mmspec.load(str(language), mmproj=language)
+    (tmp_path / "another-mmproj.gguf").touch()
+    with pytest.raises(mmspec.UserError, match="expected one mmproj file, found 2; name one of them"):
+        mmspec.load(str(tmp_path))
+    with pytest.raises(mmspec.UserError, match="stays on its device and in its dtype: got mmproj="):
+        mmspec.load(projectors.model("llava"), mmproj=projector, processor=_processor(language, projector))
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantise", ["", "Q8_0"])
+def test_drafters_for_the_original_draft_for_its_files(quantise: str, tmp_path: Path) -> None:
+    """With the same acceptance where the weights are the same, and plain decoding's tokens where they are quantised."""
+    original = projectors.model("llava")
+    target = VisionTarget(original)
+    drafter = MSD(network_for(original), top_k=3, depth=3)
+    drafter.attach(target)
+    (tmp_path / "files").mkdir()
+    drafter.save(tmp_path / "drafter", target)
+    language, projector = projectors.save("llava", tmp_path / "files", quantise=quantise)
+    options: dict[str, Any] = {"mmproj": projector, "dtype": "auto" if quantise else "float32"}
+    ask = {"images": [PICTURE], "max_new_tokens": 16, "temperature": 0.0, "num_draft_tokens": 8}
+    found = mmspec.load(str(language), str(tmp_path / "drafter"), **options).generate("What is it?", **ask)
+    plain = mmspec.load(str(language), None, **options).generate("What is it?", **ask)
+    assert found.token_ids == plain.token_ids
+    if not quantise:
+        processor = _processor(language, projector)
+        same = mmspec.load(original, str(tmp_path / "drafter"), processor=processor).generate("What is it?", **ask)
+        assert found.token_ids == same.token_ids
+        assert found.stats.mean_acceptance_length == same.stats.mean_acceptance_length
