@@ -261,8 +261,8 @@ def _projector_metadata(family: str, whole: Any) -> dict[str, Any]:
         "patch_size": patch if isinstance(patch, int) else patch[0],
         "embedding_length": width,
         "feed_forward_length": getattr(vision, "intermediate_size", 0),
-        "block_count": vision.num_hidden_layers - is_llava,
-        "attention.head_count": vision.num_attention_heads,
+        "block_count": getattr(vision, "depth", None) or vision.num_hidden_layers - is_llava,
+        "attention.head_count": getattr(vision, "num_heads", None) or vision.num_attention_heads,
         "attention.layer_norm_epsilon": getattr(vision, "layer_norm_eps", 1e-6),
         "projection_dim": 512 if is_llava else 64,
         **_COLOURS,
@@ -295,7 +295,7 @@ def _projector_tensors(family: str, made: Any) -> Iterator[tuple[str, Tensor]]:
         published["model.vision_tower."] = "vision_tower.vision_model."
     numbers = {"multi_modal_projector.layer_norm": "mlp1.0", "multi_modal_projector.linear_1": "mlp1.1"}
     numbers["multi_modal_projector.linear_2"] = "mlp1.3"
-    last = made.config.vision_config.num_hidden_layers - 1
+    last = getattr(made.config.vision_config, "num_hidden_layers", 0) - 1
     for name, value in made.state_dict().items():
         if re.match(r"model\.(language|text)_model|lm_head", name):
             continue

@@ -575,6 +575,11 @@ class _Qwen2VL(_Family):
     def vision(self) -> dict[str, Any]:
         width = self._get("embedding_length")
         sizes = {"embed_dim": width, "hidden_size": self.width(), "mlp_ratio": self._inner() // width}
+        return {**sizes, **self._depth()}
+
+    def _depth(self) -> dict[str, Any]:
+        """Under names that all versions of transformers know."""
+        sizes = {"depth": self._get("block_count"), "num_heads": self._get("attention.head_count")}
         return {**sizes, "spatial_merge_size": self._merge()}
 
     def fields(self, text: Any) -> dict[str, Any]:
@@ -606,7 +611,7 @@ class _Qwen2_5VL(_Qwen2VL):  # noqa: N801
     def vision(self) -> dict[str, Any]:
         layers = range(self._get("n_wa_pattern") - 1, self._get("block_count"), self._get("n_wa_pattern"))
         windows = {"fullatt_block_indexes": list(layers), "window_size": 112, "tokens_per_second": 2}
-        return {**windows, "out_hidden_size": self.width(), "spatial_merge_size": self._merge()}
+        return {**windows, **self._depth(), "out_hidden_size": self.width()}
 
 
 FAMILIES: dict[str, type[_Family]] = {
