@@ -35,7 +35,8 @@ def parts():
 def models(monkeypatch):
     opened = []
 
-    def open_pipeline(views, model, drafter, device, dtype, generation_config, warm_up):
+    def open_pipeline(views, model, drafter, device, dtype, generation_config, warm_up, mmproj):
+        assert mmproj is None
         if model == "nobody/nothing":
             raise UserError("cannot load model 'nobody/nothing'")
         opened.append(model)

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from openai import OpenAIError
 from openai.types.chat import ChatCompletionMessage
 
 import mmspec
 from mmspec.eval import tools
-from mmspec.eval.tools import REQUESTS, Call, ToolRequest
+from mmspec.eval.harness import tool_requests
+from mmspec.eval.harness.tool_requests import REQUESTS, Call, ToolRequest
 from tests.served import Served, served
 
 CALLING = [request for request in REQUESTS if request.calls]
@@ -42,7 +42,7 @@ def test_outcomes(request_: ToolRequest) -> None:
     calls = list(request_.calls)
     assert request_.outcome(message([], "No.")) == "calls nothing: 'No.'"
     assert request_.outcome(message([*calls, calls[0]])).startswith(f"calls {calls[0][0]}, ")
-    assert request_.outcome(OpenAIError("refused")) == "refused"
+    assert request_.outcome("refused") == "refused"
     for number, (name, given) in enumerate(calls):
         for key, value in given.items():
             other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int | float) else [value]
@@ -85,8 +85,8 @@ def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [ToolRequest("named", "The time?", [("get_time", {})], choice="get_time", sent="parse"), CALLING[-1]]
     few += [request for request in CALLING if request.sent == "stream"]
     monkeypatch.setattr(tools, "serving", serving)
-    monkeypatch.setattr(tools, "TOOLS", tools.TOOLS[1:2] + tools.TOOLS[7:8])
-    monkeypatch.setattr(tools, "REQUESTS", few)
+    monkeypatch.setattr(tool_requests, "TOOLS", tool_requests.TOOLS[1:2] + tool_requests.TOOLS[7:8])
+    monkeypatch.setattr(tool_requests, "REQUESTS", few)
     done = CliRunner().invoke(tools.main, ["--model", "tiny-llava", "--drafter", "ngram", "--least", "0"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout.splitlines()[-1])["requests"]
