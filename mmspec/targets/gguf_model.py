@@ -186,7 +186,7 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
 def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
     """As transformers makes it of the file's arrays, and options of its class."""
     with (
-        explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", *_UNSUPPORTED),
+        explained(f"cannot load model {str(file.path)!r}: expected a vocabulary of a known kind", Exception),
         replaced({(reader, "read_gguf_metadata"): _giving(file, (file.metadata, tuple(file.tensors)))}),
     ):
         architecture, arrays, options = get_gguf_tokenizer(str(file.path))
