@@ -122,6 +122,8 @@ def save_gguf(
     ends: Mapping[str, int] = MappingProxyType({}),
     entries: Mapping[str, Any] = MappingProxyType({}),
     factors: Mapping[str, Any] = MappingProxyType({}),
+    base: float = 10000.0,
+    alignment: int | None = None,
     **sizes: int,
 ) -> Path:
     """A llama.
@@ -131,15 +133,19 @@ def save_gguf(
         ends: further tokens that end an answer, by name: of a turn (eot), a message (eom).
         entries: further metadata.
         factors: tensors of factors of the rotary frequencies, by name.
+        base: of the rotary frequencies.
+        alignment: of tensors, in bytes.
         sizes: of ``_GGUF``.
     """
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
     writer, sizes = module.GGUFWriter(str(file), "llama"), {**_GGUF, **sizes}
     writer.add_name("stand-in")
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
     for name, value in sizes.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_float32("llama.rope.freq_base", base)
     letters = [chr(256 + i) for i in range(257)]
     tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
     writer.add_tokenizer_model("gpt2")

@@ -213,7 +213,9 @@ def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype
     shapes = {}
     for key in state.keys() & empty.keys():
         if key in takes:
-            _layer(model, key).stored = [takes[key](state[key])]
+            rows = takes[key](state[key])
+            shapes[key] = torch.Size((len(rows.places), rows.features))
+            _layer(model, key).stored = [rows]
             continue
         value: Tensor = state[key][...]
         shapes[key] = value.shape

@@ -49,7 +49,8 @@ class RowsConfig(QuantizationConfigMixin):
         takes: of a model without weights.
 
     Attributes:
-        mismatched: name, shape and expected shape of weights, which transformers does not compare while it quantises.
+        mismatched: name, shape and expected shape of weights, which transformers does not compare while it quantises:
+            those to be quantised, before 5.24 all.
     """
 
     def __init__(self, takes: Callable[[PreTrainedModel], Takes]) -> None:

@@ -72,6 +72,20 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {row["outcome"] for row in result["requests"]} == {"ok"}
 
 
+def test_answers_are_compared_without_ids() -> None:
+    calls: list[Call] = [("get_time", {}), ("set_volume", {"percent": 3})]
+    first, again = (tools.comparable(message(calls, "Well.")) for _ in range(2))
+    assert first == again
+    others = [message(calls, "Well"), message(calls[::-1], "Well."), message(calls[:1], "Well.")]
+    others += [message([calls[0], ("set_volume", {"percent": 4})], "Well."), message([("a", {}), calls[1]], "Well.")]
+    for number, other in enumerate([tools.comparable(one) for one in others] + [tools.comparable("refused")]):
+        assert other != first, number
+    renamed = message(calls, "Well.")
+    assert renamed.tool_calls
+    renamed.tool_calls[0].id = "another"
+    assert tools.comparable(renamed) == first
+
+
 @pytest.mark.slow
 def test_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is not trained to call is made to: names are right, arguments valid. Drafts change nothing."""

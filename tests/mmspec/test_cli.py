@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 import mmspec
 from mmspec import plugins
 from tests.commandline import Run, assert_user_error, runner
-from tests.model_folders import save_text_model
+from tests.model_folders import save_gguf, save_text_model
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,21 @@ def test_what_earlier_versions_left_is_shown_and_removed(
         assert json.loads(run("clean", "--json")[1])["removed"] == shown
         assert run("info")[1].count("superseded") == 0
     assert {name for name in sizes if (tmp_path / name).exists()} == {name for name, size in sizes.items() if size == 9}
+
+
+def test_what_cannot_be_removed_is_not_counted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
+    (tmp_path / "gguf/0/coder").mkdir(parents=True)
+    (tmp_path / "gguf/0/coder/model.safetensors").write_bytes(bytes(3_000_000))
+    assert run("clean") == (0, "freed 0 MB\n", f"could not remove {tmp_path}/gguf/0/coder\n")
+    assert json.loads(run("clean", "--json")[1]) == {"removed": []}
+
+
+def test_info_shows_a_file(run: Run, tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "a.gguf")
+    (shown,) = json.loads(run("info", str(file), "--json")[1])["models"]
+    assert (shown["bytes"], shown.get("problem")) == (file.stat().st_size, None)
 
 
 def test_info_shows_problems_without_the_names_of_exceptions(

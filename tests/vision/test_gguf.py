@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import mmspec
+from mmspec import plugins
 from mmspec.demos.models import ModelCache
 from mmspec.targets import gguf
 from mmspec.vision.drafters.msd import MSD
@@ -243,6 +244,62 @@ def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.Captur
     cache = ModelCache(dtype="float32", mmproj=projector)
     assert cache.get(str(language)).target.model.config.model_type == "llava"
     assert cache.get("tiny-llava").target.model.config.model_type == "llava"
+
+
+def test_a_file_given_takes_precedence_over_the_folders(tmp_path: Path) -> None:
+    for name, mean in (("a", 0.5), ("b", 0.25)):
+        (tmp_path / name).mkdir()
+        projectors.save("llava", tmp_path / name, metadata={"clip.vision.image_mean": [mean] * 3})
+    pipe = mmspec.load(str(tmp_path / "a"), None, mmproj=tmp_path / "b" / "mmproj-llava.gguf")
+    assert list(pipe.hf_processor.image_processor.image_mean) == [0.25] * 3
+
+
+def test_the_demo_has_towers_of_registered_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    language, projector = projectors.save("llava", tmp_path)
+    found = plugins.model_path
+    monkeypatch.setattr(plugins, "model_path", lambda name: str(language) if name == "registered" else found(name))
+    cache = ModelCache(dtype="float32", mmproj=projector)
+    assert cache.get("registered").target.model.config.model_type == "llava"
+
+
+@pytest.mark.parametrize(("family", "expected"), [("gemma3", 4), ("idefics3", 16), ("internvl", 16)])
+def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, tmp_path: Path) -> None:
+    """Of 8 by 8 patches; the published models of a family merge as many of them."""
+    metadata = {f"clip.vision.{name}": None for name in ("projector.scale_factor", "preproc_image_size")}
+    metadata |= {"clip.vision.image_size": 64}
+    source = opened(family, tmp_path, metadata=metadata)
+    assert source._family._length() == expected
+    if family == "idefics3":
+        images = source.processor(VisionProcessor).plain.image_processor
+        assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
+
+
+def test_numbers_of_tiles_are_the_files(tmp_path: Path) -> None:
+    metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
+    images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor
+    assert (images.min_patches, images.max_patches) == (2, 4)
+
+
+def test_the_large_internvit_has_norms_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries and keys, by the tensors; RMS norms, by its size, which llama.cpp knows it by."""
+    made = projectors.config("internvl")
+    made.vision_config.use_qk_norm = True
+    torch.manual_seed(0)
+    original = AutoModelForImageTextToText.from_config(made).eval()
+    for name, value in original.state_dict().items():
+        if re.search("[qk]_norm", name):
+            value.normal_(1, 0.3)
+    plain = projectors.model
+    monkeypatch.setattr(projectors, "model", lambda family: original if family == "internvl" else plain(family))
+    source = opened("internvl", tmp_path)
+    built, weights = model_of(source).state_dict(), original.state_dict()
+    norms = [name for name in weights if re.search("[qk]_norm", name)]
+    assert norms
+    assert all(torch.equal(built[name], weights[name]) for name in norms)
+    large = {"clip.vision.embedding_length": 3200, "clip.vision.block_count": 45}
+    assert source._family.vision()["norm_type"] == "layer_norm"
+    source._family._file.metadata.update(large)
+    assert source._family.vision()["norm_type"] == "rms_norm"
 
 
 def _processor(language: Path, projector: Path) -> Any:

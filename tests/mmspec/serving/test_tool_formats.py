@@ -126,6 +126,20 @@ def test_grammars(form: ToolFormat) -> None:
     assert accepts(either, written(form, heat))
 
 
+def test_bare_calls_may_be_spread_over_many_lines() -> None:
+    """Objects in objects, as far to the right as they come."""
+    inner: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    given: dict[str, Any] = {"n": 1}
+    for _ in range(4):
+        inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+        given = {"a": given}
+    bare = HERMES.grammar([{"name": "f", "parameters": inner}], marked=True, several=True, bare=True)
+    for indent in (None, 1, 4, "\t"):
+        assert accepts(bare, json.dumps({"name": "f", "arguments": given}, indent=indent) + "\n"), indent
+    given["a"]["a"]["a"]["a"]["n"] = "1"
+    assert not accepts(bare, json.dumps({"name": "f", "arguments": given}, indent=4) + "\n")
+
+
 def test_descriptions_are_not_in_grammars() -> None:
     """Fields and definitions of these names are."""
     text = "x" * 100_000
@@ -206,6 +220,7 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     "two fences": (HERMES, "\n\n".join(f"```json\n{spread(*one)}\n```" for one in BOTH), "", BOTH),
     "cut in its name": (HERMES, '```json\n{"name": "fir', '```json\n{"name": "fir', []),
     "bare later": (HERMES, "See " + call("first", SMALL), "See " + call("first", SMALL), []),
+    "a name that begins as a function's": (HERMES, call("first_thing", SMALL), call("first_thing", SMALL), []),
     "JSON that is no call": (HERMES, f"```json\n{OTHER}\n```", f"```json\n{OTHER}\n```", []),
     "code": (HERMES, "```python\n{'name': 1}\n```\n", "```python\n{'name': 1}\n```\n", []),
     "cut in its end": (HERMES, hermes(call("second", SMALL))[:-4], "", BOTH[1:]),

@@ -86,7 +86,7 @@ def test_other_folders_stay_as_they_are(tmp_path: Path) -> None:
     assert resolved("owner/name") == "owner/name"
 
 
-def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path) -> None:
+def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path, language: GGUFFile) -> None:
     first = Path(resolved(incomplete))
     written = (first / "config.json").stat().st_mtime_ns
     assert resolved(incomplete) == str(first)
@@ -95,6 +95,9 @@ def test_a_model_is_completed_once_until_a_file_changes(incomplete: Path) -> Non
     second = Path(resolved(incomplete))
     assert second != first
     assert (second / "drafter" / WEIGHTS).read_bytes() == b"another"
+    save_gguf(language.path, ends={"eot": 7})
+    third = Path(resolved(incomplete))
+    assert 7 in json.loads((third / "generation_config.json").read_text())["eos_token_id"]
 
 
 @pytest.mark.parametrize("which", ["language/small.gguf", f"llava/{WEIGHTS}"])

@@ -32,7 +32,7 @@ from mmspec.plugins import PackagedModel
 from mmspec.quantisation.blocks import BlockLinear, Int4Blocks, Int8Blocks
 from mmspec.quantisation.formats import StoredEmbedding
 from mmspec.quantisation.linear import GROUP
-from mmspec.targets import gguf, gguf_model, sources
+from mmspec.targets import gguf, gguf_model, packing, sources
 from mmspec.targets.merged_layers import merge_layers
 from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
 from mmspec.targets.processor import Processor
@@ -166,6 +166,80 @@ def test_metadata_and_tensors_are_those_of_the_package(mixed: Path) -> None:
         assert (tensor.format, tensor.shape) == (one.tensor_type.name, tuple(reversed(one.shape.tolist())))
         expected = torch.tensor(package.dequantize(one.data, one.tensor_type))
         assert torch.equal(tensor[...], expected), one.name
+
+
+def test_tensors_lie_where_the_alignment_says(tmp_path: Path) -> None:
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    path = save_gguf(tmp_path / "a.gguf", alignment=512)
+    reader, found = module.GGUFReader(str(path)), gguf.GGUFFile(path)
+    assert reader.alignment == 512
+    for one in reader.tensors:
+        expected = torch.tensor(module.dequantize(one.data, one.tensor_type))
+        assert torch.equal(found.tensors[one.name][...], expected), one.name
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "int8"])
+def test_matrices_of_other_shapes_are_refused(dtype: str, cache: Path, tmp_path: Path) -> None:
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        return gguf_matrix(name, block, (shape[0] - 32, shape[1]) if name == "ffn_up" else shape)
+
+    file = save_gguf(tmp_path / "a.gguf", matrix)
+    with pytest.raises(
+        mmspec.UserError, match=r"expected exactly the weights of .*up_proj\.weight has shape"
+    ) as caught:
+        mmspec.load(str(file), drafter=None, dtype=dtype)
+    assert str(file) in str(caught.value)
+
+
+@needs_kernels
+def test_weights_are_the_same_beside_a_progress_bar(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which they are read for in parts."""
+    plain = mmspec.load(str(file), drafter=None).target.model.state_dict()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for count in (1, 3, packing._AT_ONCE):
+        monkeypatch.setattr(packing, "_AT_ONCE", count)
+        found = mmspec.load(str(file), drafter=None).target.model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in plain.items()), count
+
+
+@needs_kernels
+def test_layers_with_rows_of_the_kernels_formats_and_others(cache: Path, tmp_path: Path) -> None:
+    """Those of the joined layer are quantised again."""
+    module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        if name != "attn_k":
+            return gguf_matrix(name, block, shape)
+        weight = np.random.default_rng(3).standard_normal(shape) * 0.2
+        return weight.astype(np.float16), module.GGMLQuantizationType.F16
+
+    file = save_gguf(tmp_path / "a.gguf", matrix)
+    exact = mmspec.load(str(file), drafter=None, dtype="float32").target.model
+    model = mmspec.load(str(file), drafter=None).target.model
+    merge_layers(exact.model)
+    for layer, plain in zip(model.model.layers, exact.model.layers, strict=True):
+        assert layer.qkv.weight.shape == plain.qkv.weight.shape
+        assert (layer.qkv.weight.float() - plain.qkv.weight).abs().max() < 0.06
+
+
+@needs_kernels
+def test_draft_models_keep_the_formats_of_their_file(
+    file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever they draft for; without the kernels they are dense."""
+    drafter = Small(str(file))
+    assert weights_kind(drafter.model) == "Int4Blocks"
+    exact = mmspec.load(str(file), drafter=None, dtype="float32").target
+    expected = mmspec.load(str(file), drafter=None).target.model.state_dict()
+    for target in (exact, mmspec.load(str(file), drafter=None).target):
+        drafter.attach(target)
+        assert weights_kind(drafter.model) == "Int4Blocks"
+        assert all(torch.equal(drafter.model.state_dict()[name], value) for name, value in expected.items())
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    dense = Small(str(file)).model
+    assert (weights_kind(dense), dense.dtype) == (None, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +412,11 @@ def test_frequencies_of_llama_3_are_those_of_its_configuration(cache: Path, tmp_
 @pytest.mark.parametrize("kind", ["linear", "yarn", "none"])
 def test_scaled_positions_are_those_of_the_file(kind: str, cache: Path, tmp_path: Path) -> None:
     entries = {"scaling.type": kind, "scaling.factor": 4.0, "scaling.original_context_length": 16}
-    file = save_gguf(tmp_path / "a.gguf", entries={f"llama.rope.{name}": value for name, value in entries.items()})
+    entries = {f"llama.rope.{name}": value for name, value in entries.items()}
+    file = save_gguf(tmp_path / "a.gguf", entries=entries, base=1e6)
     found = source_of(file).config().rope_parameters
-    wanted = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
-    assert found == (wanted if kind != "none" else {"rope_type": "default", "rope_theta": 10000.0})
+    wanted = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e6}
+    assert found == (wanted if kind != "none" else {"rope_type": "default", "rope_theta": 1e6})
 
 
 def test_factors_for_long_and_short_texts_are_those_of_the_file(cache: Path, tmp_path: Path) -> None:

@@ -61,10 +61,10 @@ def test_streamed_weights_are_those_of_a_model_that_is_packed(name: str, kind: s
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_other_weights_are_refused_while_they_stream(kind: str, tmp_path: Path) -> None:
-    folder = save_text_model(tmp_path / "text")
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj", "embed_tokens", "norm"])
+def test_other_weights_are_refused_while_they_stream(name: str, kind: str, tmp_path: Path) -> None:
+    folder, name = save_text_model(tmp_path / "text"), f"model.{name}.weight"
     state = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
     for changed in ({key: x for key, x in state.items() if key != name}, state | {name: state[name][:-1].clone()}):
         save_file(changed, folder / "model.safetensors", {"format": "pt"})
         with pytest.raises(mmspec.UserError, match=f"expected exactly the weights of LlamaForCausalLM, but {name}"):
