@@ -165,12 +165,8 @@ def write_random(like: Path, out: Path) -> int:
     shapes |= {"ffn_down": (hidden, inner)}
     with atomic(out) as part:
         writer = gguf.GGUFWriter(str(part), architecture)
-        kinds: dict[type, Any] = {
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            bool: writer.add_bool,
-            str: writer.add_string,
-        }
+        kinds: dict[type, Any] = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+        kinds |= {str: writer.add_string, list: writer.add_array}
         for key, value in source.metadata.items():
             value = SIZES.get(key.removeprefix(f"{architecture}."), value)
             if key != "general.architecture":
