@@ -274,6 +274,16 @@ def test_tokens_of_an_image_without_the_files_scale(family: str, expected: int, 
         assert (images.size["longest_edge"], images.max_image_size["longest_edge"]) == (256, 64)
 
 
+def test_what_files_state_beside_defaults(tmp_path: Path) -> None:
+    """Gemma's frequencies in windows, LLaVA's features of several layers."""
+    for name in ("gemma3", "llava"):
+        (tmp_path / name).mkdir()
+    source = opened("gemma3", tmp_path / "gemma3", metadata={"gemma3.rope.freq_base_swa": 5e3})
+    assert source.config().text_config.rope_parameters["sliding_attention"]["rope_theta"] == 5e3
+    source = opened("llava", tmp_path / "llava", metadata={"clip.vision.feature_layer": [1, 2]})
+    assert source.config().vision_feature_layer == [1, 2]
+
+
 def test_numbers_of_tiles_are_the_files(tmp_path: Path) -> None:
     metadata = {"clip.vision.preproc_min_tiles": 2, "clip.vision.preproc_max_tiles": 4}
     images = opened("internvl", tmp_path, metadata=metadata).processor(VisionProcessor).plain.image_processor

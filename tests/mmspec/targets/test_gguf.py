@@ -384,6 +384,31 @@ def test_several_files_and_a_missing_package_are_errors(tmp_path: Path) -> None:
         PackagedModel("no_such_package", "pip install x")()
 
 
+def test_files_of_a_folder_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    for name in ("a.gguf", "a-MMPROJ-f16.gguf"):
+        (tmp_path / name).touch()
+    assert gguf.file_in(tmp_path) == tmp_path / "a.gguf"
+    assert gguf.projector_in(tmp_path) == tmp_path / "a-MMPROJ-f16.gguf"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_large_models_keep_their_dtype_on_a_cpu(
+    large: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To save memory; small ones are exact."""
+    assert sources._LARGE == 10**9
+    monkeypatch.setattr(sources, "_LARGE", 1 if large else 10**9)
+    expected = {"F16": torch.float16, "BF16": torch.bfloat16}
+    for kind, dtype in expected.items():
+        file = save_gguf(tmp_path / f"{kind}.gguf", of_format(kind))
+        model: Any = mmspec.load(str(file), drafter=None).target.model
+        assert model.dtype == (dtype if large else torch.float32)
+    folder = save_text_model(tmp_path / "text")
+    AutoModelForCausalLM.from_pretrained(folder).half().save_pretrained(folder)
+    model = mmspec.load(str(folder), drafter=None).target.model
+    assert model.dtype == (torch.float16 if large else torch.float32)
+
+
 def test_a_folder_with_a_configuration_is_read_by_transformers(tmp_path: Path) -> None:
     folder = save_text_model(tmp_path / "text")
     (folder / "extra.gguf").touch()
@@ -432,6 +457,7 @@ def test_a_part_of_a_file_is_named_so(tmp_path: Path) -> None:
     file = save_gguf(tmp_path / "a-00001-of-00003.gguf", entries={"split.count": 3})
     with pytest.raises(mmspec.UserError, match="is one of 3 parts: expected a whole file"):
         sources.find(str(file))
+    source_of(save_gguf(tmp_path / "a-00001-of-00001.gguf", entries={"split.count": 1}))
 
 
 @needs_kernels
