@@ -93,14 +93,15 @@ class Pool {
   }
 
  private:
-  // Computes chunks until none is left, and returns how many.
-  uint32_t compute() {
+  // Computes chunks until none is left for this helper (-1: the caller), and returns how many. A helper may come late from
+  // the loop of a larger team.
+  uint32_t compute(int index = -1) {
     uint32_t computed = 0;
     for (uint64_t next = next_;;) {
       auto call = call_.load();
       const void* body = body_;
       int64_t count = count_, size = size_, begin = int64_t(uint32_t(next)) * size;
-      if (uint32_t(next) >= chunks_) return computed;
+      if (uint32_t(next) >= chunks_ || index >= helpers_) return computed;
       if (!next_.compare_exchange_strong(next, next + 1)) continue;  // else what was read is of this loop
       call(body, begin, std::min(begin + size, count));
       computed++, done_++;
@@ -123,7 +124,7 @@ class Pool {
 
   [[noreturn]] void help(int index) {
     auto called = [&] { return uint32_t(next_) < chunks_ && index < helpers_; };
-    for (;; compute())
+    for (;; compute(index))
       if (!spin(called)) idle_.until(called);
   }
 
