@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -169,7 +170,7 @@ _CHATML = (
 )
 
 
-class _Family:
+class _Family(ABC):
     """Models with one type of projector: what their files state, in transformers' terms.
 
     Attributes:
@@ -208,13 +209,13 @@ class _Family:
         """Fields of the tower's configuration, besides those that all towers have."""
         return {}
 
+    @abstractmethod
     def fields(self, text: Any) -> dict[str, Any]:
         """Fields of the model's configuration; ``text`` is the language model's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def processor(self, read: Callable[..., Any]) -> Any:
         """transformers' processor; without torchvision it takes no videos. ``read`` returns the tokenizer."""
-        raise NotImplementedError
 
     def explained(self) -> Any:
         """Errors of incomplete files in one line."""
