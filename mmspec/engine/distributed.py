@@ -330,8 +330,8 @@ class DistributedEngine(Engine):
             speculation: drafts for all requests.
             start: queues a request.
         """
+        atexit.register(self._end_process)  # other ranks wait for the end, whether or not this engine is still used
         if self.core.leads:
-            atexit.register(self._end_process)  # other ranks wait for the end, whether or not this engine is still used
             self.core.begin(speculation)
         else:
             with self._on_device():
@@ -362,6 +362,8 @@ class DistributedEngine(Engine):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
+        if distributed.is_initialized():  # its threads would free tensors after the interpreter's end, and crash
+            distributed.destroy_process_group()
 
 
 def _give_up(error: Exception) -> None:

@@ -164,8 +164,11 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
+        worker = self._worker
         with self.drained():
             pass
+        if worker is not None:
+            worker.join()
 
     @contextmanager
     def drained(self) -> abc.Iterator[None]:
