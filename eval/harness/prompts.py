@@ -6,7 +6,8 @@ tuned on it. ``NAME.jsonl`` has a row per conversation:
 - ``id``, the seed it was drawn from, and ``category``
 - ``turns``, its questions
 - ``images``, the number of images in the first question, or ``frames``, of a clip of one frame per second
-- ``references``, accepted answers by turn; they are letters of ``options`` where a row has these
+- ``references``, accepted answers by turn; they are letters of ``options`` where a row has these, and the edited
+  functions of ``code-edits``
 - ``parts``, instead: for each thing that the answer has to mention, its accepted wordings
 
 ``NAME.webp`` has all images and frames of a set, tiles of 96 x 96 pixels in the order of the rows, 32 side by side.

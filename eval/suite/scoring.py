@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import mean
@@ -144,6 +146,40 @@ def mentioned(answered: Sequence[Answered]) -> dict[str, float]:
         "mentioned": mean(share for shares in found for share in shares) if found else 0.0,
         "all mentioned": mean(map(min, found)) if found else 0.0,
     }
+
+
+def edited(answered: Sequence[Answered]) -> dict[str, float]:
+    """Share of answers with the expected function in a fenced block, and share with any that parses.
+
+    Functions are compared as syntax trees. Docstrings and type hints must be where the reference has them and nowhere
+    else, whatever they say. No answer is run.
+    """
+    blocks = [re.search(r"^```\w*\n(.*?)^```", answers[0], re.DOTALL | re.MULTILINE) for _, answers in answered]
+    found = [_function(block[1]) if block else None for block in blocks]
+    expected = [{_function(code) for code in sample.references[0]} for sample, _ in answered]
+    return {
+        "edited": mean(float(one in accepted) for one, accepted in zip(found, expected, strict=True)),
+        "parses": mean(float(one is not None) for one in found),
+    }
+
+
+def _function(code: str) -> str | None:
+    """The syntax tree of the first function, without the words of docstrings and types; None if there is none."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # unknown escapes in strings
+            tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    function = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+    if function is None:
+        return None
+    if ast.get_docstring(function) is not None:
+        function.body[0] = ast.Pass()
+    for node in ast.walk(function):
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None:
+                setattr(node, name, ast.Constant(...))
+    return ast.dump(function)
 
 
 def chosen_letter(answer: str, options: Sequence[str]) -> str | None:

@@ -1,10 +1,11 @@
 """Tasks of ``mmspec eval`` by name, and groups of them.
 
-The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. The others
-are published benchmarks of images and videos (captions, short answers, choices, yes or no, open-ended) and of texts,
-read from ``--data FOLDER`` or from the hub through ``datasets`` (``mmspec.eval.suite.data``). The official scores of
-the open-ended ones come from large judge models. Here their score is the overlap with the reference, which shows
-whether methods differ, not how good a model is.
+The embedded suite is held-out scenes, clips and texts of the kinds that the embedded models were trained on. Edits of
+code are for larger models; ``code-edits-tuning`` is to choose settings on. The others are published benchmarks of
+images and videos (captions, short answers, choices, yes or no, open-ended) and of texts, read from ``--data FOLDER`` or
+from the hub through ``datasets`` (``mmspec.eval.suite.data``). The official scores of the open-ended ones come from
+large judge models. Here their score is the overlap with the reference, which shows whether methods differ, not how good
+a model is.
 """
 
 from __future__ import annotations
@@ -220,7 +221,12 @@ _EMBEDDED = (
     _held_out("texts", "generated: sums, word problems, stories, programs", scoring.mentioned, 256, visual=False),
 )
 
-TASKS: dict[str, EvalTask] = {task.name: task for task in (*_EMBEDDED, *_BENCHMARKS)}
+_EDITS = (
+    _held_out("code-edits", "functions to edit: rename, types, docstring, fix, ...", scoring.edited, 512, False),
+    _held_out("code-edits-tuning", "other edits of the same kinds, to tune on", scoring.edited, 512, False),
+)
+
+TASKS: dict[str, EvalTask] = {task.name: task for task in (*_EMBEDDED, *_EDITS, *_BENCHMARKS)}
 
 GROUPS: dict[str, tuple[str, ...]] = {"embedded": tuple(task.name for task in _EMBEDDED)}
 """Groups of tasks by name; a text model gets the text tasks of a group, a vision-language model the visual ones."""

@@ -118,3 +118,23 @@ def test_shares_of_what_is_mentioned():
         (sample(metadata=()), ["Nothing to mention."]),
     ]
     assert scoring.mentioned(answered) == {"mentioned": 0.75, "all mentioned": 0.5}
+
+
+def test_edits_are_compared_as_syntax_trees():
+    """Layout, words of docstrings and types do not matter; a change that was not asked for does."""
+    plain = "def f(x):\n    '''Doc.'''\n    return [y for y in x]"
+    for answer, edited, parses in (
+        (f"Here:\n\n```python\n{plain}\n```\nDone.", 1, 1),
+        ('```\nimport re\n\ndef f( x ):  # new\n    """Other.\n\n    Words."""\n    return [y for y in x]\n```', 1, 1),
+        (plain, 0, 0),  # no fenced block
+        ("```python\n" + plain, 0, 0),  # cut
+        ("```python\n" + plain.replace("    '''Doc.'''\n", "") + "\n```", 0, 1),
+        ("```python\n" + plain.replace("(x)", "(x: list)") + "\n```", 0, 1),
+        ("```python\n" + plain.replace("in x]", "in x if y]") + "\n```", 0, 1),
+        ("```python\ndef f(x:\n```", 0, 0),
+        ("```python\nx = '\\d'\n```", 0, 0),  # no function
+    ):
+        assert scoring.edited([(sample(plain), [answer])]) == {"edited": edited, "parses": parses}, answer
+    typed = "def f(x: int, *rest: str) -> dict[str, int]:\n    return x"
+    for answer, edited in ((typed.replace("dict[str, int]", "Mapping"), 1), (typed.replace(": str", ""), 0)):
+        assert scoring.edited([(sample("def f(): pass", typed), [f"```py\n{answer}\n```"])])["edited"] == edited

@@ -1,5 +1,7 @@
 """Local benchmark files in their own fields, generated tasks, and one-line errors."""
 
+import ast
+import difflib
 import json
 import sys
 from types import SimpleNamespace
@@ -208,6 +210,26 @@ def test_embedded_tasks_are_whole(name):
     assert set(task.score(right).values()) == {1.0}
     wrong = [(one, ["Something else."] * len(one.conversation.questions)) for one in samples]
     assert set(task.score(wrong).values()) == {0.0}
+
+
+def test_edits_of_code_share_most_text_with_their_requests():
+    halves = {name: TASKS[name].samples(None, None) for name in ("code-edits", "code-edits-tuning")}
+    (kinds, others), names = ([sample.category for sample in half] for half in halves.values()), []
+    assert kinds == others == (["rename", "types", "docstring", "fix", "constant", "loop", "default"] * 3)[:20]
+    for name, samples in halves.items():
+        given = []
+        for sample in samples:
+            (turn,), ((expected,),) = sample.conversation.questions, sample.references
+            instruction, code = turn.removesuffix("\n```").split("\n\n```python\n")
+            assert instruction.endswith(" Return the whole function.")
+            assert 10 <= len(code.splitlines()) <= 40
+            assert 0.6 < difflib.SequenceMatcher(None, code, expected, autojunk=False).ratio() < 1
+            names += [ast.parse(code).body[0].name]
+            given += [(sample, [f"```python\n{code}\n```"])]
+        assert TASKS[name].score(given) == {"edited": 0.0, "parses": 1.0}  # each asks for a change
+        answered = [(sample, [f"```python\n{sample.references[0][0]}\n```"]) for sample in samples]
+        assert TASKS[name].score(answered) == {"edited": 1.0, "parses": 1.0}
+    assert len(set(names)) == 40
 
 
 def test_tasks_are_selected_by_name_and_group():
