@@ -1,11 +1,11 @@
-"""Acceptance statistics summed over requests, and 95 % confidence intervals by the percentile bootstrap.
+"""Acceptance statistics summed over requests, what copying could reach, and 95 % intervals by the percentile bootstrap.
 
 Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,64 @@ def median_interval(values: Sequence[float], resamples: int = 2000) -> dict[str,
     array = np.asarray(values, float)
     drawn = np.random.default_rng(0).integers(len(array), size=(resamples, len(array)))
     return {"median": float(np.median(array)), **percentile_interval(np.median(array[drawn], axis=1))}
+
+
+LONGEST_COPY = 32
+"""Draft tokens per step of the copy oracle."""
+
+
+def copyable(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+    """How many tokens could have been copied after each token of an answer but the last.
+
+    Returns:
+        For each, the length of the answer's longest continuation, at most ``LONGEST_COPY``, that the text known by then
+        (the prompt and the answer so far) has after an earlier occurrence of this token.
+    """
+    text, lengths = [*prompt, *answer], []
+    places: dict[int, list[int]] = {}
+    for at, token in enumerate(text[:-1]):
+        if at >= len(prompt):
+            longest = 0
+            for place in places.get(token, ()):
+                most, length = min(LONGEST_COPY, at - place, len(text) - 1 - at), 0
+                while length < most and text[place + 1 + length] == text[at + 1 + length]:
+                    length += 1
+                longest = max(longest, length)
+            lengths.append(longest)
+        places.setdefault(token, []).append(at)
+    return lengths
+
+
+def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float]) -> dict[str, Any] | None:
+    """A bound for drafts that are copied: the longest copy that the answer confirms, of at most so many tokens.
+
+    Longer copies never need more steps, since what is left of a copy is one for the tokens within it.
+
+    Args:
+        answers: of each, what ``copyable`` returns.
+        seconds: of a pass over so many nodes.
+
+    Returns:
+        ``tokens_per_step`` by the largest number of draft tokens, bonus token included, without the prefill's; and the
+        largest ``speedup`` over plain passes that drafts of a fixed number of tokens, ``draft_tokens``, could reach,
+        when they are drafted only where the first one is right. None if no answer has a second token.
+    """
+    tokens = sum(map(len, answers))
+    if not tokens:
+        return None
+    lengths, speedups = {}, {}
+    for most in range(1, LONGEST_COPY + 1):
+        steps = drafting = 0
+        for answer in answers:
+            at = 0
+            while at < len(answer):
+                steps += 1
+                drafting += answer[at] > 0
+                at += min(answer[at], most) + 1
+        lengths[str(most)] = tokens / steps
+        speedups[most] = tokens * seconds(1) / (drafting * seconds(most + 1) + (steps - drafting) * seconds(1))
+    best = max(speedups, key=lambda most: speedups[most])
+    return {"tokens_per_step": lengths, "speedup": speedups[best], "draft_tokens": best}
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import socket
 import subprocess
 import tempfile
@@ -73,14 +74,15 @@ class LlamaServer:
         program: its path.
         model: a GGUF file, or a name that stands for one.
         threads: of prefill and decoding.
-        speculation: its ``--spec-type``, and further options after blanks; empty for plain decoding.
+        speculation: its ``--spec-type``, and further options after blanks, quoted as in a shell; empty for plain
+            decoding.
 
     Attributes:
         pid: of the process.
         close: ends it; so does the end of this object.
 
     Raises:
-        UserError: the model is not a GGUF file, or the server does not start.
+        UserError: the model is not a GGUF file, a quote is open, or the server does not start.
     """
 
     def __init__(self, program: str, model: str, threads: int, speculation: str = "") -> None:
@@ -91,7 +93,8 @@ class LlamaServer:
         options: dict[str, Any] = {"host": _HOST, "port": self._port, "model": file, "ctx-size": CONTEXT}
         options |= {"parallel": 1, "threads": threads, "threads-batch": threads, "cache-ram": 0}
         command = [program, *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
-        command += ["--spec-type", *speculation.split()] if speculation else []
+        with explained(f"cannot read the options of llama.cpp:{speculation}", ValueError):
+            command += ["--spec-type", *shlex.split(speculation)] if speculation else []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
         weakref.finalize(self, self._log.close)
         with explained(f"cannot run {program}", OSError):

@@ -18,6 +18,7 @@ import mmspec
 from mmspec.compare import first_difference
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.errors import first_line
+from mmspec.eval.harness.acceptance import copyable
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
@@ -72,7 +73,8 @@ class Evaluator:
 
         Returns:
             The job, ``ids`` and ``categories`` of its samples, ``refused`` methods, for each turn its ``rows`` and the
-            results of all ``methods`` (see ``_method_results``), and ``about`` model, machine and software.
+            results of all ``methods`` (see ``_method_results``) and, if the batch has one, what is ``copyable`` of our
+            plain decoding's answer, and ``about`` model, machine, software and ``cost`` of passes.
         """
         task, size, temperature = TASKS[job["task"]], job["batch"], job["temperature"]
         if task.name not in self._samples:
@@ -93,13 +95,16 @@ class Evaluator:
             for k, text in zip(rows, results[PLAIN]["texts"], strict=True):
                 texts[k].append(text)
             turns.append({"rows": rows, "methods": results})
+            if size == 1:
+                (prompt,) = self.pipe.encode(requests).input_ids.tolist()
+                turns[-1]["copyable"] = copyable(prompt, results[PLAIN]["answers"][0])
         return {
             **job,
             "ids": [sample.id for sample in samples],
             "categories": [sample.category for sample in samples],
             "refused": {name: why for (name, *key), why in self.refused.items() if key == [temperature, size]},
             "turns": turns,
-            "about": {"model": self.settings.model, **describe(self.pipe.target)},
+            "about": {"model": self.settings.model, **describe(self.pipe.target), "cost": vars(self.pipe.target.cost)},
             "tstamp": time.time(),
         }
 
@@ -146,11 +151,11 @@ def _method_results(
     Returns:
         By method: ``answers`` (token ids), ``texts``, ``seconds`` of each round, ``request_seconds`` (of its rows),
         ``stats`` of rows, peak ``memory``, and whether each row is ``equal`` to the reference in all rounds, with the
-        ``differences`` of lossless methods where it is not. The reference is transformers' answer if greedy, our plain
-        decoding's if sampled. Answers of other engines are not compared: None.
+        ``differences`` of lossless methods where it is not. The reference is transformers' answer if greedy and
+        measured, else our plain decoding's. Answers of other engines are not compared: None.
     """
     greedy = options.temperature == 0
-    reference = batches[BASELINE if greedy else PLAIN][0].answers
+    reference = batches[BASELINE if greedy and BASELINE in batches else PLAIN][0].answers
     results = {}
     for method in methods:
         rounds = batches[method.name]

@@ -6,7 +6,8 @@
     none, SPEC[@SHAPE][~NATS]                   ours: SPEC is a drafter as for ``mmspec.load`` or new:NAME, SHAPE is
                                                 tree, a number of nodes, chain or chainN
 
-Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. ``auto`` is all methods
+Any of them may be prefixed by ``LABEL=``; by default, a folder is labelled by its last part. Options of
+llama.cpp with commas are in double quotes. ``auto`` is all methods
 that need nothing but the target's folder.
 """
 
@@ -42,7 +43,7 @@ def auto_methods(home: Path) -> list[str]:
 def parse_methods(
     specs: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]] | None = None
 ) -> list[Method]:
-    """The methods of a ``--methods`` option, after both baselines.
+    """The methods of a ``--methods`` option, after the baselines: ``generate``, if it is listed, and ``none``.
 
     Args:
         peers: other engines by name, which are started with a speculation.
@@ -51,10 +52,10 @@ def parse_methods(
         UserError: an unknown method, or a duplicate label.
     """
     home = target.model.config.name_or_path or ""
-    parts = [part.strip() for part in specs.split(",") if part.strip()]
+    parts = [part.strip() for part in re.findall(r'(?:"[^"]*"|[^,])+', specs) if part.strip()]
     listed = [name for part in parts for name in (auto_methods(Path(home)) if part == "auto" else [part])]
     methods: dict[str, Method] = {}
-    for spec in dict.fromkeys([BASELINE, PLAIN, *listed]):
+    for spec in dict.fromkeys([*([BASELINE] if BASELINE in listed else []), PLAIN, *listed]):
         method = _parse_method(spec, home, target, peers or {})
         if method.name in methods:
             raise UserError(f"every method needs its own label (LABEL=METHOD): {method.name!r} is given twice")
@@ -65,7 +66,7 @@ def parse_methods(
 def _parse_method(
     spec: str, home: str, target: TransformersTarget, peers: Mapping[str, Callable[[str], Peer]]
 ) -> Method:
-    labelled = re.fullmatch(r"([^=/]+)=(.+)", spec)
+    labelled = re.fullmatch(r"((?:(?! --)[^=/])+)=(.+)", spec)
     label, method = labelled.groups() if labelled else (re.sub(r"[^:@]*/(?=[^/@])|/(?=@|$)", "", spec), spec)
     if method == BASELINE:
         return Method(label, generate_options={})

@@ -11,7 +11,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mmspec.eval.harness.timing import PHASES
-from mmspec.eval.suite.methods import BASELINE
 from mmspec.eval.suite.summary import ALL
 from mmspec.training.curve import write_figure
 
@@ -30,9 +29,14 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
     phased = [row for row in whole if row["shares"]]
     drafting = [row for row in phased if row["acceptance"] and row["acceptance"]["draft_acceptance_rate"] > 0]
     sized = drafting if any(row["method"].partition("@")[2].isdecimal() for row in drafting) else []
-    tasks = [row for row in alike if row["task"] != ALL]
+    others = [row for row in alike if row["method"] != row["baseline"]]
+    tasks = [row for row in others if row["task"] != ALL]
     plots = {
-        "speedup": ("Speed against transformers' generate", _speedup, whole),
+        "speedup": (
+            f"Speed against {head['baseline']}",
+            _speedup,
+            [row for row in others if row["task"] == head["task"]],
+        ),
         "tasks": ("Speed by task", _by_task, tasks if len({row["task"] for row in tasks}) > 1 else []),
         "accepted": ("Accepted draft tokens per step", _histogram, drafting),
         "positions": ("Acceptance by position", _positions, drafting),
@@ -52,7 +56,6 @@ def draw_all(rows: Sequence[Figures], folder: Path) -> dict[str, str]:
 
 
 def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
-    rows = [row for row in rows if row["method"] != BASELINE]
     for shift, (figure, label) in enumerate((("decoding", "decoding alone"), ("end_to_end", "whole request"))):
         points = [(place, row[figure]) for place, row in enumerate(rows) if row[figure]]
         middle = [ratio["median"] for _, ratio in points]
@@ -64,17 +67,17 @@ def _speedup(axes: Axes, rows: Sequence[Figures]) -> None:
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.invert_yaxis()
     axes.axvline(1.0, color="0.4", linewidth=0.8)
-    axes.set_xlabel("times as fast as transformers' generate (median, 95 % interval)")
+    axes.set_xlabel(f"times as fast as {rows[0]['baseline']} (median, 95 % interval)")
     axes.legend(fontsize=8)
 
 
 def _by_task(axes: Axes, rows: Sequence[Figures]) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    speedups = {(row["method"], row["task"]): row["end_to_end"] for row in rows if row["method"] != BASELINE}
+    speedups = {(row["method"], row["task"]): row["end_to_end"] for row in rows}
     methods = list(dict.fromkeys(method for method, _ in speedups))
     ratios = [[speedups.get((method, task)) for task in tasks] for method in methods]
     _grid(axes, methods, tasks, [[ratio["median"] if ratio else nan for ratio in row] for row in ratios], "{:.2f}x")
-    axes.set_xlabel("whole request, times as fast as transformers' generate")
+    axes.set_xlabel(f"whole request, times as fast as {rows[0]['baseline']}")
 
 
 def _histogram(axes: Axes, rows: Sequence[Figures]) -> None:
@@ -138,7 +141,9 @@ def _tree_size(axes: Axes, rows: Sequence[Figures]) -> None:
             axes.plot(*zip(*fixed, strict=True), marker="o", color=color, label=drafter)
             if "" in mine:
                 axes.axhline(mine[""]["median"], linestyle="--", color=color, label=f"{drafter}, adaptive")
-    axes.set(xlabel="draft tokens per step", ylabel="decoding, times generate", xscale="log", ylim=(0, None))
+    axes.set(
+        xlabel="draft tokens per step", ylabel=f"decoding, times {rows[0]['baseline']}", xscale="log", ylim=(0, None)
+    )
     axes.set_xticks(sorted(sizes), list(map(str, sorted(sizes))))
     axes.minorticks_off()
     axes.legend(fontsize=8, loc="lower right")

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from mmspec.errors import install
+from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.summary import PERCENTILES
 from mmspec.files import write_text
 
@@ -34,6 +35,7 @@ REQUEST_COLUMNS = (
     "number",
     "MAT",
     "speedup",
+    "slowest",
     "throughput",
     *(f"p{p} ms" for p in PERCENTILES),
     "output tokens/s",
@@ -45,11 +47,12 @@ REQUEST_COLUMNS = (
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
     """Write ``report.md`` and its ``plots/``."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
-    lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
+    lines = [f"# {about['model']}", "", _introduction(about, settings, rows[0]["baseline"]), ""]
     lines += _pictures(rows, folder)
     for title, group in _by_condition(rows):
         lines += [f"## {title}", "", *_markdown(*_table(group)), "", *_markdown(*_request_table(group))]
-        lines += ["", *([f"Not scored: {group[0]['not_scored']}.", ""] if "not_scored" in group[0] else [])]
+        notes = [_copy_oracle(group), f"Not scored: {group[0]['not_scored']}" if "not_scored" in group[0] else ""]
+        lines += ["", *(line for note in notes if note for line in (f"{note}.", ""))]
     lines += _differences(rows)
     if refused := refusals(summary):
         lines += ["## Not supported", "", *(f"- {line}" for line in refused)]
@@ -87,6 +90,7 @@ def _request_table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[s
                     str(figures["requests"]),
                     _number("{:.2f}", figures["mean_accepted_tokens"]),
                     _number("{:.2f}x", figures["walltime_speedup"]),
+                    _number("{:.2f}x", figures["slowest"]["total"]),
                     _number("{:.2f}x", figures["throughput_speedup"]),
                     *(f"{1000 * latency[f'p{p}']:.1f}" for p in PERCENTILES),
                     _number("{:.1f}", figures["output_tokens_per_second"]),
@@ -119,7 +123,7 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
         _ratio(row["end_to_end"], brief),
         _ratio(row["end_to_end_llama"], brief),
         _ratio(row["decoding"], brief),
-        _ratio(row["decoding_plain"], brief),
+        "" if row["baseline"] == PLAIN else _ratio(row["decoding_plain"], brief),
         f"{row['tokens_per_second']:.1f}",
         f"{1000 * row['time_to_first_token']:.1f} ms",
         "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
@@ -143,7 +147,7 @@ def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
             title: _table(group, brief=True),
             by_request: _request_table(group, brief=True),
         }.items():
-            table = Table(*header, title=name)
+            table = Table(*header, title=name, caption=_copy_oracle(group) if name == title else None)
             table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
             for line in cells:
                 table.add_row(*line)
@@ -156,13 +160,22 @@ def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
     return f"{ratio['median']:.2f}x" + ("" if brief else f" ({ratio['low']:.2f} to {ratio['high']:.2f})")
 
 
+def _copy_oracle(rows: Sequence[Figures]) -> str:
+    """What copying could reach, in a line; empty where it is not known."""
+    for found in filter(None, (row.get("copy_oracle") for row in rows)):
+        lengths = ", ".join(f"{found['tokens_per_step'][most]:.2f}" for most in ("8", "16", "32"))
+        speedup = f"at best {found['speedup']:.2f}x none, with {_count(found['draft_tokens'], 'token')} a draft"
+        return f"copy oracle: {lengths} tokens per step with drafts of up to 8, 16, 32 tokens; {speedup}"
+    return ""
+
+
 def _longer(change: dict[str, Any] | None, brief: bool) -> str:
     if change is None:
         return ""
     return f"{change['difference']:+.2f}" + ("" if brief else f" ({change['low']:+.2f} to {change['high']:+.2f})")
 
 
-def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
+def _introduction(about: dict[str, Any], settings: dict[str, Any], baseline: str) -> str:
     threads = f", {_count(about['threads'], 'thread')}" if about["threads"] else ""
     return (
         f"{about['architecture']}, {about['dtype']}, on {about['device']}{threads}; torch {about['torch']}, "
@@ -170,18 +183,19 @@ def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
         f"{_count(settings['rounds'], 'round')} "
         "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
         "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
-        "prefill included) and `decoding` (after the first token) against transformers' `generate`, `vs none` "
-        "decoding against our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the "
-        "same GGUF file (its arithmetic differs: its answers are not compared). `longer by` is the difference in "
-        "tokens per verify step to the first method that drafts, on the same conversations, `a draft` the time to "
-        "draft a tree in passes over one node. `equal` counts answers with the same tokens as `generate` at "
-        "temperature 0, and as `none` with the same seed above. Second tables are of requests, overall and by "
-        "category: mean accepted tokens (MAT) per verify step, bonus token included; `speedup`, the mean of their "
-        "ratios of tokens per second to `none`; percentiles of latency, from the start of a request's batch to its "
-        "last token (transformers returns the rows of a batch together); output tokens per second over all batches, "
-        "their ratio to `none` (`throughput`), and the mean tokens per second that a user sees after the first. "
-        "Memory is the "
-        "peak of the process on a CPU, of torch's tensors on a GPU."
+        f"prefill included) and `decoding` (after the first token) against `{baseline}`, `vs none` decoding against "
+        "our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the same GGUF file "
+        "(its arithmetic differs: its answers are not compared). `longer by` is the difference in tokens per verify "
+        "step to the first method that drafts, on the same conversations, `a draft` the time to draft a tree in "
+        f"passes over one node. `equal` counts answers with the same tokens as `{baseline}` at temperature 0, and as "
+        "`none` with the same seed above. Second tables are of requests, overall and by category: mean accepted "
+        "tokens (MAT) per verify step, bonus token included; `speedup`, the mean of their ratios of tokens per "
+        "second to `none`, and `slowest`, the least of them; percentiles of latency, from the start of a request's "
+        "batch to its last token (transformers returns the rows of a batch together); output tokens per second over "
+        "all batches, their ratio to `none` (`throughput`), and the mean tokens per second that a user sees after "
+        "the first. The `copy oracle` knows the answers of `none` and drafts the longest copy of earlier text that "
+        "they confirm; its speedup follows from the measured times of passes. Memory is the peak of the process on "
+        "a CPU, of torch's tensors on a GPU."
     )
 
 

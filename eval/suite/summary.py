@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from mmspec.core.budget import CostTable
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, median_interval
+from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, copy_oracle, median_interval
 from mmspec.eval.harness.timing import PHASES
 from mmspec.eval.suite.data import Sample, Scorer
 from mmspec.eval.suite.methods import BASELINE, LLAMA, PLAIN
@@ -31,11 +32,13 @@ def summarise(
     """A row of figures per task (and over all tasks, if several), temperature, batch size and method.
 
     Returns:
-        Rows of plain JSON values. Ratios are speedups in seconds per token over transformers' ``generate``, over our
-        plain decoding and over llama.cpp's, by batch of conversations: their ``median`` with its 95 % bootstrap
-        interval, ``low`` and ``high``. ``acceptance_difference`` compares tokens per verify step with those of the
-        first method that drafts (``against``), on the conversations that both answered. ``draft_cost`` is
-        in one-node passes. ``requests`` has figures of single requests, see ``_by_request``.
+        Rows of plain JSON values. Ratios are speedups in seconds per token over the ``baseline`` (transformers'
+        ``generate`` where it was measured, else our plain decoding), over our plain decoding and over llama.cpp's, by
+        batch of conversations: their ``median`` with its 95 % bootstrap interval, ``low`` and ``high``.
+        ``acceptance_difference`` compares tokens per verify step with those of the first method that drafts
+        (``against``), on the conversations that both answered. ``draft_cost`` is in one-node passes. ``requests`` has
+        figures of single requests, see ``_by_request``. ``copy_oracle`` is that of plain decoding's answers, where
+        batches have one.
     """
     cells: dict[tuple[str, float, int], list[Record]] = {}
     tasks = dict.fromkeys(record["task"] for record in records)
@@ -54,6 +57,7 @@ def summarise(
             row["acceptance_difference"] = _difference(measured, method, drafting[0]) if compared else None
             row["categories"] = _by_category(measured, method)
             row["requests"] = _by_request(measured, method)
+            row["copy_oracle"] = _copy_oracle(measured) if method == PLAIN else None
             if task != ALL:
                 row |= _scores(measured, method, samples[task], scorers[task])
             rows.append(row)
@@ -115,7 +119,13 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
     return {"against": other, **acceptance_difference(_acceptance(both, method), _acceptance(both, other))}
 
 
+def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
+    found = [turn["copyable"] for record in records for turn in record["turns"] if "copyable" in turn]
+    return copy_oracle(found, CostTable(**records[0]["about"]["cost"])) if found else None
+
+
 def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
+    base = BASELINE if _measured(records, BASELINE) else PLAIN
     spent = [_spent(record, method) for record in records]
     results = [result["methods"][method] for record in records for result in record["turns"]]
     acceptance = _acceptance(records, method)
@@ -126,10 +136,11 @@ def _figures(records: Sequence[Record], method: str) -> dict[str, Any]:
     return {
         "conversations": sum(len(record["ids"]) for record in records),
         "tokens": int(sum(s["tokens"] for s in spent)),
-        "end_to_end": _ratio(records, method, BASELINE, "total", "tokens"),
+        "baseline": base,
+        "end_to_end": _ratio(records, method, base, "total", "tokens"),
         "end_to_end_plain": _ratio(records, method, PLAIN, "total", "tokens"),
         "end_to_end_llama": _ratio(records, method, LLAMA, "total", "tokens"),
-        "decoding": _ratio(records, method, BASELINE, "decoding", "later_tokens"),
+        "decoding": _ratio(records, method, base, "decoding", "later_tokens"),
         "decoding_plain": _ratio(records, method, PLAIN, "decoding", "later_tokens"),
         "draft_cost": _draft_cost(records, method),
         "tokens_per_second": median(s["tokens"] / s["total"] for s in spent),
@@ -186,7 +197,8 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
 
     Returns:
         ``mean_accepted_tokens`` per verify step, bonus token included; ``walltime_speedup``, the mean over the requests
-        of tokens per second over those of our plain decoding; ``latency`` in seconds, and ``user_tokens_per_second``
+        of tokens per second over those of our plain decoding, and ``slowest``, the least of them, of the ``total`` time
+        and of ``decoding`` (tokens after the first); ``latency`` in seconds, and ``user_tokens_per_second``
         after the first token, as mean and percentiles; ``output_tokens_per_second`` of batches one after another,
         and its ratio to plain decoding, ``throughput_speedup``. Throughput leaves batches of several categories out.
     """
@@ -198,6 +210,11 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
             (one, plain[key]) for key, one in own.items() if key in plain and one["tokens"] and plain[key]["tokens"]
         ]
         ratios = [one["tokens"] / one["total"] * base["total"] / base["tokens"] for one, base in both]
+        decoding = [
+            (one["tokens"] - 1) / one["decoding"] * base["decoding"] / (base["tokens"] - 1)
+            for one, base in both
+            if min(one["tokens"], base["tokens"]) > 1 and one["decoding"] > 0
+        ]
         steps = [tokens for one in own.values() for tokens in one["steps"]]
         whole = [record for record in records if category == OVERALL or set(record["categories"]) == {category}]
         throughput, base = _throughput(whole, method), _throughput(whole, PLAIN)
@@ -208,6 +225,7 @@ def _by_request(records: Sequence[Record], method: str) -> dict[str, dict[str, A
             "tokens": sum(one["tokens"] for one in own.values()),
             "mean_accepted_tokens": fmean(steps) if steps else None,
             "walltime_speedup": fmean(ratios) if ratios else None,
+            "slowest": {"total": min(ratios, default=None), "decoding": min(decoding, default=None)},
             "throughput_speedup": throughput / base if throughput and base else None,
             "latency": _percentiles([one["total"] for one in own.values()]),
             "output_tokens_per_second": throughput,

@@ -1,5 +1,6 @@
 """Acceptance statistics, and intervals against exact distributions."""
 
+import functools
 import itertools
 import math
 import random
@@ -7,7 +8,13 @@ import random
 import pytest
 
 from mmspec.engine.stats import Stats
-from mmspec.eval.harness.acceptance import AcceptanceStats, acceptance_difference, median_interval
+from mmspec.eval.harness.acceptance import (
+    AcceptanceStats,
+    acceptance_difference,
+    copy_oracle,
+    copyable,
+    median_interval,
+)
 
 
 def stats_of(*accepted, drafted=4):
@@ -90,3 +97,46 @@ def test_requests_are_paired_and_their_groups_are_resampled_together():
     assert constant == pytest.approx({"difference": 1, "low": 1, "high": 1})
     with pytest.raises(ValueError, match="the same requests: got 2 and 1"):
         acceptance_difference(acceptance_of((1,), (2,)), acceptance_of((1,)))
+
+
+def test_copyable_tokens_by_hand():
+    """After each token but the last: 1 2 was followed by 3 and by 9; 4 is new; the text copies itself at the end."""
+    prompt = [1, 2, 3, 1, 2, 9]
+    assert copyable(prompt, [1, 2, 3, 1, 4, 1, 2, 9, 9, 9]) == [3, 2, 1, 0, 0, 2, 1, 0, 1]
+    assert copyable(prompt, [7]) == copyable(prompt, []) == []
+    # Only what is known by then: one repeated token doubles its copy with every step, up to the longest.
+    assert copyable([], [5] * 100)[:40] == [0, *range(1, 33), *[32] * 7]
+
+
+@functools.cache
+def fewest(text, known, most):
+    """Steps, and those that draft, from a number of known tokens on: a search over all drafts of copied text."""
+    if known >= len(text):
+        return 0, 0
+    lengths = {0}
+    for place in range(known - 1):
+        for length in range(1, min(most, known - 1 - place) + 1):
+            if text[place] == text[known - 1] and text[place + 1 :][:length] == text[known:][:length]:
+                lengths.add(length)
+    steps, drafting = min(fewest(text, known + length + 1, most) for length in lengths)
+    return steps + 1, drafting + (max(lengths) > 0)
+
+
+def test_the_copy_oracle_needs_the_fewest_steps():
+    draws, seconds = random.Random(0), lambda nodes: 1 + 0.25 * (nodes - 1)
+    for _ in range(20):
+        text = tuple(draws.randrange(3) for _ in range(24))
+        found = copy_oracle([copyable(text[:8], text[8:])], seconds)
+        speedups = {}
+        for most in range(1, 16):
+            steps, drafting = fewest(text, 9, most)
+            assert found["tokens_per_step"][str(most)] == 15 / steps
+            speedups[most] = 15 / (drafting * seconds(most + 1) + (steps - drafting))
+        assert found["speedup"] == pytest.approx(max(speedups.values()))
+        assert speedups[found["draft_tokens"]] == pytest.approx(found["speedup"])
+    assert copy_oracle([[], []], seconds) is None
+    assert copy_oracle([[2, 1, 0], [0]], math.sqrt) == {
+        "tokens_per_step": {str(most): 4 / (3 if most == 1 else 2) for most in range(1, 33)},
+        "speedup": 4 / (math.sqrt(3) + 1),
+        "draft_tokens": 2,
+    }

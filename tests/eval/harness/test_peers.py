@@ -14,15 +14,18 @@ from transformers import LogitsProcessorList
 import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
+from mmspec.eval.harness.acceptance import copyable
 from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
 from mmspec.eval.real import plain_step
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
 from mmspec.eval.suite.settings import SuiteSettings
+from mmspec.files import read_rows
 from tests.eval.llama_server import CRASH, STEP, install
 from tests.model_folders import save_gguf
 
 SPECULATION = "ngram-simple --spec-ngram-simple-size-n 4"
+DRAFTED = """"ngram-simple,draft-simple" --spec-draft-model 'a b,c.gguf'"""
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def log(program: str) -> list[dict[str, object]]:
 
 
 def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
-    server = LlamaServer(program, model, 3, SPECULATION)
+    server = LlamaServer(program, model, 3, DRAFTED)
     answer = server.complete([5, 6, 7], 4)
     assert answer.tokens == [8, 9, 10, 11]
     assert answer.seconds == pytest.approx(3 * STEP)
@@ -49,7 +52,7 @@ def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
     options, request, step = log(program)
     assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("3", "3", "1")
     assert (options["--model"], options["--host"]) == (model, "127.0.0.1")
-    assert (options["--spec-type"], options["--spec-ngram-simple-size-n"]) == ("ngram-simple", "4")
+    assert (options["--spec-type"], options["--spec-draft-model"]) == ("ngram-simple,draft-simple", "a b,c.gguf")
     assert request == {
         "path": "/completion", "prompt": [5, 6, 7], "n_predict": 4, "samplers": ["top_k"], "top_k": 1,
         "cache_prompt": False, "return_tokens": True, "ignore_eos": False,
@@ -77,6 +80,7 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
     message = r"^llama-server did not load the model and ended with status 1: error: unknown speculative type: nonsense"
     for arguments, expected in (
         ((program, model, 1, "nonsense"), message),
+        ((program, model, 1, "x --y 'z"), r"^cannot read the options of llama.cpp:x --y 'z: No closing quotation$"),
         (("/nowhere", model, 1), r"^cannot run /nowhere: .*No such file"),
         ((model, model, 1), r"^cannot run .*: .*Permission denied|Exec format"),
         ((program, str(tmp_path / "x"), 1), r"^llama\.cpp decodes GGUF files: expected a model of that format"),
@@ -95,7 +99,7 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     )  # fmt: skip
     summary = run_suite(settings, tmp_path / "run")
     rows = {row["method"]: row for row in summary["rows"] if (row["temperature"], row["batch"]) == (0, 1)}
-    assert list(rows) == ["generate", "none", "llama.cpp", other]
+    assert list(rows) == ["none", "llama.cpp", other]
     found = rows["llama.cpp"]
     assert (found["tokens"], found["compared"], found["differences"]) == (12, 0, [])
     assert 0 < found["tokens_per_second"] < 1 / STEP
@@ -108,13 +112,22 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     samples = settings.samples("texts")
     one, two = (pipe.encode([sample.conversation.request([])]).input_ids[0].tolist() for sample in samples)
     assert requests == [one] * 4 + [two] * 4  # two rounds of two methods
+    plain = {
+        (record["batch"], *record["ids"]): record["turns"][0]
+        for _, record in read_rows(tmp_path / "run" / "records.jsonl")
+        if record["temperature"] == 0
+    }
+    for sample, prompt in zip(samples, (one, two), strict=True):
+        turn = plain[1, sample.id]
+        assert turn["copyable"] == copyable(prompt, turn["methods"]["none"]["answers"][0])
+    assert ["copyable" in turn for (batch, *_), turn in plain.items() if batch == 2] == [False]
     refused = {(one["method"], one["temperature"], one["batch"]) for one in summary["refused"]}
     assert refused >= {(name, *key) for name in ("llama.cpp", other) for key in ((0.0, 2), (1.0, 1), (1.0, 2))}
     report = (tmp_path / "run" / "report.md").read_text()
     assert "- `llama.cpp`, batch 2: refused: other engines decode greedily, one request at a time" in report
     first, second = (part.splitlines() for part in report.split("\n## ")[1:3])
     assert ("vs llama.cpp" in first[2], "vs llama.cpp" in second[2]) == (True, False)  # an empty column is left out
-    assert len({line.count("|") for line in first[2:7]}) == 1
+    assert len({line.count("|") for line in first[2:6]}) == 1
     with pytest.raises(UserError, match=r"^the method 'llama.cpp:ngram-mod' needs --llama-server PATH"):
         parse_methods("x=llama.cpp:ngram-mod", pipe.target)
 

@@ -253,7 +253,7 @@ def test_a_report_needs_no_matplotlib(whole, tmp_path, monkeypatch):
 
 
 def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch):
-    wrong = Evaluator(vars(settings(folder, methods="none", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
+    wrong = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.0,), batch_sizes=(1,), rounds=1)))
     original = evaluator.run_interleaved
 
     def corrupted(pipe, requests, methods, rounds, options):
@@ -283,7 +283,7 @@ def test_method_specs(folder):
         assisted:{small}/,{folder}/drafter-msd@3,x=small:{small}"""
     found = {method.name: method for method in parse_methods(specs, target)}
     assert {name: (method.nodes, method.lossy) for name, method in found.items()} == {
-        **{"generate": (0, 0), "none": (0, 0), "msd": (None, 0), "msd@7": (7, 0), "recycle@chain": (None, 0)},
+        **{"none": (0, 0), "msd": (None, 0), "msd@7": (7, 0), "recycle@chain": (None, 0)},
         **{"c": (4, 0), "lookup": (0, 0), "ngram@chain": (None, 0), "recycle@6~1.5": (6, 1.5), "msd~2": (None, 2)},
         **{"small:small@chain": (None, 0), "assisted:small": (0, 0), "drafter-msd@3": (3, 0), "x": (None, 0)},
     }
@@ -291,6 +291,13 @@ def test_method_specs(folder):
     assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     alone = [spec.name for spec in drafter_specs() if spec.alone]
     chains = [spec.name for spec in drafter_specs() if spec.alone and spec.chains]
+    both = parse_methods(
+        """llama.cpp,x=llama.cpp:"a,b" --c "d, 'e'" --f=1,generate,llama.cpp:a --f=1""", target, {"llama.cpp": str}
+    )
+    assert [(method.name, method.peer) for method in both] == [
+        ("generate", None), ("none", None), ("llama.cpp", ""), ("x", """"a,b" --c "d, 'e'" --f=1"""),
+        ("llama.cpp:a --f=1", "a --f=1"),
+    ]  # fmt: skip
     assert auto_methods(Path(folder))[3:] == ["msd", *alone, "msd@chain", *(f"{name}@chain" for name in chains)]
 
 
@@ -405,9 +412,15 @@ def test_the_command(folder, tmp_path, monkeypatch):
     assert "scenes-counting, temperature 0, batch 1" in result.output
     assert " reference in answer " in result.output  # the score's name is in the header, methods are not shortened
     assert "ngram@chain" in result.output
+    assert "copy oracle: " in result.output
+    assert "vs none" not in result.output  # as `whole request` and `decoding` are
     content = json.loads(call(*common, "--json").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
-    assert [row["method"] for row in content["rows"]] == ["generate", "none", "ngram@chain", "ngram@3"]
+    assert [row["method"] for row in content["rows"]] == ["none", "ngram@chain", "ngram@3"]
+    assert {row["baseline"] for row in content["rows"]} == {"none"}
+    report = (tmp_path / "report.md").read_text()
+    assert ("against `none`" in report, "copy oracle: " in report, "generate" in report) == (True, True, False)
+    assert content["about"]["cost"]["tokens"][:3] == [1, 2, 4]
 
 
 class KilledEvaluator(Evaluator):

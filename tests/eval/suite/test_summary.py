@@ -85,6 +85,35 @@ def test_ratios_are_of_seconds_per_token():
     assert rows["none"]["time_to_first_token"] == pytest.approx((2.0 + 0.2) / 2)
 
 
+def test_without_generate_ratios_are_to_plain_decoding():
+    made = [record(k, {"msd": method(total, (6,), total / 4)}) for k, total in enumerate((0.5, 1.0, 0.25))]
+    for one in made:
+        del one["turns"][0]["methods"]["generate"]
+    rows = rows_of(*made)
+    assert {row["baseline"] for row in rows.values()} == {"none"}
+    found = rows["msd"]
+    assert found["end_to_end"] == found["end_to_end_plain"]
+    assert found["decoding"] == found["decoding_plain"]
+    assert found["end_to_end"]["median"] == pytest.approx((1 / 11) / (0.5 / 6))
+    assert found["decoding"]["median"] == pytest.approx((0.5 / 10) / (0.125 / 5))
+    slowest = {"total": (1 / 11) / (1 / 6), "decoding": (0.5 / 10) / (0.25 / 5)}
+    assert found["requests"]["overall"]["slowest"] == pytest.approx(slowest)
+    assert rows_of(record(0, {}))["none"]["baseline"] == "generate"
+
+
+def test_the_copy_oracle_is_of_plain_decodings_answers():
+    made = [record(0, {}), record(1, {}, {})]
+    for turn, lengths in zip((made[0]["turns"][0], *made[1]["turns"]), ([3, 2, 1, 0], [], [0]), strict=True):
+        turn["copyable"] = lengths
+    made[0]["about"] = {"cost": {"tokens": [1, 2, 3], "seconds": [1.0, 1.25, 1.5]}}
+    rows = rows_of(*made)
+    assert rows["generate"]["copy_oracle"] is None
+    found = rows["none"]["copy_oracle"]
+    assert (found["speedup"], found["draft_tokens"]) == (5 / (1.75 + 1), 3)
+    assert [found["tokens_per_step"][most] for most in ("1", "2", "3", "8")] == [5 / 3, 5 / 3, 5 / 2, 5 / 2]
+    assert rows_of(record(0, {}))["none"]["copy_oracle"] is None
+
+
 def test_answers_of_one_token_have_no_decoding_ratio():
     rows = rows_of(record(0, {"generate": method(2.0, (1,)), "none": method(1.0, (1,))}))
     assert rows["none"]["decoding"] is rows["none"]["decoding_plain"] is None
@@ -243,6 +272,8 @@ def test_figures_by_request_in_batches_of_several_categories():
     assert [one["tokens"] for one in found.values()] == [16, 8, 8]
     assert [one["mean_accepted_tokens"] for one in found.values()] == [(4 + 3 + 1 + 5) / 4, 3.5, 3.0]
     assert [one["walltime_speedup"] for one in found.values()] == pytest.approx([(2 + 2 + 3) / 3, 2.0, 2.5])
+    assert [one["slowest"]["total"] for one in found.values()] == pytest.approx([2.0, 2.0, 2.0])
+    assert [one["slowest"]["decoding"] for one in found.values()] == pytest.approx([1.0, 3.0, 1.0])
     # The first batch is of two categories.
     assert [one["output_tokens_per_second"] for one in found.values()] == [pytest.approx(16 / 3), None, 6.0]
     assert [one["throughput_speedup"] for one in found.values()] == [pytest.approx(16 / 3 / (16 / 7)), None, 3.0]
