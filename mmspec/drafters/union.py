@@ -15,16 +15,18 @@ from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, merge
 from mmspec.core.verify import Verdict
+from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.errors import UserError
 
 _STEPS = 12  # whose time per token is averaged
 
 
 class Union(Drafter):
-    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes.
+    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes. Those that look up
+    tokens grow one tree together (``LookUps``).
 
-    Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
-    would have drafted, and rests alone while it loses (``DraftingPayoff``). One that fails rests alone (``Guard``).
+    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would have
+    drafted, and rests alone while it loses (``DraftingPayoff``). One that fails rests alone (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -37,18 +39,22 @@ class Union(Drafter):
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters = drafters
-        self._payoffs = [DraftingPayoff() for _ in drafters]
+        self._payoffs = [DraftingPayoff() for _ in self._guards]
         self._drafts: dict[int, tuple[TokenTree, float]] = {}  # by drafter: its tree of this step, and seconds
         self._began = 0.0  # clock at this step's proposal
         self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
 
     @property
     def drafters(self) -> Sequence[Drafter]:
-        return [guard.drafter for guard in self._guards]
+        return self._drafters
 
     @drafters.setter
     def drafters(self, drafters: Sequence[Drafter]) -> None:
-        self._guards = [Guard(as_drafter(drafter)) for drafter in drafters]
+        self._drafters = [as_drafter(drafter) for drafter in drafters]
+        look_ups = [drafter for drafter in self._drafters if isinstance(drafter, LookUpDrafter)]
+        others: list[Drafter] = [drafter for drafter in self._drafters if drafter not in look_ups]
+        together: list[Drafter] = [LookUps(look_ups)] if len(look_ups) > 1 else [*look_ups]
+        self._guards = [Guard(drafter) for drafter in together + others]
 
     @property
     def members(self) -> list[Drafter]:
