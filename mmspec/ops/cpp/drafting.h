@@ -92,7 +92,6 @@ void corrected_logits(const Markov& markov, const float* slot, const std::vector
     std::memcpy(scratch.embeds.data() + row * rank, markov.table + token * rank, rank * sizeof(float));
     std::memcpy(scratch.logits.data() + row * vocab, slot, vocab * sizeof(float));
   }
-  scratch.operand.shape(rank);
   take(markov.out, scratch.operand, scratch.embeds.data(), rows);
   product(markov.out, scratch.operand, rows, scratch.logits.data(), scratch.logits.data());
 }
@@ -153,7 +152,6 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
   std::vector<float> before = std::move(s.carried);
   s.carried.resize(rows * width), s.scores.resize(rows * k), s.children.resize(rows * k);
   s.between.resize(std::min(CHUNK, rows) * widest), s.guesses.resize(std::min(CHUNK, rows) * guess.out);
-  s.operand.shape(std::max(width, head.in)), s.gated.shape(into.out);
   Team team(threads);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
@@ -163,7 +161,6 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
       std::memcpy(state + row * width, before.data() + from * width, width * sizeof(float));
       std::memcpy(read + row * into.out, cell.table + s.tokens[first + row] * into.out, into.out * sizeof(float));
     });
-    s.operand.shape(width);
     take(into, s.operand, state, count);
     product(into, s.operand, count, read, read);
     each(count, 4 * into.out, [&](int64_t row) {
@@ -177,7 +174,6 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
     });
     take(guess, s.operand, state, count);
     product(guess, s.operand, count, s.guesses.data());
-    s.operand.shape(head.in);
     take(head, s.operand, s.guesses.data(), count);
     product(head, s.operand, count, read);
     each(count, head.out, [&](int64_t row) {

@@ -69,7 +69,6 @@ struct Pass {
 void linear(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
   Rows& operand = inputs;
   Team team(threads);
-  operand.shape(layer->in);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     take(*layer, operand, x + first * layer->in, count);
@@ -130,7 +129,6 @@ void attention_inputs(const Layer* layer, const float* x, const float* rotation,
   int64_t head_dim = layer->head_dim;
   Rows& operand = inputs;
   Team team(threads);
-  operand.shape(linear.in);
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first);
     float* out = qkv + first * linear.out;
@@ -163,7 +161,6 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   int64_t gate_stride = gate_up.out + LANES;  // powers of two would map rows to the same cache lines
   int64_t widest = std::max(gate_stride, down.out);
   Team team(threads);
-  gated.shape(down.in);
   if (between.size() < size_t(CHUNK * widest)) between.resize(CHUNK * widest);
   // out = x + product, or x + RMSNorm(product)
   auto add = [&](const Linear& linear, const Rows& rows_of, int64_t count, const float* residual, const float* norm,
@@ -174,11 +171,9 @@ void layer_outputs(const Layer* layer, const float* read, const float* x, int64_
   };
   for (int64_t first = 0; first < rows; first += CHUNK) {
     int64_t count = std::min(CHUNK, rows - first), at = first * first_linear.out;
-    operand.shape(first_linear.in);
     take(first_linear, operand, read + first * first_linear.in, count);
     add(first_linear, operand, count, x + at, layer->attention_after, out + at);
     if (middle) std::memcpy(middle + at, out + at, count * first_linear.out * sizeof(float));
-    operand.shape(gate_up.in);
     take_normed(gate_up, operand, out + at, count, layer->mlp_norm, layer->mlp_epsilon);
     product(gate_up, operand, count, between.data(), nullptr, gate_stride);
     take_gated(down, gated, between.data(), gate_stride, count, layer->gelu);

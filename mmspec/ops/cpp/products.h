@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE = LANES / 2;  // rows of inputs that share a load of weights
-constexpr int64_t AHEAD = 16;        // groups to prefetch
+constexpr int64_t AHEAD = 10240;     // bytes to prefetch
 
 // Products times a scale. Those of VNNI start from the bits of OFFSET, so that they need no conversion: scales have so few
 // bits that OFFSET times a scale is exact.
@@ -28,30 +28,20 @@ inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale,
   return fma(products, splat(x.scale[at]), sum);
 }
 
-// Where there is less to compute, the prefetching of processors without AMX keeps up, except in superblocks.
-#if defined(MMSPEC_AMX)
-constexpr int PREFETCHED_ROWS = 1;
-#else
-constexpr int PREFETCHED_ROWS = 4;
-#endif
-
-// Into the second level cache: the first one's lines are taken by loads.
+// Into the first level cache, what lies AHEAD bytes after a group: memory is read in order.
 template <Kind kind>
-inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
-  constexpr int64_t ahead = block_bytes(kind, AHEAD);
-  for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
-  if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
+inline void prefetch_after(const uint8_t* block, int64_t group) {
+  constexpr int64_t size = block_bytes(kind, together[kind]) / together[kind];
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(block + group * size + AHEAD + i);
 }
 
 // Adds the products of one group of a block's output features, of floats of LANES of them, and the same group of several
-// rows, for which weights are loaded once.
+// rows, the first of which is ``at``; weights are loaded once for all.
 template <Kind kind, int tile>
-inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
+inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t at, int64_t group,
                       floats* sums) {
-  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= PREFETCHED_ROWS))
-    prefetch_group<kind>(from, scales);
   if constexpr (kind == FLOAT32) {
-    const float* input = &x.exact[x.at(first, group) * GROUP];
+    const float* input = &x.exact[at * GROUP];
     for (int i = 0; i < GROUP; i += 2) {
       floats even = load<floats>(from + 64 * i), odd = load<floats>(from + 64 * i + 64);
 #pragma GCC unroll 8
@@ -61,7 +51,7 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
       }
     }
   } else if constexpr (kind == BFLOAT16) {
-    const Half* input = &x.rounded[x.at(first, group) * GROUP];
+    const Half* input = &x.rounded[at * GROUP];
     for (int i = 0; i < 16; i += 2) {
       ints even = load<ints>(from + 64 * i), odd = load<ints>(from + 64 * i + 64);
 #pragma GCC unroll 8
@@ -71,7 +61,6 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
       }
     }
   } else {
-    int64_t at = x.at(first, group);
     ints parts[tile][PARTS][2] = {};
     for (int row = 0; row < tile; row++)
       for (int part = 0; part < PARTS; part++) {
@@ -105,9 +94,10 @@ void block_product(const uint8_t* block, const Rows& x, int64_t first, floats* s
   constexpr bool whole = kind != FLOAT32 && kind != BFLOAT16;
   for (int part = 0; part < (whole ? 1 : PARTS); part++) {
     floats local[2 * tile] = {};
-    for (int64_t group = 0; group < x.groups; group++) {
+    for (int64_t group = 0, at = x.at(first, 0); group < x.groups; group++, at += x.width) {
+      prefetch_after<kind>(block, group);
       auto [codes, scales] = group_at<kind>(block, group);
-      add_group<kind, tile>(codes + 4 * LANES * part, scales, x, first, group, local);
+      add_group<kind, tile>(codes + 4 * LANES * part, scales, x, at, group, local);
     }
     if constexpr (whole)
       for (int i = 0; i < tile * PARTS; i++) sums[i] += local[i];
@@ -152,7 +142,7 @@ void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, in
         __builtin_prefetch(out + (first + i) * stride + column, 1);
       }
       if (kind == BFLOAT16 && has_tiles)
-        tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, count, sums);
+        tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, x.width, count, sums);
       else
         for (int i = 0; i < count; i += TILE)
           tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);

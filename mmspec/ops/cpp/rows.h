@@ -24,18 +24,18 @@ inline int32_t quantise(const float* x, float factor, int8_t* codes) {
 #endif
 }
 
-// Rows of inputs in the form that a kind of weights takes, padded to whole groups: (rows / 16, groups, 16 rows), so
+// Rows of inputs in the form that a kind of weights takes, padded to whole groups: (rows / 16, groups, 16 rows or all), so
 // that what a tile reads lies together.
 struct Rows {
-  int64_t groups;
+  int64_t groups, width;  // rows that lie together
   Lines<int8_t> codes;
   Lines<Half> rounded;
   Lines<float> exact, scale, total_scaled;
   Lines<int32_t> int8_start, q6_start, q6_last_start;  // what products of these kinds' codes start from
 
-  // Makes room for CHUNK rows.
-  void shape(int64_t features) {
-    groups = groups_of(features);
+  // For so many rows of a layer's inputs, at most CHUNK.
+  void shape(int64_t features, int64_t rows) {
+    groups = groups_of(features), width = std::min(rows, MOST_ROWS);
     int64_t all = CHUNK * groups;
     codes.reserve(all * GROUP), rounded.reserve(all * GROUP), exact.reserve(all * GROUP);
     scale.reserve(all), total_scaled.reserve(all);
@@ -44,7 +44,7 @@ struct Rows {
 
   // Index of a group of a row; the next row's follows, within 16 rows.
   int64_t at(int64_t row, int64_t group) const {
-    return (row / MOST_ROWS * groups + group) * MOST_ROWS + row % MOST_ROWS;
+    return (row / MOST_ROWS * groups + group) * width + row % MOST_ROWS;
   }
 
   // Stores 32 features of a row.
@@ -77,6 +77,7 @@ struct Rows {
 
 // Rows as the inputs of a layer.
 void take(const Linear& layer, Rows& x, const float* from, int64_t rows) {
+  x.shape(layer.in, rows);
   each(rows * x.groups, GROUP, [&](int64_t i) {
     int64_t row = i / x.groups, group = i % x.groups, left = layer.in - group * GROUP;
     const float* part = from + row * layer.in + group * GROUP;
@@ -109,6 +110,7 @@ inline void norm_row(const float* row, int64_t features, const float* weight, fl
 void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
                  int64_t parts = 1) {
   int64_t features = layer.in / parts;
+  x.shape(layer.in, rows);
   each(rows, layer.in, [&](int64_t row) {
     for (int64_t part = 0; part < layer.in; part += features) {
       const float* input = from + row * layer.in + part;
@@ -126,6 +128,7 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
 // act(gate) * up as the inputs of a layer, act being silu or gelu, rows ``stride`` apart; ``in`` is a
 // multiple of 32.
 void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
+  x.shape(layer.in, rows);
   each(rows * x.groups, 4 * GROUP, [&](int64_t at) {
     int64_t row = at / x.groups, group = at % x.groups;
     const float* gate = gate_up + row * stride + group * GROUP;

@@ -46,15 +46,15 @@ class Registers {
 // The intrinsics take numbers of registers as literals only. GCC's do not tell it that they read memory.
 #define MMSPEC_ADD_GROUP(sum, group) \
   for (int64_t i = 0; i < 1024; i += 64) __builtin_prefetch(weights + (group) * 1024 + 8192 + i); \
-  _tile_loadd(4, inputs + (group) * 512, 64); \
+  _tile_loadd(4, inputs + (group) * 32 * width, 64); \
   _tile_loadd(5, weights + (group) * 1024, 64); \
   _tile_dpbf16ps(sum, 4, 5)
 
 // A thread's tile registers: 0 to 3 are sums (rows, 16), 4 inputs (rows, 32), 5 weights (16, 16 output features, 2).
 class Tiles : Registers {
  public:
-  // sums (rows) += products of weights (groups, 16, 16 output features, 2) with inputs (groups, 16 rows, 32).
-  void add(const uint16_t* inputs, const uint8_t* weights, int64_t groups, int rows, floats* sums) {
+  // sums (rows) += products of weights (groups, 16, 16 output features, 2) with inputs (groups, width, 32).
+  void add(const uint16_t* inputs, const uint8_t* weights, int64_t groups, int64_t width, int rows, floats* sums) {
     uint8_t count = uint8_t(rows);
     configure({count, count, count, count, count, 16, 0, 0});
     _tile_zero(0);
@@ -89,7 +89,7 @@ constexpr bool has_tiles = false;
 
 struct Tiles {
   template <class T>
-  void add(const T*, const uint8_t*, int64_t, int, floats*) {}
+  void add(const T*, const uint8_t*, int64_t, int64_t, int, floats*) {}
 };
 
 }  // namespace

@@ -9,7 +9,6 @@
 
 extern "C" void products(const Linear* layer, const float* x, int64_t rows, float* out, int threads) {
   Rows operand;
-  operand.shape(layer->in);
   Team team(threads);
   take(*layer, operand, x, rows);
   product(*layer, operand, rows, out);
