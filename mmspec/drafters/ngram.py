@@ -1,48 +1,98 @@
 """N-gram drafter: prompt lookup (arXiv 2304.04487) in the prompt, the output and earlier requests, as a tree.
 
-All occurrences of the longest known suffixes are merged into one trie; a node's confidence is the share of occurrences
-that pass through it.
+What followed earlier occurrences of the last tokens is drafted again, of all the latest ones together. How far to trust
+an occurrence is learned from the accepted tokens, by the number of tokens before it that are equal. So a long copy is
+drafted as a deep chain, and a chance match as little or nothing. Where a copy departs from its source, as in edited
+code, places near the one where it would have gone on are trusted more than others.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.lookup import Children, LookUpDrafter
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError
 
-_OCCURRENCES = 12  # latest occurrences used per suffix
-_TRUST = (0.12, 0.3, 0.5, 0.65, 0.75)  # prior acceptance rate after a matching suffix of 1, 2, ... tokens
+MEMORY = 4096
+_SUFFIXES = 1, 2, 4  # lengths that are looked up, between the shortest and the longest
+_OCCURRENCES = 8  # latest occurrences of the longest suffixes
+_LENGTHS = 0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32  # equal tokens before a place: classes of trust, and the most
+_FIRST_TRUST = 0.05, 0.12, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.94  # before the first tokens
+_FIRST_RESUMED = 0.4, 0.6, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85, 0.9, 0.92, 0.94
+_PRIOR = 8.0  # tokens that the first trust counts for
+_DECAY = 0.95  # of what earlier tokens count, per token
+_COPY = 3  # equal tokens of what counts as a copy
+_REACH = 16  # tokens of the source that a copy may leave out
+_LOST = 12  # tokens after which a copy that has departed from its source is given up
+
+
+OWN, RESUMED, PAST = range(3)
+
+
+class Match(NamedTuple):
+    """A place that may be copied.
+
+    Attributes:
+        text: the tokens of a sequence, or of earlier requests.
+        place: of the next token.
+        length: equal tokens before it, at most the last of ``_LENGTHS``.
+        kind: ``OWN``, of the sequence; ``RESUMED``, where a copy goes on after a difference; or ``PAST``, of earlier
+            requests.
+    """
+
+    text: list[int]
+    place: int
+    length: int
+    kind: int
+
+
+class Trust:
+    """Share of the matches of a length that the next token has borne out, recent ones above all."""
+
+    def __init__(self) -> None:
+        first = _FIRST_TRUST, _FIRST_RESUMED, _FIRST_TRUST
+        self._counts = [[[_PRIOR * share, _PRIOR] for share in shares] for shares in first]
+
+    def of(self, match: Match) -> float:
+        right, seen = self._class(match)
+        return right / seen
+
+    def add(self, match: Match, right: bool) -> None:
+        counts = self._class(match)
+        counts[:] = counts[0] * _DECAY + right, counts[1] * _DECAY + 1.0
+
+    def _class(self, match: Match) -> list[float]:
+        return self._counts[match.kind][bisect_right(_LENGTHS, match.length) - 1]
 
 
 class Ngram(LookUpDrafter):
     """Prompt-lookup drafter.
 
     Args:
-        longest, shortest: lengths of the suffixes to look up, in tokens.
-        memory: tokens of finished requests to keep as a source of drafts; 0 keeps none.
+        longest, shortest: lengths of the suffixes to look up, in tokens; matches may be longer.
+        memory: tokens of finished requests to keep at least as a source of drafts; 0 keeps none.
         width: maximum children per node; 1 drafts chains, None trees of any width.
 
     Raises:
         UserError: ``shortest`` is below 1 or above ``longest``.
     """
 
-    def __init__(self, longest: int = 4, shortest: int = 1, memory: int = 0, width: int | None = None) -> None:
+    reliability = 1.0
+
+    def __init__(self, longest: int = 4, shortest: int = 1, memory: int = MEMORY, width: int | None = None) -> None:
         if not 1 <= shortest <= longest:
             raise UserError(f"suffix lengths must satisfy 1 <= shortest <= longest: got {shortest} and {longest}")
         super().__init__()
-        self.lengths = range(longest, shortest - 1, -1)
+        inner = {length for length in _SUFFIXES if shortest < length < longest}
+        self._lengths = sorted({shortest, longest} | inner, reverse=True)
         self.memory, self.width = memory, width
-        self._past: list[int] = []
-
-    @property
-    def learns(self) -> bool:
-        """Whether it drafts from earlier requests."""
-        return self.memory > 0
+        self._past, self._trust = _Index([], self._lengths), Trust()
 
     def attach(self, target: Target) -> None:
         if target is not self._target:
@@ -50,76 +100,144 @@ class Ngram(LookUpDrafter):
             self.select([])
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.rows += [_Text(self._past, row, self.lengths) for row in history]
+        self.rows += [_Text(row, self._lengths) for row in history]
 
     def select(self, rows: Sequence[int]) -> None:
         if self.memory:
-            left = [text.history for row, text in enumerate(self.rows) if row not in rows]
-            self._past = [token for text in (self._past, *left) for token in text][-self.memory :]
+            text = self._past.text
+            for row in set(range(len(self.rows))).difference(rows):
+                text += self.rows[row].own.text
+            if len(text) > 2 * self.memory:
+                self._past = _Index(text[-self.memory :], self._lengths)
+            self._past.extend(len(self._past.text))
         super().select(rows)
 
-    def start(self, row: int, path: Sequence[int] = ()) -> tuple[Occurrences, Children]:
-        """Occurrences of the longest known suffixes, and their children."""
-        return self.rows[row].start(path)
+    def start(self, row: int, path: Sequence[int] = ()) -> tuple[list[Match], Children]:
+        """Places that may be copied after a row's tokens and ``path``, and their next tokens."""
+        text = self.rows[row]
+        text.learn(self._past, self._trust)
+        tokens = [*text.own.text, *path] if path else text.own.text
+        return text.matches(tokens, len(tokens), self._past), partial(_children, self._trust)
 
 
-Occurrences = list[tuple[int, float]]  # (position of the next token, trust in it)
+class _Index:
+    """Where short sequences of tokens end in a text that grows.
+
+    Args:
+        lengths: of the sequences, descending.
+    """
+
+    def __init__(self, text: list[int], lengths: Sequence[int]) -> None:
+        self.text, self.lengths = text, lengths
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._indexed = 0
+
+    def extend(self, upto: int) -> None:
+        """Know the sequences that end at most ``upto`` tokens from the start."""
+        for end in range(self._indexed + 1, upto + 1):
+            for length in self.lengths:
+                if length <= end:
+                    self._ends[tuple(self.text[end - length : end])].append(end)
+        self._indexed = max(self._indexed, upto)
+
+    def latest(self, tokens: list[int], count: int) -> Iterator[int]:
+        """Places after occurrences of the last of ``count`` tokens: longest sequences first, then latest ones."""
+        for length in self.lengths:
+            if length <= count:
+                yield from reversed(self._ends.get(tuple(tokens[count - length : count]), ())[-_OCCURRENCES:])
 
 
 class _Text:
-    """Suffix index of one row's tokens."""
+    """A row's tokens, and the copy that they are part of."""
 
-    def __init__(self, past: list[int], history: list[int], lengths: range) -> None:
-        self.past, self.history, self.lengths = past, history, lengths
-        self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.indexed = 0
+    def __init__(self, history: list[int], lengths: Sequence[int]) -> None:
+        self.own = _Index(history, lengths)
+        self._learned = len(history)
+        self._copied: Match | None = None  # the place at which the copy goes on, or went on before it was left
+        self._departed = 0  # tokens since the copy was left
 
-    def start(self, path: Sequence[int]) -> tuple[Occurrences, Children]:
-        """See ``Ngram.start``."""
-        text, longest = self.past + self.history if self.past else self.history, self.lengths[0]
-        self._index(text)
-        return self._occurrences(text, [*text[-longest:], *path][-longest:]), partial(_children, text)
+    def matches(self, tokens: list[int], count: int, past: _Index) -> list[Match]:
+        """Places that may be copied after the first ``count`` tokens, which a row's tokens begin, from the best on."""
+        self.own.extend(min(count, len(self.own.text)) - 1)
+        found = list(self._resumed(tokens, count))
+        seen = {(id(match.text), match.place) for match in found}
+        for kind, index in ((OWN, self.own), (PAST, past)):
+            for place in index.latest(tokens, count):
+                if len(found) >= _OCCURRENCES:
+                    return found
+                if place < len(index.text) and (id(index.text), place) not in seen:
+                    seen.add((id(index.text), place))
+                    found.append(Match(index.text, place, _equal(index.text, place, tokens, count), kind))
+        return found
 
-    def _occurrences(self, text: list[int], tail: list[int]) -> Occurrences:
-        """Occurrences of the longest known suffixes of ``tail``."""
-        starts: list[tuple[int, float]] = []
-        seen: set[int] = set()
-        for n in self.lengths:
-            ends = [end for end in self.ends.get(tuple(tail[-n:]), ()) if end < len(text) and end not in seen]
-            seen.update(ends)
-            starts += [(end, _TRUST[min(n, len(_TRUST)) - 1]) for end in ends[-_OCCURRENCES:]]
-            if len(starts) >= _OCCURRENCES:
-                break
-        return starts
+    def _resumed(self, tokens: list[int], count: int) -> Iterator[Match]:
+        """The place at which a copy goes on: in its source, or near where it was left."""
+        if self._copied is None:
+            return
+        text, first = self._copied.text, self._copied.place
+        end = min(count, len(text)) if text is self.own.text else len(text)
+        for place in range(first, min(first + _REACH + 1 if self._departed else first + 1, end)):
+            if length := _equal(text, place, tokens, count):
+                goes_on = not self._departed and length >= _COPY
+                yield Match(text, place, length, self._copied.kind if goes_on else RESUMED)
+                return
+        if self._departed == 1 and first + 1 < end:  # a token may have been replaced
+            yield Match(text, first + 1, 0, RESUMED)
 
-    def _index(self, text: list[int]) -> None:
-        for end in range(self.indexed + 1, len(text) + 1):
-            for n in self.lengths:
-                if n <= end:
-                    self.ends[tuple(text[end - n : end])].append(end)
-        self.indexed = len(text)
+    def learn(self, past: _Index, trust: Trust) -> None:
+        """Compare the tokens since the last call with what would have been copied."""
+        tokens = self.own.text
+        for place in range(self._learned, len(tokens)):
+            matches, token, known = self.matches(tokens, place, past), tokens[place], set[int]()
+            for match in sorted(matches, key=trust.of, reverse=True):
+                if match.kind not in known:
+                    known.add(match.kind)
+                    trust.add(match, match.text[match.place] == token)
+            self._follow([match for match in matches if match.text[match.place] == token], trust)
+        self._learned = len(tokens)
+
+    def _follow(self, right: list[Match], trust: Trust) -> None:
+        """Go on with the copy whose token came, or leave it."""
+        tokens = self.own.text
+        copies = [match for match in right if match.kind == RESUMED or match.length >= _COPY]
+        if copies:
+            best = max(copies, key=trust.of)
+            kind = OWN if best.text is tokens else PAST
+            self._copied, self._departed = best._replace(place=best.place + 1, kind=kind), 0
+        elif self._copied is not None:
+            self._departed += 1
+            if self._departed > _LOST:
+                self._copied, self._departed = None, 0
 
 
-def _children(text: list[int], occurrences: Occurrences) -> Iterator[tuple[int, float, Occurrences]]:
-    """Next tokens at the occurrences, with merged duplicates.
+def _equal(text: list[int], place: int, tokens: list[int], count: int) -> int:
+    """Number of equal tokens before a place of a text and at the end of ``count`` tokens."""
+    length, most = 0, min(_LENGTHS[-1], place, count)
+    while length < most and text[place - 1 - length] == tokens[count - 1 - length]:
+        length += 1
+    return length
 
-    A token's probability is its occurrences' trust / (total trust + 1 - maximum trust): low for a single weak
-    occurrence, high for many that agree.
-    """
-    groups: dict[int, Occurrences] = {}
-    for position, trust in occurrences:
-        if position < len(text):
-            groups.setdefault(text[position], []).append((position + 1, trust))
-    total = sum(trust for _, trust in occurrences)
-    doubt = 1.0 - max((trust for _, trust in occurrences), default=0.0)
-    for token, group in groups.items():
-        yield token, sum(trust for _, trust in group) / (total + doubt), group
+
+def _children(trust: Trust, matches: list[Match]) -> Iterator[tuple[int, float, list[Match]]]:
+    """Next tokens: the odds of their matches add up."""
+    following: dict[int, list[Match]] = {}
+    odds: dict[int, float] = {}
+    for match in matches:
+        if match.place < len(match.text):
+            token, share = match.text[match.place], min(trust.of(match), 0.995)
+            odds[token] = odds.get(token, 0.0) + share / (1.0 - share)
+            following.setdefault(token, []).append(
+                Match(match.text, match.place + 1, min(match.length + 1, _LENGTHS[-1]), match.kind)
+            )
+    total = 1.0 + sum(odds.values())
+    for token, below in following.items():
+        yield token, odds[token] / total, below
 
 
 SPEC = DrafterSpec(
     "ngram",
     "n-gram",
-    "looks up what followed the last tokens earlier in the sequence: prompt lookup, as in arXiv 2304.04487",
+    "looks up what followed the last tokens earlier: prompt lookup, as in arXiv 2304.04487",
     Ngram,
     chains=False,
 )

@@ -385,13 +385,17 @@ class Recycle(LookUpDrafter):
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         if self._on_device is not None:
             return self._on_device.propose(token, budget)
-        self._drafted = True
         return super().propose(token, budget)
 
+    @property
+    def on_host(self) -> bool:
+        return self._on_device is None
+
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return () if self._on_device is not None else super().continuations(row, path)  # its table is on the device
+        return super().continuations(row, path) if self.on_host else ()
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Context, Children]:
+        self._drafted = True
         before, last = (*self.rows[row], *path)[-2:]
         return (before, last), self._successors
 
@@ -503,7 +507,7 @@ def _check(tensors: Mapping[str, Tensor], top_k: int, vocab: int, folder: Path) 
 SPEC = DrafterSpec(
     "recycle",
     "Recycle",
-    "looks up what the target found likely after the same last tokens (arXiv 2408.08696); the default of all models",
+    "looks up what the target found likely after the same last tokens (arXiv 2408.08696)",
     Recycle,
     weights="optional",
     train="recycle",

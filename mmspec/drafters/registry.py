@@ -26,7 +26,7 @@ from mmspec.drafters.union import Union
 from mmspec.errors import UserError, explained
 from mmspec.targets.hub import cache_if_offline, is_path
 
-PLAIN, AUTO, DEFAULT = "none", "auto", "recycle"
+PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
 """Draft tokens of ``@chain``, of drafters with a tree size of their own; others follow the budget."""
 
@@ -89,10 +89,10 @@ def drafter_spec(name: str) -> DrafterSpec:
 
 
 def drafter_specs() -> list[DrafterSpec]:
-    """The declarations of all registered drafters: those that need no checkpoint first, the default of all, then by
-    name."""
+    """The declarations of all registered drafters: those that need no checkpoint first, of these the default ones, then
+    by name."""
     specs = [DrafterSpec.of(entry.name, entry.load()) for entry in plugins.registered("drafters")]
-    return sorted(specs, key=lambda spec: (spec.name != DEFAULT, not spec.alone, spec.name))
+    return sorted(specs, key=lambda spec: (spec.name not in DEFAULT.split("+"), not spec.alone, spec.name))
 
 
 def registered_name(drafter: Drafter | None) -> str | None:
@@ -112,7 +112,7 @@ def drafters_for(home: Path) -> list[str]:
     folders = [folder for at in homes for folder in (at / "drafter", *sorted(at.glob("drafter-*")))]
     own = [name for name in map(checkpoint.drafter_name, folders) if name]
     first = plugins.default_drafter(home)
-    return list(dict.fromkeys([*([] if first == AUTO else [first]), *own, *alone]))
+    return list(dict.fromkeys([*([] if first == AUTO else [first]), *own, *([] if own else [DEFAULT]), *alone]))
 
 
 def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) -> Drafter | None:

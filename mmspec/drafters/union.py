@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter as clock
 from typing import Any
 
@@ -15,16 +16,21 @@ from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree, merge
 from mmspec.core.verify import Verdict
+from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.errors import UserError
 
-_STEPS = 12  # whose time per token is averaged
+_STEPS = 16  # whose time per token is averaged
+_EXPECTED = 0.7, 2.0  # bounds of classes of expected tokens
 
 
 class Union(Drafter):
-    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes.
+    """Merge the trees of several drafters; the budget prunes the union to its most probable nodes. Those that look up
+    tokens grow one tree together (``LookUps``).
 
-    Where the budget adapts, each drafter is charged the time of its own drafts and credited the tokens that no other
-    would have drafted, and rests alone while it loses (``DraftingPayoff``). One that fails rests alone (``Guard``).
+    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would have
+    drafted, and rests alone while it loses (``DraftingPayoff``): by how many tokens the trees before it can expect, of which
+    those of look-ups come first. So a network does not run where the text is copied. One that fails rests alone
+    (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -37,18 +43,22 @@ class Union(Drafter):
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
         self.drafters = drafters
-        self._payoffs = [DraftingPayoff() for _ in drafters]
-        self._drafts: dict[int, tuple[TokenTree, float]] = {}  # by drafter: its tree of this step, and seconds
+        self._payoffs = [[DraftingPayoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
+        self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # by drafter: its tree, seconds and payoff
         self._began = 0.0  # clock at this step's proposal
-        self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # seconds of steps, and tokens per row
 
     @property
     def drafters(self) -> Sequence[Drafter]:
-        return [guard.drafter for guard in self._guards]
+        return self._drafters
 
     @drafters.setter
     def drafters(self, drafters: Sequence[Drafter]) -> None:
-        self._guards = [Guard(as_drafter(drafter)) for drafter in drafters]
+        self._drafters = [as_drafter(drafter) for drafter in drafters]
+        look_ups = [drafter for drafter in self._drafters if isinstance(drafter, LookUpDrafter)]
+        others: list[Drafter] = [drafter for drafter in self._drafters if drafter not in look_ups]
+        together: list[Drafter] = [LookUps(look_ups)] if len(look_ups) > 1 else [*look_ups]
+        self._guards = [Guard(drafter) for drafter in together + others]
 
     @property
     def members(self) -> list[Drafter]:
@@ -83,14 +93,18 @@ class Union(Drafter):
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         adapts = budget.adapts
         self._began = start = clock()
-        self._drafts, trees = {}, []
-        for place, (guard, payoff) in enumerate(zip(self._guards, self._payoffs, strict=True)):
-            if guard.rests or (adapts and payoff.rests()):
+        self._drafts, trees, expected = {}, list[TokenTree](), 0.0
+        for place, (guard, payoffs) in enumerate(zip(self._guards, self._payoffs, strict=True)):
+            kind = bisect(_EXPECTED, expected)
+            if guard.rests or (adapts and payoffs[kind].rests()):
                 continue
-            trees.append(guard.propose(token, budget))
+            tree = guard.propose(token, budget)
+            trees.append(tree)
             if adapts:
-                self._drafts[place] = trees[-1], clock() - start
+                self._drafts[place] = tree, clock() - start, kind
                 start = clock()
+                if tree.prunable:
+                    expected = max(expected, fmean(map(sum, tree.path_probs)))
         return merge(trees) if trees else TokenTree.root(token)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
@@ -117,9 +131,8 @@ class Union(Drafter):
         """
         if not emitted:
             return
-        now = clock()
-        self._paces.append((now - self._began) / fmean(map(len, emitted)))
-        pace = median(self._paces)
+        self._recent.append((clock() - self._began, fmean(map(len, emitted))))
+        pace = sum(seconds for seconds, _ in self._recent) / sum(count for _, count in self._recent)
         reached = {
             place: [
                 _depth(children, tokens[:-1])
@@ -127,13 +140,13 @@ class Union(Drafter):
                     (row for row, kept in zip(tree.children, alive, strict=True) if kept), emitted, strict=True
                 )
             ]
-            for place, (tree, _) in self._drafts.items()
+            for place, (tree, *_) in self._drafts.items()
         }
-        for place, (_, seconds) in self._drafts.items():
+        for place, (_, seconds, kind) in self._drafts.items():
             others = [depths for other, depths in reached.items() if other != place]
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
             gains = [max(0, len(tokens) - 1 - most) for tokens, most in zip(emitted, best, strict=True)]
-            self._payoffs[place].add(fmean(gains) - seconds / pace)
+            self._payoffs[place][kind].add(fmean(gains) - seconds / pace)
         self._drafts = {}  # not every step drafts
 
 
