@@ -27,10 +27,10 @@ class Union(Drafter):
     """Merge the trees of several drafters; the budget prunes the union to its most probable nodes. Those that look up
     tokens grow one tree together (``LookUps``).
 
-    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would have
-    drafted, and rests alone while it loses (``DraftingPayoff``): by how many tokens the trees before it can expect, of which
-    those of look-ups come first. So a network does not run where the text is copied. One that fails rests alone
-    (``Guard``).
+    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would
+    have drafted, and rests alone while it loses (``DraftingPayoff``): by how many tokens the trees before it can expect,
+    of which those of look-ups come first. So a network does not run where the text is copied. One that fails rests
+    alone (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.

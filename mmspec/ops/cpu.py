@@ -41,8 +41,7 @@ def use_huge_pages(memory: Tensor) -> threading.Thread | None:
 
     With pages of 4 KiB, address translation may take as long as reading the memory in order. Where a system has to find
     memory for huge pages first (a virtual machine does at their first use), writing to them would take longer than all
-    else in the loading of a model. For the same reason the thread rests most of the time: passes wait for a page that is
-    being moved.
+    else in the loading of a model. The thread rests most of the time: passes wait for a page that is being moved.
     """
     starts = range(memory.data_ptr(), memory.data_ptr() + len(memory) - PAGE + 1, PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE") or not starts:
