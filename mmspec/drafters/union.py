@@ -28,9 +28,9 @@ class Union(Drafter):
     tokens grow one tree together (``LookUps``).
 
     Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would
-    have drafted, and rests alone while it loses (``DraftingPayoff``): by how many tokens the trees before it can expect,
-    of which those of look-ups come first. So a network does not run where the text is copied. One that fails rests
-    alone (``Guard``).
+    have drafted, and rests alone while it loses (``DraftingPayoff``). This is known by the number of tokens that the
+    trees before it can expect, those of look-ups first, so that no network runs where the text is copied. One that
+    fails rests alone (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
