@@ -148,9 +148,9 @@ class Sure(Fixed):
 def test_a_member_rests_only_where_the_trees_before_it_expect_so_many_tokens(now):
     """The slow one is right where the first one is not sure, and adds nothing where it is."""
     budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
-    first, slow = Sure(7, 0.0, now), Fixed(8, 0.002, now)
+    first, slow = Sure(7, 0.0, now), Fixed(8, 0.001, now)
     union, asked = Union([first, slow]), {True: 0, False: 0}
-    for step in range(120):
+    for _ in range(120):
         before = slow.asked
         tree = union.propose(torch.tensor([3]), budget)
         now[0] += 0.004
