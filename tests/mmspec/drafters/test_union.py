@@ -124,7 +124,7 @@ def test_rows_that_have_finished_count_for_no_member(now):
     verdict.packed[1, 0] = 0
     now[0] += 0.05
     union.observe(tree, verdict, None)
-    assert [payoff._gains[0] for payoff in union._payoffs] == [1.0, 0.0]
+    assert [payoffs[0]._gains[0] for payoffs in union._payoffs] == [1.0, 0.0]
 
 
 def test_steps_that_do_not_draft_count_for_no_member(now):
@@ -133,4 +133,31 @@ def test_steps_that_do_not_draft_count_for_no_member(now):
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
     root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since
     union.observe(root, accept_path(root, torch.tensor([[7], [7]])), None)
-    assert [len(payoff._gains) for payoff in union._payoffs] == [1, 1]
+    assert [len(payoffs[0]._gains) for payoffs in union._payoffs] == [1, 1]
+
+
+class Sure(Fixed):
+    """Drafts a chain of three tokens, which it is sure of in every other step."""
+
+    def propose(self, token, budget):
+        self.asked += 1
+        sure = self.asked % 2 == 0
+        return build_tree(token, [([self.token] * 3, [0, 1, 2])], [[0.9] * 3 if sure else [0.1] * 3])
+
+
+def test_a_member_rests_only_where_the_trees_before_it_expect_so_many_tokens(now):
+    """The slow one is right where the first one is not sure, and adds nothing where it is."""
+    budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
+    first, slow = Sure(7, 0.0, now), Fixed(8, 0.001, now)
+    union, asked = Union([first, slow]), {True: 0, False: 0}
+    for _ in range(120):
+        before = slow.asked
+        tree = union.propose(torch.tensor([3]), budget)
+        now[0] += 0.004
+        sure = first.asked % 2 == 0
+        asked[sure] += slow.asked - before
+        chosen = torch.full((1, tree.nodes), 7 if sure else 99)
+        chosen[0, 0] = 7 if sure else 8
+        union.observe(tree, accept_path(tree, chosen), None)
+    assert asked[False] == 60
+    assert asked[True] < 30
