@@ -116,6 +116,12 @@ class Union(Drafter):
         total = max(1.0, sum(probs.values()))
         return [(token, p / total) for token, p in probs.items()]
 
+    def draft_chains(self, length: int) -> None:
+        """See ``Drafter``; look-ups can, whose tree is one."""
+        if len(self._guards) > 1:
+            super().draft_chains(length)
+        self._guards[0].draft_chains(length)
+
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for guard in self._guards:
             guard.observe(tree, verdict, output)
