@@ -187,7 +187,7 @@ class _Text:
             return
         text, first = self._copied.text, self._copied.place
         end = min(count, len(text)) if text is self.own.text else len(text)
-        for place in range(first, min(first + _REACH + 1 if self._departed else first + 1, end)):
+        for place in range(first, min(first + (_REACH + 2 if self._departed else 1), end)):
             if length := _equal(text, place, tokens, count):
                 goes_on = not self._departed and length >= _COPY
                 yield Match(text, place, length, self._copied.kind if goes_on else RESUMED)

@@ -12,6 +12,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
+from mmspec.drafters.suffix import Suffix
 from mmspec.drafters.union import Union
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.targets.transformers_target import TransformersTarget
@@ -20,14 +21,16 @@ from tests.tiny import shared_model
 
 
 def test_every_member_sees_every_step_and_proposes():
-    """Members that know nothing of each other's nodes, each on the tokens that it alone can draft."""
+    """Each node is one that a member drafts alone, and all of these are there."""
     row = [[4, 5, 6, 4, 5]]
     ngram, recycle = Ngram(), Recycle()
     union = Union([ngram, recycle])
     logits = begun(union, row)
     row[0].append(4)
-    tree = union.propose(torch.tensor([4]), Budget(30, depth=3))
-    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), Budget(30, 3)))]
+    budget = Budget(1000, depth=3)
+    budget.floor = 0.0
+    tree = union.propose(torch.tensor([4]), budget)
+    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
     assert sorted(paths(tree)) == sorted({tuple(path): path for path in alone}.values())
     assert [5, 6] in paths(tree)
     assert recycle.entries > 0
@@ -40,7 +43,8 @@ def test_names_joined_by_plus():
     assert [type(member) for member in union.drafters] == [Ngram, Recycle]
     assert members(union) == union.drafters
     assert learns(union)
-    assert not learns(Union([Ngram(), Ngram(longest=2)]))
+    assert learns(Union([Ngram(memory=0), Suffix()]))  # how far to trust what it finds
+    assert not learns(Union([Suffix(), Suffix()]))
     for name, message in (
         ("ngram+none", "^names joined by + must each be a drafter's: got 'ngram+none'$"),
         ("ngram+nonsense", "nonsense"),
