@@ -6,6 +6,7 @@ import torch
 from mmspec import UserError
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
@@ -33,8 +34,10 @@ def test_every_member_sees_every_step_and_proposes():
     alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
     assert sorted(paths(tree)) == sorted({tuple(path): path for path in alone}.values())
     assert [5, 6] in paths(tree)
-    assert recycle.entries > 0
-    assert logits.shape[0] == 1
+    known = recycle.entries
+    output = TargetOutput(logits.expand(1, tree.nodes, -1), {})
+    union.observe(tree, accept_path(tree, torch.full_like(tree.tokens, 9)), output)
+    assert recycle.entries > known > 0
 
 
 def test_names_joined_by_plus():
