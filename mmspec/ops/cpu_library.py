@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from mmspec.ops import compiler
 
 SOURCE = Path(__file__).with_name("cpp") / "kernels.cpp"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
-_AVX2_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
+_YMM_FLAGS = ["-mno-avx512f", "-fno-schedule-insns2", "-fno-tree-ter"]  # reordering makes GCC spill accumulators
+BUILDS = {
+    "AVX-512 VNNI": _FLAGS,
+    "AVX-VNNI": [*_FLAGS, *_YMM_FLAGS],
+    "AVX2": [*_FLAGS, *_YMM_FLAGS, "-mno-avxvnni"],
+}
+"""Compiler flags of the kernels that take these instructions, where the processor has them (``instructions`` of the
+library says which)."""
 KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # ``Stored`` of ``cpp/stored.h``
 
@@ -114,10 +122,15 @@ def functions() -> Any:
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
+    return compiled(flags())
+
+
+def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
+    """The kernels compiled with other flags, of ``BUILDS``, or why there are none."""
     if not _has_instructions():
         return "expected a processor with AVX2"
     try:
-        loaded = compiler.load(SOURCE, flags())
+        loaded = compiler.load(SOURCE, flags)
     except compiler.CompilerError as error:
         return str(error)
     pointer, count, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -136,6 +149,9 @@ def library() -> ctypes.CDLL | str:
     loaded.draft_cells.restype = count
     loaded.bytes_of_blocks.argtypes, loaded.bytes_of_blocks.restype = [count] * 3, count
     loaded.pack_rows.argtypes, loaded.pack_rows.restype = [address(Packing), count, threads], count
+    loaded.instructions.restype = ctypes.c_char_p
+    loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
+    loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
     without_result = "linear", "attention_inputs", "layer_outputs", "decode", "write_keys_values", "attention"
     for name in (*without_result, "greatest_of_rows", "quantiles_of_rows", "draft_slots"):
@@ -149,6 +165,7 @@ def _has_instructions() -> bool:
 
 
 def flags() -> list[str]:
-    """Compiler flags. Without VNNI, vectors of 256 bits are as fast as those of 512."""
+    """Compiler flags. Without AVX-512's VNNI, vectors of 256 bits are as fast as those of 512; they take AVX-VNNI where
+    the processor has it."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
-    return _FLAGS if vnni else [*_FLAGS, *_AVX2_FLAGS]
+    return BUILDS["AVX-512 VNNI" if vnni else "AVX-VNNI"]

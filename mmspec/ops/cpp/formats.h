@@ -34,6 +34,7 @@ struct Linear {
 namespace {
 
 constexpr int64_t BLOCK = 16, GROUP = 32;
+constexpr int PARTS = BLOCK / LANES;  // vectors of a block
 
 enum Kind : int64_t { INT4, INT8, BFLOAT16, FLOAT32, Q5, Q4_K, Q5_K, Q6_K };
 
@@ -56,19 +57,17 @@ inline Linear outputs_from(const Linear& layer, int64_t first) {
   return {layer.blocks + skipped, layer.bias ? layer.bias + first : nullptr, layer.kind, layer.in, left, left, nullptr};
 }
 
-// Codes of a group, from their low 4 bits and from planes of 64 bytes with ``high`` further bits.
-template <int high>
-inline void unpack(const uint8_t* low, const uint8_t* planes, bytes (&codes)[8]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    bytes both = load<bytes>(low + 64 * (i / 2));
-    codes[i] = i % 2 ? both >> 4 : both & 15;
-    if constexpr (high > 0) {
-      bytes plane = load<bytes>(planes + 64 * (i * high / 8));
-      int shift = 4 - i * high % 8;
-      codes[i] |= (shift > 0 ? plane << shift : plane >> -shift) & uint8_t(((1 << high) - 1) << 4);
-    }
-  }
+// Codes of a group's input features from 4 i on, 4 of each lane: whole bytes, or low 4 bits and, in planes of 64 bytes
+// after them, further bits.
+template <Kind kind>
+inline bytes codes_at(const uint8_t* from, int i) {
+  if (kind == INT8) return load<bytes>(from + 64 * i);
+  constexpr int high = int(code_bytes[kind] - 256) / 64;
+  bytes both = load<bytes>(from + 64 * (i / 2)), codes = i % 2 ? both >> 4 : both & 15;
+  if (high == 0) return codes;
+  bytes plane = load<bytes>(from + 256 + 64 * (i * high / 8));
+  int shift = 4 - i * high % 8;
+  return codes | ((shift > 0 ? plane << shift : plane >> -shift) & uint8_t(((1 << high) - 1) << 4));
 }
 
 // Scales of a group's first and last 16 features, and its value of code 0.
@@ -92,16 +91,6 @@ inline Scales superblock_scales(const uint8_t* factors, const uint8_t* d, const 
             whole * __builtin_convertvector(pair << 16 >> 24, floats), floats{}};
   floats scale = whole * __builtin_convertvector(pair & 255, floats);
   return {scale, scale, -widen(load<halves>(dmin)) * __builtin_convertvector(pair >> 8, floats)};
-}
-
-template <Kind kind>
-inline void unpack_group(const uint8_t* from, bytes (&codes)[8]) {
-  if constexpr (kind == INT8) {
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) codes[i] = load<bytes>(from + 64 * i);
-  } else {
-    unpack<int(code_bytes[kind] - 256) / 64>(from, from + 256, codes);
-  }
 }
 
 template <Kind kind>

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "drafting.h"
+#include "limits.h"
 #include "stored.h"
 
 namespace {

@@ -43,8 +43,8 @@ inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
   if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
 }
 
-// Adds the products of one group of LANES output features and the same group of several rows, for which weights are
-// loaded once.
+// Adds the products of one group of a block's output features, of floats of LANES of them, and the same group of several
+// rows, for which weights are loaded once.
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
@@ -71,38 +71,56 @@ inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x,
       }
     }
   } else {
-    bytes codes[8];
-    unpack_group<kind>(from, codes);
-    Scales scale = scales_of<kind>(scales, group);
     int64_t at = x.at(first, group);
-    ints parts[tile][2] = {};
-    for (int row = 0; row < tile; row++) {
-      if constexpr (kind == Q6_K) parts[row][1] += x.q6_last_start[at + row];
-      parts[row][0] += kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
-    }
-    dot_rows<kind>(codes, &x.codes[at * GROUP], parts);
-#pragma GCC unroll 8
+    ints parts[tile][PARTS][2] = {};
     for (int row = 0; row < tile; row++)
-      sums[row] = add_scaled<kind>(sums[row], parts[row][0], parts[row][1], scale, x, at + row);
+      for (int part = 0; part < PARTS; part++) {
+        if constexpr (kind == Q6_K) parts[row][part][1] += x.q6_last_start[at + row];
+        parts[row][part][0] +=
+            kind == Q6_K ? x.q6_start[at + row] : kind == INT8 && VNNI ? x.int8_start[at + row] : START;
+      }
+    constexpr bool early = shared_bytes[kind] > 0;  // for superblocks, that is faster
+    Scales scale[PARTS];
+    auto take_scales = [&] {
+      for (int part = 0; part < PARTS; part++) scale[part] = scales_of<kind>(scales + 2 * LANES * part, group);
+    };
+    if (early) take_scales();
+    dot_rows<kind>(from, &x.codes[at * GROUP], parts);
+    if (!early) take_scales();
+#pragma GCC unroll 2
+    for (int part = 0; part < PARTS; part++) {
+#pragma GCC unroll 8
+      for (int row = 0; row < tile; row++) {
+        const ints(&products)[2] = parts[row][part];
+        floats& sum = sums[row * PARTS + part];
+        sum = add_scaled<kind>(sum, products[0], products[1], scale[part], x, at + row);
+      }
+    }
   }
 }
 
-// LANES output features of a block, from ``part`` on.
+// Adds the products of a block's output features to sums (tile, PARTS).
 template <Kind kind, int tile>
-void block_product(const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
-  floats local[2 * tile] = {};
-  for (int64_t group = 0; group < x.groups; group++) {
-    auto [codes, scales] = group_at<kind>(block, group);
-    add_group<kind, tile>(codes + 4 * part, scales + 2 * part, x, first, group, local);
+void block_product(const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
+  constexpr bool whole = kind != FLOAT32 && kind != BFLOAT16;
+  for (int part = 0; part < (whole ? 1 : PARTS); part++) {
+    floats local[2 * tile] = {};
+    for (int64_t group = 0; group < x.groups; group++) {
+      auto [codes, scales] = group_at<kind>(block, group);
+      add_group<kind, tile>(codes + 4 * LANES * part, scales, x, first, group, local);
+    }
+    if constexpr (whole)
+      for (int i = 0; i < tile * PARTS; i++) sums[i] += local[i];
+    else
+      for (int row = 0; row < tile; row++) sums[row * PARTS + part] += local[row] + local[tile + row];
   }
-  for (int row = 0; row < tile; row++) sums[row] += local[row] + local[tile + row];
 }
 
 template <Kind kind, int tile = TILE>
-void tile_product(int rows, const uint8_t* block, int64_t part, const Rows& x, int64_t first, floats* sums) {
+void tile_product(int rows, const uint8_t* block, const Rows& x, int64_t first, floats* sums) {
   if constexpr (tile > 1)
-    if (rows < tile) return tile_product<kind, tile - 1>(rows, block, part, x, first, sums);
-  block_product<kind, tile>(block, part, x, first, sums);
+    if (rows < tile) return tile_product<kind, tile - 1>(rows, block, x, first, sums);
+  block_product<kind, tile>(block, x, first, sums);
 }
 
 // out = sum (+ residual), of the first ``columns``.
@@ -119,32 +137,34 @@ template <Kind kind>
 void product_of(const Linear& layer, const Rows& x, int64_t rows, float* out, int64_t stride, const float* residual) {
   int64_t block_size = block_bytes(kind, x.groups);
   auto columns_from = [&](int64_t column, Tiles& tiles) {
-    int64_t columns = std::min(LANES, layer.features - column);
-    floats bias{};
-    if (layer.bias) std::memcpy(&bias, layer.bias + column, columns * sizeof(float));
+    int64_t columns[PARTS];
+    floats bias[PARTS] = {};
+    for (int part = 0; part < PARTS; part++) {
+      columns[part] = std::clamp(layer.features - column - LANES * part, int64_t(0), LANES);
+      if (layer.bias) std::memcpy(&bias[part], layer.bias + column + LANES * part, columns[part] * sizeof(float));
+    }
     const uint8_t* weights = layer.blocks + column / BLOCK * block_size;
     for (int64_t first = 0; first < rows; first += MOST_ROWS) {
       int count = int(std::min(MOST_ROWS, rows - first));
-      floats sums[MOST_ROWS];
+      floats sums[MOST_ROWS * PARTS];
       for (int i = 0; i < count; i++) {
-        sums[i] = bias;
+        for (int part = 0; part < PARTS; part++) sums[i * PARTS + part] = bias[part];
         __builtin_prefetch(out + (first + i) * stride + column, 1);
       }
       if (kind == BFLOAT16 && has_tiles)
         tiles.add(&x.rounded[x.at(first, 0) * GROUP], weights, x.groups, count, sums);
       else
         for (int i = 0; i < count; i += TILE)
-          tile_product<kind>(std::min(int(TILE), count - i), weights, column % BLOCK, x, first + i, sums + i);
-      for (int i = 0; i < count; i++) {
-        int64_t at = (first + i) * stride + column;
-        add_columns(sums[i], residual ? residual + at : nullptr, columns, out + at);
+          tile_product<kind>(std::min(int(TILE), count - i), weights, x, first + i, sums + i * PARTS);
+      for (int i = 0; i < count * PARTS; i++) {
+        int64_t at = (first + i / PARTS) * stride + column + i % PARTS * LANES;
+        add_columns(sums[i], residual ? residual + at : nullptr, columns[i % PARTS], out + at);
       }
     }
   };
   parts_of((layer.features + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
     Tiles tiles;
-    for (int64_t column = begin * BLOCK; column < std::min(end * BLOCK, layer.features); column += LANES)
-      columns_from(column, tiles);
+    for (int64_t block = begin; block < end; block++) columns_from(block * BLOCK, tiles);
   });
 }
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
-from mmspec.ops import compiler, cpu, cpu_library
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
-from mmspec.quantisation.formats import FORMATS, concatenated, stored_layer
+from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
 from tests.compiled import needs_kernels
-from tests.gguf_rows import stored
+from tests.gguf_rows import dequantised, random_rows, stored
 
 THREADS = (1, 2, 3)
-BUILDS = {"portable": ["-O1", "-DMMSPEC_PORTABLE"], "AVX2": [*cpu_library._FLAGS, *cpu_library._AVX2_FLAGS]}
+BUILDS = {"portable": ["-std=c++17", "-O1", "-ffp-contract=off", "-DMMSPEC_PORTABLE"], **cpu_library.BUILDS}
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +79,39 @@ def test_one_format_needs_no_joining() -> None:
     assert torch.equal(layer.weight, torch.cat([weight, more]).bfloat16())
 
 
+def extremes(form: str) -> Iterator[tuple[BlockLinear, Tensor]]:
+    """Layers with random codes, the least and the greatest, and their weights."""
+    for fill in (None, 0, 127, 128, 255):
+        data = random_rows(form, (50, 512), fill=fill)
+        yield stored_layer([StoredRows.of(form, torch.from_numpy(data), 512)], None), dequantised(form, data)
+
+
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("build", BUILDS)
-def test_other_builds_give_the_same_bits(build: str, tmp_path: Path) -> None:
-    """What other processors run: without vector instructions, and with vectors of 256 bits."""
-    file = tmp_path / "other.so"
-    flags = ["-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", *BUILDS[build]]
-    command = [compiler.find_compiler(), *flags, "-o", str(file), str(cpu_library.SOURCE)]
-    subprocess.run(command, check=True, capture_output=True)
-    library = ctypes.CDLL(str(file))
-    x = torch.cat([torch.randn(9, 512), F.pad(torch.full((1, 500), 3.0), (0, 12))])
-    layers = {form: stored_layer([stored(form, 50, 512)[0]], None) for form in FORMATS}
-    layers |= {kind: BLOCKS[kind](torch.randn(50, 512)) for kind in BLOCKS}
-    for form, layer in layers.items():
-        found = torch.empty(10, 50)
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, found)]
-        library.linear(ctypes.byref(layer.native), pointers[0], ctypes.c_int64(10), pointers[1], 1)
-        if form == "bfloat16":  # which sums in another order
-            torch.testing.assert_close(found, layer(x), atol=1e-4, rtol=1e-4)
-        else:
-            assert torch.equal(found, layer(x)), form
+def test_other_builds_give_the_same_bits(build: str) -> None:
+    """What other processors run: without vector instructions, and with vectors of 256 bits, with and without VNNI."""
+    library = cpu_library.compiled(BUILDS[build])
+    assert isinstance(library, ctypes.CDLL), library
+    if library.instructions().decode() != build:
+        pytest.skip(f"needs a processor with {build}")
+    ends = torch.where(torch.rand(7, 512) < 0.5, 3.0, -3.0)  # codes of 127 and -127
+    x = torch.cat([torch.full((1, 512), 3.0), torch.full((1, 512), -3.0), ends, torch.randn(8, 512)])
+    layers = {form: list(extremes(form)) for form in FORMATS}
+    for kind, cls in BLOCKS.items():
+        layers[kind] = [(cls(w), w) for w in (torch.randn(50, 512), torch.full((50, 512), 127 / 256))]
+    for form, each in layers.items():
+        for layer, weight in each:
+            expected = layer(x)
+            if form in FORMATS:
+                bound = 3e-6 * weight.abs().sum(1).double().max()
+                torch.testing.assert_close(
+                    expected[:9].double(), x[:9].double() @ weight.double().T, atol=bound, rtol=0
+                )
+            for rows in (1, 2, 3, 8, 9, 16, 17):
+                found = torch.empty(rows, 50)
+                library.linear(layer.native, x.data_ptr(), rows, found.data_ptr(), 1)
+                if form == "bfloat16":  # which sums in another order
+                    torch.testing.assert_close(found, expected[:rows], atol=1e-4, rtol=1e-4)
+                else:
+                    assert torch.equal(found, expected[:rows]), (form, rows)

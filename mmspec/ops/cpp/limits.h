@@ -1,0 +1,60 @@
+// What products cannot exceed: bytes read, and multiply-adds with operands in registers.
+
+#pragma once
+
+#include "dots.h"
+#include "pool.h"
+
+extern "C" {
+
+const char* instructions() { return INSTRUCTIONS; }
+
+// The exclusive or of (count) bytes, of whole KiB, read as fast as can be.
+int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
+  constexpr int64_t at_once = 4 * sizeof(bytes), ahead = 10240;
+  std::atomic<int64_t> found{0};
+  Team team(threads);
+  parts_of(count / 1024, 1, [&](int64_t begin, int64_t end) {
+    bytes parts[4] = {};
+    for (const uint8_t* at = from + begin * 1024; at < from + end * 1024; at += at_once) {
+      for (int64_t i = 0; i < at_once; i += 64) __builtin_prefetch(at + ahead + i);
+      for (int i = 0; i < 4; i++) parts[i] ^= load<bytes>(at + i * sizeof(bytes));
+    }
+    bytes all = parts[0] ^ parts[1] ^ parts[2] ^ parts[3];
+    for (size_t i = 0; i < sizeof(bytes); i += 8) found ^= load<int64_t>((const uint8_t*)&all + i);
+  });
+  return found;
+}
+
+// Does multiply-adds by the instruction that multiplies weights of this kind; returns how many.
+int64_t multiply_add(int64_t kind, int64_t rounds, int threads) {
+  constexpr int chains = 12;  // instructions under way at a time
+  std::atomic<int64_t> done{0};
+  auto run = [&](auto sum, int64_t products, auto step) {
+    Team team(threads);
+    parts_of(rounds, 1, [&](int64_t begin, int64_t end) {
+      decltype(sum) sums[chains];
+      for (auto& each : sums) each = sum;
+      for (int64_t i = begin; i < end; i++)
+#pragma GCC unroll 12
+        for (auto& each : sums) each = step(each);
+      for (auto& each : sums) asm volatile("" : : "m"(each));
+      done += chains * products * (end - begin);
+    });
+    return int64_t(done);
+  };
+  if (kind == BFLOAT16) {
+    Half inputs[2] = {half(1), half(1)};
+    return run(floats{}, 2 * LANES, [&](floats sum) { return dot(sum, ints{} + 0x3f803f80, inputs); });
+  }
+  bytes codes = bytes{} + uint8_t(1);
+  int8_t inputs[4] = {1, 1, 1, 1};
+#if defined(MMSPEC_AVX2)
+  return run(codes, 4 * LANES, [&](bytes sum) {
+    return reinterpret_cast<bytes>(_mm256_maddubs_epi16((__m256i)codes, (__m256i)sum));
+  });
+#endif
+  return run(ints{}, 4 * LANES, [&](ints sum) { return dot<INT4>(sum, codes, inputs); });
+}
+
+}  // extern "C"
