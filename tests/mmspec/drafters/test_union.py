@@ -168,3 +168,23 @@ def test_a_member_rests_only_where_the_trees_before_it_expect_so_many_tokens(now
         union.observe(tree, accept_path(tree, chosen), None)
     assert asked[False] == 60
     assert asked[True] < 30
+
+
+@pytest.mark.parametrize(("right", "seconds"), [(7, (0.0, 0.002)), (8, (0.002, 0.0))])
+def test_look_ups_are_charged_together_beside_another_drafter(now, right, seconds):
+    """They draft 7, the other one 8; what is wrong costs time, and rests."""
+    asked = [0]
+
+    class Counted(Suffix):
+        def start(self, row, path=()):
+            asked[0] += 1
+            now[0] += seconds[0]
+            return super().start(row, path)
+
+    other = Fixed(8, seconds[1], now)
+    union = Union([Counted(), other, Ngram()])
+    begun(union, [[3, 7, 4, 3, 7, 5, 3]])
+    steps(union, now, AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))), 80, right)
+    rests, drafts = (other.asked, asked[0]) if right == 7 else (asked[0], other.asked)
+    assert rests < 40
+    assert drafts == 80
