@@ -39,9 +39,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         time.sleep(STEP * count)
         tokens = [prompt[-1] + place for place in range(1, count + 1)]
-        self.reply(
-            200, {"tokens": tokens, "timings": {"predicted_n": count, "predicted_ms": 1000 * STEP * (count - 1)}}
-        )
+        times = {"prompt_ms": 1000 * STEP * len(prompt), "predicted_n": count, "predicted_ms": 1000 * STEP * (count - 1)}
+        self.reply(200, {"tokens": tokens, "timings": times})
 
     def reply(self, status: int, value: object) -> None:
         body = json.dumps(value).encode()
