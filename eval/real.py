@@ -94,8 +94,8 @@ def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
     return lambda: server.complete(prompt, 32, ignore_eos=True).token_seconds
 
 
-def prefill(target: TransformersTarget, prefix: int) -> Callable[[], float]:
-    """Prefill so many tokens; it returns the seconds."""
+def prefill_alone(target: TransformersTarget, prefix: int) -> Callable[[], float]:
+    """A prefill of so many tokens, of which nothing is left; it returns the seconds."""
 
     def run() -> float:
         begun = clock()
@@ -107,15 +107,16 @@ def prefill(target: TransformersTarget, prefix: int) -> Callable[[], float]:
     return run
 
 
-def read_weights(target: TransformersTarget) -> Callable[[], float]:
-    """Read the packed weights of a target's layers as fast as can be; it returns the seconds."""
+def read_weights(target: TransformersTarget) -> Callable[[], float] | None:
+    """Read the packed weights of a target's layers as fast as can be; it returns the seconds. None without any."""
     blocks = [layer._blocks for layer in target.model.modules() if isinstance(layer, BlockLinear)]
-    read, threads = cpu_library.functions().read_bytes, cpu.kernel_threads()
+    if not blocks:
+        return None
 
     def run() -> float:
         begun = clock()
         for part in blocks:
-            read(part.data_ptr(), part.numel(), threads)
+            cpu_library.functions().read_bytes(part.data_ptr(), part.numel(), cpu.kernel_threads())
         return clock() - begun
 
     return run
@@ -236,23 +237,26 @@ def measure(
     """
     prompts: dict[Any, Callable[[], float]] = {}
     if server is not None:
-        prompts = {form: prefill(target, PROMPT) for form, target in targets.items()}
+        prompts = {form: prefill_alone(target, PROMPT) for form, target in targets.items()}
         prompts[_LLAMA] = lambda: server.complete(range(1000, 1000 + PROMPT), 1).prompt_seconds
     prefills = interleaved(prompts, max(rounds // 3, 1))
     calls: dict[Any, Callable[[], float]] = {}
     for form, target in targets.items():
         start(target, prefix, max_new_tokens=max(nodes))
         calls |= {(form, count): verify_pass(target, count) for count in nodes}
-        calls[form, _READ] = read_weights(target)
+        if (read := read_weights(target)) is not None:
+            calls[form, _READ] = read
     if server is not None:
         calls[_LLAMA, 1] = plain_step(server, prefix)
     times = interleaved(calls, rounds)
+    for target in targets.values():
+        target.select([])
     rows: list[dict[str, Any]] = []
     for (form, count), seconds in times.items():
         row = {"form": form, "nodes": count, "milliseconds": 1000 * median(seconds), "least": 1000 * min(seconds)}
         if form != _LLAMA and 1 in nodes:
             row["passes"] = ratio(times, (form, count), (form, 1))
-        if form != _LLAMA and count != _READ:
+        if (form, _READ) in times and count != _READ:
             row["read"] = ratio(times, (form, count), (form, _READ))
         if count == 1 and server is not None:
             row["llama"] = ratio(times, (form, 1), (_LLAMA, 1))
