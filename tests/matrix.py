@@ -267,9 +267,7 @@ def drafter_of(kind: str, model: Any, mode: str = "varying") -> Any:
 
 
 def drafts_are_captured(kind: str) -> bool:
-    return kind == "recycle" or (
-        kind not in ("plain", DEFAULT) and issubclass(drafter_class(kind), CapturedDrafter)
-    )
+    return kind == "recycle" or (kind not in ("plain", DEFAULT) and issubclass(drafter_class(kind), CapturedDrafter))
 
 
 def _budget(cell: Cell, rng: random.Random) -> Budget:
