@@ -200,5 +200,5 @@ class OpenVino:
             setattr(config, name, value)
         result = self._pipeline.generate(self._tensor(np.array([prompt], dtype=np.int64)), config)
         (tokens,), times = result.tokens, result.perf_metrics
-        prompt = times.get_ttft().mean / 1000
-        return Completion(list(tokens), times.get_generate_duration().mean / 1000 - prompt, prompt)
+        first = times.get_ttft().mean / 1000
+        return Completion(list(tokens), times.get_generate_duration().mean / 1000 - first, first)
