@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t TILE = LANES / 2;  // rows of inputs that share a load of weights
-constexpr int64_t AHEAD = 16;        // groups to prefetch
+constexpr int64_t AHEAD = 8192;      // bytes that are prefetched
 
 // Products times a scale. Those of VNNI start from the bits of OFFSET, so that they need no conversion: scales have so few
 // bits that OFFSET times a scale is exact.
@@ -28,19 +28,12 @@ inline floats add_scaled(floats sum, ints first, ints last, const Scales& scale,
   return fma(products, splat(x.scale[at]), sum);
 }
 
-// Where there is less to compute, the prefetching of processors without AMX keeps up, except in superblocks.
-#if defined(MMSPEC_AMX)
-constexpr int PREFETCHED_ROWS = 1;
-#else
-constexpr int PREFETCHED_ROWS = 4;
-#endif
-
-// Into the second level cache: the first one's lines are taken by loads.
+// In the order of addresses, which that of the loads is not, and into the first level cache: a row times weights in memory
+// takes up to a third less time than with prefetches of codes and of scales into the second.
 template <Kind kind>
-inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
-  constexpr int64_t ahead = block_bytes(kind, AHEAD);
-  for (int64_t i = 0; i < code_bytes[kind]; i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
-  if constexpr (scale_bytes[kind] > 0) __builtin_prefetch(scales + ahead, 0, 2);
+inline void prefetch_group(const uint8_t* block, int64_t group) {
+  constexpr int64_t size = block_bytes(kind, together[kind]) / together[kind];
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(block + group * size + AHEAD + i);
 }
 
 // Adds the products of one group of a block's output features, of floats of LANES of them, and the same group of several
@@ -48,8 +41,6 @@ inline void prefetch_group(const uint8_t* from, const uint8_t* scales) {
 template <Kind kind, int tile>
 inline void add_group(const uint8_t* from, const uint8_t* scales, const Rows& x, int64_t first, int64_t group,
                       floats* sums) {
-  if constexpr (shared_bytes[kind] > 0 || (kind != FLOAT32 && tile >= PREFETCHED_ROWS))
-    prefetch_group<kind>(from, scales);
   if constexpr (kind == FLOAT32) {
     const float* input = &x.exact[x.at(first, group) * GROUP];
     for (int i = 0; i < GROUP; i += 2) {
@@ -106,6 +97,7 @@ void block_product(const uint8_t* block, const Rows& x, int64_t first, floats* s
   for (int part = 0; part < (whole ? 1 : PARTS); part++) {
     floats local[2 * tile] = {};
     for (int64_t group = 0; group < x.groups; group++) {
+      prefetch_group<kind>(block, group);
       auto [codes, scales] = group_at<kind>(block, group);
       add_group<kind, tile>(codes + 4 * LANES * part, scales, x, first, group, local);
     }

@@ -20,7 +20,7 @@ from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.files import read_rows
-from tests.eval.llama_server import CRASH, STEP, install
+from tests.eval.llama_server import CRASH, PROMPT_STEP, STEP, install
 from tests.model_folders import save_gguf
 
 SPECULATION = "ngram-simple --spec-ngram-simple-size-n 4"
@@ -46,7 +46,7 @@ def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
     server = LlamaServer(program, model, 3, DRAFTED)
     answer = server.complete([5, 6, 7], 4)
     assert answer.tokens == [8, 9, 10, 11]
-    assert answer.seconds == pytest.approx(3 * STEP)
+    assert (answer.seconds, answer.prompt_seconds) == (pytest.approx(3 * STEP), pytest.approx(PROMPT_STEP * 3))
     assert plain_step(server, prefix=42)() == pytest.approx(STEP)
     options, request, step = log(program)
     assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("3", "3", "1")
