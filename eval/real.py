@@ -1,15 +1,14 @@
 """Passes of a real language model by the form of its weights: ``python -m mmspec.eval real``.
 
-Every form (as in the file, packed bfloat16, int8, int4, and bfloat16 by ``F.linear``) runs passes over 1, 2, 4, ...
-nodes after one prompt, interleaved, on one and on two threads. Beside them, if ``--llama-server`` is given, llama.cpp
-decodes the same GGUF file plainly after as many tokens with as many threads; and the bytes of the bfloat16 weights are
-read from memory.
-Columns of ratios are medians over the rounds of ratios within a round. With ``--prefixes``, passes over one node and
-over a tree, and the prefill, are timed after prompts of these lengths instead.
+Every form (as in the file, packed bfloat16, int8, int4) runs passes over 1, 2, 4, ... nodes after one prompt,
+interleaved, on one and on two threads, with a loop that only reads that form's packed weights. Beside them, if
+``--llama-server`` is given, llama.cpp decodes the same GGUF file plainly after as many tokens with as many threads, and
+both prefill a longer prompt. Columns of ratios are medians over the rounds of ratios within a round. With
+``--prefixes``, passes over one node and over a tree, and the prefill, are timed after prompts of these lengths instead.
 
-First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. The
-divergence of each form's next-token distributions from those of the float32 weights is measured on 400 tokens of the
-repository's CONTRIBUTING.md.
+First, each form decodes a prompt with a look-up drafter and plainly, and forms whose tokens differ are named. With
+``--divergence``, the divergence of each form's next-token distributions from those of the float32 weights is measured
+on 400 tokens of the repository's CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import mmspec
 from mmspec import plugins
@@ -37,29 +35,22 @@ from mmspec.eval.harness.peers import LlamaServer
 from mmspec.eval.harness.timing import interleaved
 from mmspec.eval.suite.settings import llama_server_option
 from mmspec.loading import load_target
-from mmspec.targets import sources
+from mmspec.ops import cpu, cpu_library
+from mmspec.quantisation.blocks import BlockLinear
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 
-UNPACKED = "bfloat16, F.linear"
 PACKED = ("auto", "bfloat16", "int8", "int4")
 TREE = 8
 """Nodes of the larger pass after a long prompt."""
+PROMPT = 512
+"""Tokens whose prefill is compared with llama.cpp's."""
 
 _PASSES = 3  # that are timed, of each size after such a prefill, of which the fastest counts
 _BEFORE = 4  # passes of the same size before one that is timed
 _LLAMA, _READ = "llama.cpp", "read"
 _TEXT = Path(__file__).resolve().parents[1] / "CONTRIBUTING.md"
 _PROMPT = "List five animals and their colours. Then list them again."
-
-
-def load_as(folder: str, form: str) -> tuple[TransformersTarget, Processor]:
-    """A target with weights as ``form``, a dtype of ``mmspec.load`` or ``UNPACKED``, and its processor."""
-    if form != UNPACKED:
-        return load_target(folder, "cpu", form)
-    source = sources.find(folder)
-    model, _ = source.model(AutoModelForCausalLM, source.config(), torch.bfloat16, on_cpu=True)
-    return TransformersTarget(model.eval()), source.processor(Processor)
 
 
 @torch.inference_mode()
@@ -103,14 +94,30 @@ def plain_step(server: LlamaServer, prefix: int) -> Callable[[], float]:
     return lambda: server.complete(prompt, 32, ignore_eos=True).token_seconds
 
 
-def read_bytes(count: int) -> Callable[[], float]:
-    """Read so many bytes of memory, by a sum; it returns the seconds."""
-    data = torch.ones(count // 4)
+def prefill_alone(target: TransformersTarget, prefix: int) -> Callable[[], float]:
+    """A prefill of so many tokens, of which nothing is left; it returns the seconds."""
 
     def run() -> float:
-        start = clock()
-        data.sum().item()
-        return clock() - start
+        begun = clock()
+        start(target, prefix, max_new_tokens=1)
+        seconds = clock() - begun
+        target.select([])
+        return seconds
+
+    return run
+
+
+def read_weights(target: TransformersTarget) -> Callable[[], float] | None:
+    """Read the packed weights of a target's layers as fast as can be; it returns the seconds. None without any."""
+    blocks = [layer._blocks for layer in target.model.modules() if isinstance(layer, BlockLinear)]
+    if not blocks:
+        return None
+
+    def run() -> float:
+        begun = clock()
+        for part in blocks:
+            cpu_library.functions().read_bytes(part.data_ptr(), part.numel(), cpu.kernel_threads())
+        return clock() - begun
 
     return run
 
@@ -173,23 +180,27 @@ PREFIX_COLUMNS: list[Column] = [
 @click.option("--prefixes", type=SIZES, help="Lengths of prompts after which one node, a tree and prefill are timed.")
 @click.option("--forms", type=Value(listed(choice(*PACKED))), default=",".join(PACKED), show_default=True)
 @click.option("--rounds", default=15, show_default=True)
+@click.option("--divergence", is_flag=True, help="Measure divergences from the float32 weights, which are loaded.")
 @llama_server_option
 def main(model: str, threads: tuple[int, ...], llama_server: str | None, **options: Any) -> dict[str, Any]:
     """Measure verify passes: a table per number of threads, then one JSON line."""
     servers = {count: LlamaServer(llama_server, model, count) for count in threads} if llama_server else {}
     folder = plugins.model_path(model)
     targets, equal, divergences = {}, {}, {}
-    exact, processor = load_as(folder, "float32")
-    ids = processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
-    with torch.inference_mode():
-        expected = exact.model(ids).logits
-    for form in (*options["forms"], *(() if options["prefixes"] else (UNPACKED,))):
-        targets[form], processor = load_as(folder, form)
+    if options["divergence"]:
+        exact, processor = load_target(folder, "cpu", "float32")
+        ids = processor.tokenizer(_TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
+        with torch.inference_mode():
+            expected = exact.model(ids).logits
+        del exact
+    for form in options["forms"]:
+        targets[form], processor = load_target(folder, "cpu", form)
         equal[form] = decodes_equally(targets[form], processor)
         if not equal[form]:
             click.echo(f"{form}: speculative and plain decoding differ", err=True)
-        divergences[form] = divergence(targets[form], expected, ids)
-        click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
+        if options["divergence"]:
+            divergences[form] = divergence(targets[form], expected, ids)
+            click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
     tables = {}
     for count in threads:
         torch.set_num_threads(count)
@@ -197,10 +208,7 @@ def main(model: str, threads: tuple[int, ...], llama_server: str | None, **optio
             tables[count] = measure_prefixes(targets, options["prefixes"], options["rounds"])
             wide_console().print(make_table(PREFIX_COLUMNS, tables[count], title=f"after a prompt, threads: {count}"))
             continue
-        for target in targets.values():
-            start(target, options["prefix"], max_new_tokens=max(options["nodes"]))
-        llama = plain_step(servers[count], options["prefix"]) if servers else None
-        tables[count] = measure(targets, options["nodes"], options["rounds"], llama)
+        tables[count] = measure(targets, options["nodes"], options["prefix"], options["rounds"], servers.get(count))
         wide_console().print(make_table(_COLUMNS, tables[count], title=f"milliseconds per pass, threads: {count}"))
     about = {"model": model, "equal": equal, "divergence": divergences}
     return {**about, "prefix": options["prefixes"] or options["prefix"], "rounds": options["rounds"], "threads": tables}
@@ -216,29 +224,44 @@ def decodes_equally(target: TransformersTarget, processor: Processor) -> bool:
 
 
 def measure(
-    targets: dict[str, TransformersTarget], nodes: tuple[int, ...], rounds: int, llama: Callable[[], float] | None
+    targets: Mapping[str, TransformersTarget],
+    nodes: Sequence[int],
+    prefix: int,
+    rounds: int,
+    server: LlamaServer | None,
 ) -> list[dict[str, Any]]:
-    """Rows of the table, one per form and number of nodes.
+    """Rows of the table, one per form and number of nodes, and one of llama.cpp.
 
     Args:
-        llama: returns the seconds per token of llama.cpp.
+        prefix: tokens before the passes.
     """
-    calls: dict[Any, Callable[[], float]] = {
-        (form, count): verify_pass(target, count) for form, target in targets.items() for count in nodes
-    }
-    calls[_READ] = read_bytes(2 * sum(p.numel() for p in targets[UNPACKED].model.parameters()))
-    if llama is not None:
-        calls[_LLAMA] = llama
+    prompts: dict[Any, Callable[[], float]] = {}
+    if server is not None:
+        prompts = {form: prefill_alone(target, PROMPT) for form, target in targets.items()}
+        prompts[_LLAMA] = lambda: server.complete(range(1000, 1000 + PROMPT), 1).prompt_seconds
+    prefills = interleaved(prompts, max(rounds // 3, 1))
+    calls: dict[Any, Callable[[], float]] = {}
+    for form, target in targets.items():
+        start(target, prefix, max_new_tokens=max(nodes))
+        calls |= {(form, count): verify_pass(target, count) for count in nodes}
+        if (read := read_weights(target)) is not None:
+            calls[form, _READ] = read
+    if server is not None:
+        calls[_LLAMA, 1] = plain_step(server, prefix)
     times = interleaved(calls, rounds)
+    for target in targets.values():
+        target.select([])
     rows: list[dict[str, Any]] = []
-    for name, seconds in times.items():
-        form, count = name if isinstance(name, tuple) else (name, 1)
+    for (form, count), seconds in times.items():
         row = {"form": form, "nodes": count, "milliseconds": 1000 * median(seconds), "least": 1000 * min(seconds)}
-        if isinstance(name, tuple):
-            row["speedup"] = ratio(times, (UNPACKED, count), name)
-            if count == 1:
-                row["read"] = ratio(times, name, _READ)
-                row["llama"] = ratio(times, name, _LLAMA) if llama is not None else None
+        if form != _LLAMA and 1 in nodes:
+            row["passes"] = ratio(times, (form, count), (form, 1))
+        if (form, _READ) in times and count != _READ:
+            row["read"] = ratio(times, (form, count), (form, _READ))
+        if count == 1 and server is not None:
+            row["llama"] = ratio(times, (form, 1), (_LLAMA, 1))
+            row["prefill"] = PROMPT / median(prefills[form])
+            row["prefill_speed"] = ratio(prefills, _LLAMA, form)
         rows.append(row)
     return rows
 
@@ -248,7 +271,9 @@ _COLUMNS: list[Column] = [
     ("nodes", "{nodes}"),
     ("median", "{milliseconds:.1f}"),
     ("least", "{least:.1f}"),
-    ("faster than F.linear", "{speedup:.2f}x"),
+    ("in one-node passes", "{passes:.2f}"),
+    ("of reading its weights", "{read:.2f}x"),
     ("of llama.cpp's token", "{llama:.2f}x"),
-    ("of reading bfloat16", "{read:.2f}x"),
+    (f"prefill of {PROMPT}, tokens/s", "{prefill:.0f}"),
+    ("faster than llama.cpp's", "{prefill_speed:.2f}x"),
 ]

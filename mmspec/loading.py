@@ -61,7 +61,7 @@ def load(
             (``smollm2``), or a model of transformers, or peft's wrapper of one, which stays on its device and in its
             dtype. None is the default of all commands: ``smol-llava`` where its packages are installed, else
             ``tiny-llava``.
-        drafter: ``"auto"`` (the one in the model's folder, else ``"recycle"``), a registered name (``"ngram"``,
+        drafter: ``"auto"`` (the one in the model's folder, else ``"recycle+ngram"``), a registered name (``"ngram"``,
             ``"recycle"``, ``"small:MODEL"``, ...), the folder or hub id of a drafter checkpoint, a ``Drafter`` object,
             or None for plain decoding.
         device: a torch device name; ``"auto"`` is a GPU if there is one.

@@ -24,6 +24,7 @@ from mmspec import SamplingParams, plugins
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
+from mmspec.drafters.registry import DEFAULT
 from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
@@ -41,7 +42,7 @@ from tests.tiny.models import text_inputs, vision_inputs
 MAIN = ("llama", "llava", "bamba")
 """A dense, a vision-language and a hybrid target, on which every drafter runs."""
 
-DRAFTERS = ("plain", *tiny_drafters(), "recycle+ngram")
+DRAFTERS = ("plain", *tiny_drafters(), DEFAULT)
 TARGETS = {
     **dict.fromkeys(MAIN, DRAFTERS),
     **{name: ("recycle",) for name in (*TEXT_CONFIGS, *HYBRID_CONFIGS, *VISION_CONFIGS) if name not in MAIN},
@@ -266,9 +267,7 @@ def drafter_of(kind: str, model: Any, mode: str = "varying") -> Any:
 
 
 def drafts_are_captured(kind: str) -> bool:
-    return kind == "recycle" or (
-        kind not in ("plain", "recycle+ngram") and issubclass(drafter_class(kind), CapturedDrafter)
-    )
+    return kind == "recycle" or (kind not in ("plain", DEFAULT) and issubclass(drafter_class(kind), CapturedDrafter))
 
 
 def _budget(cell: Cell, rng: random.Random) -> Budget:

@@ -37,10 +37,12 @@ class Completion:
     Attributes:
         tokens: generated token ids, the end-of-sequence token included.
         seconds: decode time after the first token, as the engine measures it.
+        prompt_seconds: of the prefill, likewise.
     """
 
     tokens: list[int]
     seconds: float
+    prompt_seconds: float
 
     @property
     def token_seconds(self) -> float:
@@ -119,7 +121,8 @@ class LlamaServer:
             raise self._failure("did not answer") from error
         if status != 200:
             raise UserError(f"llama-server refused a request of {len(prompt)} tokens: {reply['error']['message']}")
-        return Completion(reply["tokens"], reply["timings"]["predicted_ms"] / 1000)
+        times = reply["timings"]
+        return Completion(reply["tokens"], times["predicted_ms"] / 1000, times["prompt_ms"] / 1000)
 
     def _wait_until_loaded(self) -> None:
         deadline = time.monotonic() + _TIMEOUT
@@ -197,5 +200,5 @@ class OpenVino:
             setattr(config, name, value)
         result = self._pipeline.generate(self._tensor(np.array([prompt], dtype=np.int64)), config)
         (tokens,), times = result.tokens, result.perf_metrics
-        milliseconds = times.get_generate_duration().mean - times.get_ttft().mean
-        return Completion(list(tokens), milliseconds / 1000)
+        first = times.get_ttft().mean / 1000
+        return Completion(list(tokens), times.get_generate_duration().mean / 1000 - first, first)

@@ -263,7 +263,7 @@ def _generate(
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
         torch.manual_seed(options.seed)
-        sampling = {"do_sample": True, "temperature": options.temperature, **UNFILTERED}
+        sampling = {"do_sample": True, "temperature": options.temperature, **UNFILTERED, "top_p": options.top_p}
     start = clock()
     prompt = pipe.encode(requests)
     ids = prompt.input_ids

@@ -80,9 +80,8 @@ class Evaluator:
         if task.name not in self._samples:
             self._samples[task.name] = self.settings.samples(task.name)
         samples = self._samples[task.name][job["group"] * size : (job["group"] + 1) * size]
-        options = DecodingOptions(
-            self.settings.max_new_tokens or task.max_new_tokens, temperature, self.settings.seed + job["group"]
-        )
+        tokens, seed = self.settings.max_new_tokens or task.max_new_tokens, self.settings.seed + job["group"]
+        options = DecodingOptions(tokens, temperature, seed, self.settings.top_p)
         methods = [method.fork(self.pipe.target) for method in self._usable(temperature, size)]
         texts: list[list[str]] = [[] for _ in samples]
         turns = []
@@ -168,7 +167,7 @@ def _method_results(
                 other = next((batch.answers[row] for batch in rounds if batch.answers[row] != expected), None)
                 equal[row] = other is None
                 if other is not None and not method.lossy:
-                    keywords = {"temperature": options.temperature}
+                    keywords = {"temperature": options.temperature, "top_p": options.top_p}
                     difference = first_difference(pipe, requests[row], keywords, other, expected)
                     differences.append({"row": row, **vars(difference)})
         results[method.name] = {

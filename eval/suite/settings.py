@@ -38,6 +38,7 @@ class SuiteSettings(Checked):
     temperatures: tuple[float, ...] = option(
         (0.0,), listed(SamplingParams.rule("temperature")), "0 is greedy.", default_text="0"
     )
+    top_p: float = inherited(SamplingParams, "top_p", "Of sampling.", default=1.0)
     batch_sizes: tuple[int, ...] = option((1,), listed(whole(1)), "Conversations per batch.", default_text="1")
     rounds: int = option(3, whole(1), "Measurements of each batch.")
     warm_up: int = option(2, whole(0), "Unmeasured batches.")

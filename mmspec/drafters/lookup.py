@@ -84,11 +84,16 @@ class LookUps(LookUpDrafter):
         self._borne_out = [[_STEPS * part.reliability, _STEPS] for part in parts]  # tokens, and their probabilities
         self._expected: dict[int, list[tuple[int, float] | None]] = {}  # by row: each part's most probable next token
 
+    @property
+    def members(self) -> list[Drafter]:
+        return [member for part in self.parts for member in part.members]
+
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
         for part in self.parts:
             part.begin(prompt, output, history)
 
     def select(self, rows: Sequence[int]) -> None:
+        self._expected = {}
         for part in self.parts:
             part.select(rows)
 
@@ -103,7 +108,7 @@ class LookUps(LookUpDrafter):
         return merge([part.propose(token, budget) for part in self.parts])
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
-        starts = [part.start(row, path) for part in self.parts]
+        starts = [part.start(row, path) if part.on_host else (None, _no_children) for part in self.parts]
         below = [children for _, children in starts]
         reliabilities = [came / given for came, given in self._borne_out]
         if not path:
@@ -132,6 +137,10 @@ class LookUps(LookUpDrafter):
                 if path and guess is not None:
                     counts[:] = counts[0] * _STEPS_DECAY + (guess[0] == tokens[0]), counts[1] * _STEPS_DECAY + guess[1]
         self._expected = {}
+
+
+def _no_children(state: None) -> tuple[()]:
+    return ()
 
 
 _ESCAPE = 0.5  # weight of all shorter contexts against one occurrence of a context

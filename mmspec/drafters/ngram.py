@@ -8,11 +8,13 @@ code, places near the one where it would have gone on are trusted more than othe
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 from mmspec.core.target import Prompt, Target, TargetOutput
 from mmspec.drafters.lookup import Children, LookUpDrafter
@@ -93,6 +95,13 @@ class Ngram(LookUpDrafter):
         self._lengths = sorted({shortest, longest} | inner, reverse=True)
         self.memory, self.width = memory, width
         self._past, self._trust = _Index([], self._lengths), Trust()
+        self._vocab: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ngram:
+        # Without rows: their tokens are not for a copy to remember, and the engine appends to them meanwhile.
+        copied = copy.copy(self)
+        vars(copied).update(copy.deepcopy({**vars(self), "rows": []}, memo))
+        return copied
 
     def attach(self, target: Target) -> None:
         if target is not self._target:
@@ -100,12 +109,14 @@ class Ngram(LookUpDrafter):
             self.select([])
 
     def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        if self._vocab != output.logits.shape[-1]:  # the vocabulary has changed
+            self._past, self._vocab = _Index([], self._lengths), output.logits.shape[-1]
         self.rows += [_Text(row, self._lengths) for row in history]
 
     def select(self, rows: Sequence[int]) -> None:
         if self.memory:
             text = self._past.text
-            for row in set(range(len(self.rows))).difference(rows):
+            for row in sorted(set(range(len(self.rows))).difference(rows)):
                 text += self.rows[row].own.text
             if len(text) > 2 * self.memory:
                 self._past = _Index(text[-self.memory :], self._lengths)
@@ -140,11 +151,11 @@ class _Index:
                     self._ends[tuple(self.text[end - length : end])].append(end)
         self._indexed = max(self._indexed, upto)
 
-    def latest(self, tokens: list[int], count: int) -> Iterator[int]:
-        """Places after occurrences of the last of ``count`` tokens: longest sequences first, then latest ones."""
-        for length in self.lengths:
-            if length <= count:
-                yield from reversed(self._ends.get(tuple(tokens[count - length : count]), ())[-_OCCURRENCES:])
+    def latest(self, tokens: list[int], count: int, length: int) -> Iterator[int]:
+        """Places after the latest occurrences of the last ``length`` of ``count`` tokens, from the last one on."""
+        if length > count:
+            return iter(())
+        return reversed(self._ends.get(tuple(tokens[count - length : count]), ())[-_OCCURRENCES:])
 
 
 class _Text:
@@ -161,8 +172,8 @@ class _Text:
         self.own.extend(min(count, len(self.own.text)) - 1)
         found = list(self._resumed(tokens, count))
         seen = {(id(match.text), match.place) for match in found}
-        for kind, index in ((OWN, self.own), (PAST, past)):
-            for place in index.latest(tokens, count):
+        for length, (kind, index) in product(self.own.lengths, ((OWN, self.own), (PAST, past))):
+            for place in index.latest(tokens, count, length):
                 if len(found) >= _OCCURRENCES:
                     return found
                 if place < len(index.text) and (id(index.text), place) not in seen:
@@ -176,7 +187,7 @@ class _Text:
             return
         text, first = self._copied.text, self._copied.place
         end = min(count, len(text)) if text is self.own.text else len(text)
-        for place in range(first, min(first + _REACH + 1 if self._departed else first + 1, end)):
+        for place in range(first, min(first + (_REACH + 2 if self._departed else 1), end)):
             if length := _equal(text, place, tokens, count):
                 goes_on = not self._departed and length >= _COPY
                 yield Match(text, place, length, self._copied.kind if goes_on else RESUMED)

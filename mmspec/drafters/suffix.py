@@ -2,8 +2,8 @@
 
 SuffixDecoding (arXiv 2411.04975) looks the longest match up in a suffix tree. Here the structure is a suffix automaton,
 which takes constant time per token, and continuations are weighted as by prediction by partial matching: a context's
-counts, mixed with those of its shorter suffixes. Matches have any length, where ``ngram`` distinguishes at most four
-tokens.
+counts, mixed with those of its shorter suffixes. ``ngram`` looks up the latest matches instead, learns how far to trust
+them by their length, resumes copies after a difference, and remembers earlier requests.
 """
 
 from __future__ import annotations

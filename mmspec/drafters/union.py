@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean
 from time import perf_counter as clock
 from typing import Any
 
@@ -19,18 +19,18 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.errors import UserError
 
-_STEPS = 12  # whose time per token is averaged
-_EXPECTED = 0.4, 0.8, 1.6, 3.2  # bounds of classes of expected tokens
+_STEPS = 16  # whose time per token is averaged
+_EXPECTED = 0.7, 2.0  # bounds of classes of expected tokens
 
 
 class Union(Drafter):
     """Merge the trees of several drafters; the budget prunes the union to its most probable nodes. Those that look up
     tokens grow one tree together (``LookUps``).
 
-    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would have
-    drafted, and rests alone while it loses (``DraftingPayoff``): by how many tokens the trees before it can expect, of which
-    those of look-ups come first. So a network does not run where the text is copied. One that fails rests alone
-    (``Guard``).
+    Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would
+    have drafted, and rests alone while it loses (``DraftingPayoff``). This is known by the number of tokens that the
+    trees before it can expect, those of look-ups first, so that no network runs where the text is copied. One that
+    fails rests alone (``Guard``).
 
     Args:
         drafters: at least two, whose trees have ``log_probs``.
@@ -46,7 +46,7 @@ class Union(Drafter):
         self._payoffs = [[DraftingPayoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
         self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # by drafter: its tree, seconds and payoff
         self._began = 0.0  # clock at this step's proposal
-        self._paces: deque[float] = deque(maxlen=_STEPS)  # seconds per token of steps
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_STEPS)  # seconds of steps, and tokens per row
 
     @property
     def drafters(self) -> Sequence[Drafter]:
@@ -116,6 +116,12 @@ class Union(Drafter):
         total = max(1.0, sum(probs.values()))
         return [(token, p / total) for token, p in probs.items()]
 
+    def draft_chains(self, length: int) -> None:
+        """See ``Drafter``; look-ups can, whose tree is one."""
+        if len(self._guards) > 1:
+            super().draft_chains(length)
+        self._guards[0].draft_chains(length)
+
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for guard in self._guards:
             guard.observe(tree, verdict, output)
@@ -131,9 +137,8 @@ class Union(Drafter):
         """
         if not emitted:
             return
-        now = clock()
-        self._paces.append((now - self._began) / fmean(map(len, emitted)))
-        pace = median(self._paces)
+        self._recent.append((clock() - self._began, fmean(map(len, emitted))))
+        pace = sum(seconds for seconds, _ in self._recent) / sum(count for _, count in self._recent)
         reached = {
             place: [
                 _depth(children, tokens[:-1])

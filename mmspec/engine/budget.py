@@ -165,6 +165,10 @@ class StepTimeModel:
         self.fixed = max(self.fixed + self._weight * (y - self.slope * x - self.fixed), self._least)
         self._weight = max(_FIXED_WEIGHT, self._weight / (1.0 + self._weight))
 
+    @property
+    def measured(self) -> bool:
+        return self._weight < 1.0
+
     def interrupt(self) -> None:
         """The next step differs from the last one by more than ``x``."""
         self._last = None
@@ -240,6 +244,7 @@ _BINS = 16  # of path probabilities
 _BIN_PRIOR = 6.0  # pseudo-observations per bin that agree with the drafter
 _BIN_DECAY = 0.995  # decay of a bin's observations, per observation
 _PACE_DECAY = 0.95  # decay of recent tokens and seconds, per step
+_FIRST_LEAST_GAIN = 1.0  # of a level, as long as the time of levels is not known: the first drafts have one
 _FIRST_PLAIN = 2  # plain steps before the first draft
 _PLAIN_STEPS = 5  # last plain steps whose time counts
 _PLAIN_INTERVAL = 100  # draft steps before another plain one
@@ -309,7 +314,8 @@ class AdaptiveBudget(MeasuredBudget):
 
     @property
     def least_gain(self) -> float:
-        return self._statistics[self.chain].drafting.slope * self._tokens / self._time
+        drafting = self._statistics[self.chain].drafting
+        return drafting.slope * self._tokens / self._time if drafting.measured else _FIRST_LEAST_GAIN
 
     def prune(self, tree: TokenTree) -> TokenTree:
         if not tree.prunable:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from time import perf_counter as clock
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
+_REST = 4.0  # of the time that moving a page takes
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, which Python has no name for
 
 _LOCAL = threading.local()  # ``kernels``: threads of kernels that this thread calls
@@ -38,7 +41,7 @@ def use_huge_pages(memory: Tensor) -> threading.Thread | None:
 
     With pages of 4 KiB, address translation may take as long as reading the memory in order. Where a system has to find
     memory for huge pages first (a virtual machine does at their first use), writing to them would take longer than all
-    else in the loading of a model.
+    else in the loading of a model. The thread rests most of the time: passes wait for a page that is being moved.
     """
     starts = range(memory.data_ptr(), memory.data_ptr() + len(memory) - PAGE + 1, PAGE)
     if not hasattr(mmap, "MADV_HUGEPAGE") or not starts:
@@ -49,8 +52,10 @@ def use_huge_pages(memory: Tensor) -> threading.Thread | None:
 
     def move(kept: Tensor) -> None:
         for start in starts:
+            begun = clock()
             if advise(start, PAGE, _COLLAPSE):
                 return
+            time.sleep(_REST * (clock() - begun))
 
     thread = threading.Thread(target=move, args=(memory,), name="huge pages", daemon=True)
     thread.start()

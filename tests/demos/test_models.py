@@ -87,17 +87,19 @@ def test_an_adapting_pipeline_is_not_the_pages(models):
 
 def test_requests_do_not_share_learned_drafts():
     loaded = LoadedModel(*parts(), "bytes")
-    pipe = loaded.pipeline("recycle")
-    assert loaded.pipeline("recycle") is pipe
-    first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
-    assert first.trees == again.trees
-    assert first.stats.num_draft_tokens > 0
-    (table,) = pipe.drafter.members
-    assert isinstance(table, Recycle)
-    assert table.entries == 0
+    for name in ("recycle", "auto"):
+        pipe = loaded.pipeline(name)
+        assert loaded.pipeline(name) is pipe
+        first, again = (pipe.generate(**REQUEST, **KEYWORDS, nodes=6, trace=True) for _ in range(2))
+        assert first.trees == again.trees
+        assert first.stats.num_draft_tokens > 0
+        table, *ngram = pipe.drafter.members
+        assert isinstance(table, Recycle)
+        assert table.entries == 0
+        assert [one._past.text for one in ngram] == [[]] * (name == "auto")
     assert loaded.pipeline("none").drafter is None
     assert [resolved("auto", loaded.pipeline(name)) for name in ("auto", "none", "recycle+ngram")] == [
-        "recycle",
+        "recycle+ngram",
         "none",
         "recycle+ngram",
     ]
@@ -190,5 +192,5 @@ def test_race_tokens_equal_separate_runs():
     assert end.baseline is end.lanes[0]
     assert end.speedup(end.fastest) == pytest.approx(end.baseline.seconds / min(x.seconds for x in end.lanes[1:]))
     assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
-    with pytest.raises(UserError, match="got recycle twice"):
-        next(race(loaded, ["recycle", "auto"], REQUEST, KEYWORDS))
+    with pytest.raises(UserError, match="got recycle\\+ngram twice"):
+        next(race(loaded, ["recycle+ngram", "auto"], REQUEST, KEYWORDS))

@@ -16,8 +16,8 @@ LOADING = 2
 """Questions after its health that are answered before it has loaded."""
 CRASH = 13
 """Tokens to generate at which it dies."""
-STEP = 0.002
-"""Seconds per token."""
+STEP, PROMPT_STEP = 0.002, 0.001
+"""Seconds per token, generated and of a prompt."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,9 +39,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         time.sleep(STEP * count)
         tokens = [prompt[-1] + place for place in range(1, count + 1)]
-        self.reply(
-            200, {"tokens": tokens, "timings": {"predicted_n": count, "predicted_ms": 1000 * STEP * (count - 1)}}
-        )
+        times = {"prompt_ms": 1000 * PROMPT_STEP * len(prompt), "predicted_ms": 1000 * STEP * (count - 1)}
+        self.reply(200, {"tokens": tokens, "timings": {"predicted_n": count, **times}})
 
     def reply(self, status: int, value: object) -> None:
         body = json.dumps(value).encode()

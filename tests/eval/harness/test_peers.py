@@ -14,14 +14,13 @@ from transformers import LogitsProcessorList
 import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
-from mmspec.eval.harness.acceptance import copyable
 from mmspec.eval.harness.peers import CONTEXT, LlamaServer, OpenVino
 from mmspec.eval.real import plain_step
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
 from mmspec.eval.suite.settings import SuiteSettings
 from mmspec.files import read_rows
-from tests.eval.llama_server import CRASH, STEP, install
+from tests.eval.llama_server import CRASH, PROMPT_STEP, STEP, install
 from tests.model_folders import save_gguf
 
 SPECULATION = "ngram-simple --spec-ngram-simple-size-n 4"
@@ -47,7 +46,7 @@ def test_requests_are_greedy_and_use_no_cache(program: str, model: str) -> None:
     server = LlamaServer(program, model, 3, DRAFTED)
     answer = server.complete([5, 6, 7], 4)
     assert answer.tokens == [8, 9, 10, 11]
-    assert answer.seconds == pytest.approx(3 * STEP)
+    assert (answer.seconds, answer.prompt_seconds) == (pytest.approx(3 * STEP), pytest.approx(PROMPT_STEP * 3))
     assert plain_step(server, prefix=42)() == pytest.approx(STEP)
     options, request, step = log(program)
     assert (options["--threads"], options["--threads-batch"], options["--parallel"]) == ("3", "3", "1")
@@ -92,6 +91,7 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its whole requests are measured and not compared; samples and batches are left out."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("mmspec.eval.suite.evaluator.copyable", lambda prompt, answer: [*prompt, *answer])
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
     settings = SuiteSettings(
         file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,
@@ -119,7 +119,7 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     }
     for sample, prompt in zip(samples, (one, two), strict=True):
         turn = plain[1, sample.id]
-        assert turn["copyable"] == copyable(prompt, turn["methods"]["none"]["answers"][0])
+        assert turn["copyable"] == [*prompt, *turn["methods"]["none"]["answers"][0]]
     assert ["copyable" in turn for (batch, *_), turn in plain.items() if batch == 2] == [False]
     refused = {(one["method"], one["temperature"], one["batch"]) for one in summary["refused"]}
     assert refused >= {(name, *key) for name in ("llama.cpp", other) for key in ((0.0, 2), (1.0, 1), (1.0, 2))}

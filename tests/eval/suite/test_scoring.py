@@ -132,7 +132,8 @@ def test_edits_are_compared_as_syntax_trees():
         ("```python\n" + plain.replace("(x)", "(x: list)") + "\n```", 0, 1),
         ("```python\n" + plain.replace("in x]", "in x if y]") + "\n```", 0, 1),
         ("```python\ndef f(x:\n```", 0, 0),
-        ("```python\nx = '\\d'\n```", 0, 0),  # no function
+        ("```python\nx = 1\n```", 0, 0),  # no function
+        ("```python\ndef f(x):\n    return '\\d'\n```", 0, 1),  # Python warns of such strings
     ):
         assert scoring.edited([(sample(plain), [answer])]) == {"edited": edited, "parses": parses}, answer
     typed = "def f(x: int, *rest: str) -> dict[str, int]:\n    return x"

@@ -1,9 +1,10 @@
 """What look-up drafters expect after drafts of another origin."""
 
+import pytest
 import torch
 
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import continuations
+from mmspec.core.drafter import Wrapper, continuations
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.per_sequence import PerSequence
@@ -58,10 +59,25 @@ def test_recycle_looks_up_the_last_two_tokens():
     assert dict(drafter.continuations(0, ())) == first_level(drafter, TEXT)
 
 
+class Apart(Wrapper):
+    """A drafter that does not grow its tree together with others."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+
 def test_ensembles():
+    ngram = dict(begun(Ngram(), TEXT).continuations(0, (6,)))
     union = begun(Union([Recycle(top_k=3), Ngram()]), TEXT)
     union.drafters[0]._table = {(5, 6): {7: 0.1, 11: 0.3}}
-    ngram = dict(begun(Ngram(), TEXT).continuations(0, (6,)))
+    # Odds add up, those of recycled tokens by a reliability of 0.7.
+    odds = {token: p / (1 - p) for token, p in ngram.items()} | {11: 0.21 / 0.79}
+    odds[7] += 0.07 / 0.93
+    found = dict(union.continuations(0, (6,)))
+    assert found == pytest.approx({token: odd / (1 + sum(odds.values())) for token, odd in odds.items()})
+
+    union = begun(Union([Apart(Recycle(top_k=3)), Ngram()]), TEXT)
+    union.drafters[0].drafter._table = {(5, 6): {7: 0.1, 11: 0.3}}
     found = dict(union.continuations(0, (6,)))
     total = max(1.0, ngram[7] + ngram[9] + 0.3)
     assert found == {7: ngram[7] / total, 9: ngram[9] / total, 11: 0.3 / total}
@@ -78,4 +94,4 @@ def test_inputs_are_left_alone():
     history = list(TEXT)
     drafter = begun(Ngram(), history)
     drafter.continuations(0, (6, 7))
-    assert drafter.rows[0].history == TEXT
+    assert drafter.rows[0].own.text == TEXT

@@ -20,7 +20,7 @@ from mmspec.drafters.checkpoint import _load_tensors, load_weights
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.registry import DEFAULT, make_drafter, registered_name
 from mmspec.drafters.small import Small
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
@@ -338,7 +338,9 @@ def test_recycle_checkpoints(tmp_path):
         assert sorted(again._table[context].values(), reverse=True) == pytest.approx(best, abs=1e-3)
     home = tmp_path / "model"
     (tmp_path / "model").mkdir()
-    assert make_drafter("auto", str(home)).entries == 0
+    empty = make_drafter("auto", str(home))  # the default of all models
+    assert registered_name(empty) == DEFAULT == "recycle+ngram"
+    assert empty.drafters[0].entries == 0
     drafter.save(home / "drafter", target)
     assert make_drafter("auto", str(home)).entries == drafter.entries
     with pytest.raises(UserError, match=r"the drafter was trained for .* \(architectures .*Llama.*\): got .*Qwen3"):

@@ -6,12 +6,14 @@ import torch
 from mmspec import UserError
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.drafter import Drafter, learns, lend, members
+from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
+from mmspec.drafters.suffix import Suffix
 from mmspec.drafters.union import Union
 from mmspec.engine.budget import AdaptiveBudget
 from mmspec.targets.transformers_target import TransformersTarget
@@ -20,18 +22,22 @@ from tests.tiny import shared_model
 
 
 def test_every_member_sees_every_step_and_proposes():
-    """Members that know nothing of each other's nodes, each on the tokens that it alone can draft."""
+    """Each node is one that a member drafts alone, and all of these are there."""
     row = [[4, 5, 6, 4, 5]]
     ngram, recycle = Ngram(), Recycle()
     union = Union([ngram, recycle])
     logits = begun(union, row)
     row[0].append(4)
-    tree = union.propose(torch.tensor([4]), Budget(30, depth=3))
-    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), Budget(30, 3)))]
+    budget = Budget(1000, depth=3)
+    budget.floor = 0.0
+    tree = union.propose(torch.tensor([4]), budget)
+    alone = [path for drafter in (ngram, recycle) for path in paths(drafter.propose(torch.tensor([4]), budget))]
     assert sorted(paths(tree)) == sorted({tuple(path): path for path in alone}.values())
     assert [5, 6] in paths(tree)
-    assert recycle.entries > 0
-    assert logits.shape[0] == 1
+    known = recycle.entries
+    output = TargetOutput(logits.expand(1, tree.nodes, -1), {})
+    union.observe(tree, accept_path(tree, torch.full_like(tree.tokens, 9)), output)
+    assert recycle.entries > known > 0
 
 
 def test_names_joined_by_plus():
@@ -40,7 +46,8 @@ def test_names_joined_by_plus():
     assert [type(member) for member in union.drafters] == [Ngram, Recycle]
     assert members(union) == union.drafters
     assert learns(union)
-    assert not learns(Union([Ngram(), Ngram(longest=2)]))
+    assert learns(Union([Ngram(memory=0), Suffix()]))  # how far to trust what it finds
+    assert not learns(Union([Suffix(), Suffix()]))
     for name, message in (
         ("ngram+none", "^names joined by + must each be a drafter's: got 'ngram+none'$"),
         ("ngram+nonsense", "nonsense"),
@@ -124,7 +131,7 @@ def test_rows_that_have_finished_count_for_no_member(now):
     verdict.packed[1, 0] = 0
     now[0] += 0.05
     union.observe(tree, verdict, None)
-    assert [payoff._gains[0] for payoff in union._payoffs] == [1.0, 0.0]
+    assert [payoffs[0]._gains[0] for payoffs in union._payoffs] == [1.0, 0.0]
 
 
 def test_steps_that_do_not_draft_count_for_no_member(now):
@@ -133,4 +140,51 @@ def test_steps_that_do_not_draft_count_for_no_member(now):
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
     root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since
     union.observe(root, accept_path(root, torch.tensor([[7], [7]])), None)
-    assert [len(payoff._gains) for payoff in union._payoffs] == [1, 1]
+    assert [len(payoffs[0]._gains) for payoffs in union._payoffs] == [1, 1]
+
+
+class Sure(Fixed):
+    """Drafts a chain of three tokens, which it is sure of in every other step."""
+
+    def propose(self, token, budget):
+        self.asked += 1
+        sure = self.asked % 2 == 0
+        return build_tree(token, [([self.token] * 3, [0, 1, 2])], [[0.9] * 3 if sure else [0.1] * 3])
+
+
+def test_a_member_rests_only_where_the_trees_before_it_expect_so_many_tokens(now):
+    """The slow one is right where the first one is not sure, and adds nothing where it is."""
+    budget = AdaptiveBudget(CostTable((1, 64), (1.0, 1.0)))
+    first, slow = Sure(7, 0.0, now), Fixed(8, 0.001, now)
+    union, asked = Union([first, slow]), {True: 0, False: 0}
+    for _ in range(120):
+        before = slow.asked
+        tree = union.propose(torch.tensor([3]), budget)
+        now[0] += 0.004
+        sure = first.asked % 2 == 0
+        asked[sure] += slow.asked - before
+        chosen = torch.full((1, tree.nodes), 7 if sure else 99)
+        chosen[0, 0] = 7 if sure else 8
+        union.observe(tree, accept_path(tree, chosen), None)
+    assert asked[False] == 60
+    assert asked[True] < 30
+
+
+@pytest.mark.parametrize(("right", "seconds"), [(7, (0.0, 0.002)), (8, (0.002, 0.0))])
+def test_look_ups_are_charged_together_beside_another_drafter(now, right, seconds):
+    """They draft 7, the other one 8; what is wrong costs time, and rests."""
+    asked = [0]
+
+    class Counted(Suffix):
+        def start(self, row, path=()):
+            asked[0] += 1
+            now[0] += seconds[0]
+            return super().start(row, path)
+
+    other = Fixed(8, seconds[1], now)
+    union = Union([Counted(), other, Ngram()])
+    begun(union, [[3, 7, 4, 3, 7, 5, 3]])
+    steps(union, now, AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))), 80, right)
+    rests, drafts = (other.asked, asked[0]) if right == 7 else (asked[0], other.asked)
+    assert rests < 40
+    assert drafts == 80

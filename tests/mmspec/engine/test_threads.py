@@ -360,13 +360,13 @@ def test_members_of_a_union_are_held_with_it(alone):
     """The engine of another target waits until the union's rows have ended."""
     shared = Recycle()
     first, second = pipeline(Union([shared, Ngram()])), pipeline(shared)
-    using, propose = [], shared.propose
+    using, observe = [], shared.observe
 
-    def follow(token, budget):
+    def follow(tree, verdict, output):
         using.append(speculation._OWNERS[id(shared)])
-        return propose(token, budget)
+        observe(tree, verdict, output)
 
-    shared.propose = follow
+    shared.observe = follow
     stream, piece = begun(first)
     assert second.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
     assert streamed([piece, *stream]) == alone[PROMPTS[1]]

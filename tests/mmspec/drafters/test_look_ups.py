@@ -1,0 +1,207 @@
+"""Look-up drafters that grow one tree together."""
+
+import pytest
+import torch
+
+import mmspec
+from mmspec import UserError
+from mmspec.core.budget import Budget
+from mmspec.core.tree import TokenTree
+from mmspec.core.verify import accept_path
+from mmspec.drafters.lookup import LookUpDrafter, LookUps
+from mmspec.drafters.ngram import Ngram
+from mmspec.drafters.recycle import Recycle
+from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.union import Union
+from mmspec.ops import kernels
+from tests.mmspec.drafters.test_drafters import begun, paths
+from tests.tiny import root_path, shared_model, valid_nodes
+from tests.tiny.models import text_inputs
+
+
+class Table(LookUpDrafter):
+    """Drafts what follows a path, of each row: ``{path: {token: probability}}``."""
+
+    reliability = 1.0
+
+    def __init__(self, *tables, reliability=1.0, on_host=True):
+        super().__init__()
+        self.tables, self.reliability, self._on_host = tables, reliability, on_host
+
+    @property
+    def on_host(self):
+        return self._on_host
+
+    def begin(self, prompt, output, history):
+        self.rows += [*range(len(self.rows), len(self.rows) + len(history))]
+
+    def start(self, row, path=()):
+        assert self.on_host
+        table = self.tables[self.rows[row]]
+        return tuple(path), lambda at: [(token, p, (*at, token)) for token, p in table.get(at, {}).items()]
+
+
+def together(*parts, rows=1):
+    look_ups = LookUps(parts)
+    look_ups.begin(None, None, [[1]] * rows)
+    return look_ups
+
+
+def tree_of(look_ups, rows=1, **sizes):
+    budget = Budget(**{"nodes": 30, "depth": 3, **sizes})
+    budget.floor = 0.0
+    return look_ups.propose(torch.ones(rows, dtype=torch.long), budget)
+
+
+def probs(tree, row=0):
+    """Of each path, its probability."""
+    drafted = valid_nodes(tree, row)[1:]
+    found = {
+        tuple(tree.tokens[row, root_path(tree, row, n)[1:]].tolist()): float(tree.log_probs[row, n].exp())
+        for n in drafted
+    }
+    assert len(found) == len(drafted)
+    return found
+
+
+def say(look_ups, *said, draft=True):
+    """A step in which each row emits these tokens, and what it drafts of them, 99; nothing, if it has ended."""
+    tree = tree_of(look_ups, len(said)) if draft else TokenTree.root(torch.ones(len(said), dtype=torch.long))
+    choices = torch.full_like(tree.tokens, 99)
+    for row, tokens in enumerate(said):
+        node = 0
+        for token in tokens:
+            choices[row, node] = token
+            node = tree.children[row][node].get(token, node)
+    verdict = accept_path(tree, choices)
+    for row, tokens in enumerate(said):
+        verdict.packed[row, 0] *= bool(tokens)
+    assert [emitted[: len(tokens)] for (_, emitted), tokens in zip(verdict.host, said, strict=True)] == [*said]
+    look_ups.observe(tree, verdict, None)
+
+
+def test_odds_add_up():
+    """5 has odds of 1 and 1/3, 6 of 1."""
+    found = probs(tree_of(together(Table({(): {5: 0.5}}), Table({(): {5: 0.25, 6: 0.5}}))))
+    assert found == {(5,): pytest.approx(0.4), (6,): pytest.approx(0.3)}
+
+
+def test_a_drafter_that_does_not_know_a_token_says_nothing_below_it():
+    first = Table({(): {5: 0.5}, (5,): {7: 0.5}, (6,): {7: 0.9}, (5, 7): {8: 0.5}})
+    other = Table({(): {6: 0.5}, (5,): {9: 0.9}, (6,): {7: 0.75}, (6, 7): {5: 0.5}})
+    found = probs(tree_of(together(first, other)))
+    assert found == pytest.approx(
+        {(5,): 1 / 3, (6,): 1 / 3, (5, 7): 1 / 6, (6, 7): 1 / 4, (5, 7, 8): 1 / 12, (6, 7, 5): 1 / 8}
+    )
+
+
+def test_what_one_is_certain_of_leaves_no_nodes_to_another():
+    sure, guess = Table({(5,) * n: {5: 0.98} for n in range(9)}), Table({(): dict.fromkeys(range(6, 12), 0.1)})
+    assert paths(tree_of(together(guess, sure), nodes=8, depth=8)) == [[5] * n for n in range(1, 9)]
+
+
+def test_a_drafter_counts_as_much_as_it_is_reliable():
+    found = probs(tree_of(together(Table({(): {5: 0.5}}), Table({(): {6: 0.8}}, reliability=0.5))))
+    odds = {5: 0.5 / 0.5, 6: 0.4 / 0.6}
+    assert found == pytest.approx({(token,): odd / (1 + sum(odds.values())) for token, odd in odds.items()})
+
+
+def test_reliability_is_learned_from_the_first_tokens():
+    """Of all rows that have not ended. What is drafted below them counts for nothing."""
+    first = [{(): {5: 0.6, 4: 0.4}, (5,): {7: 0.9}, (6,): {5: 0.9}}, {(): {5: 0.6}}, {(): {5: 0.6}}]
+    look_ups = together(Table(*first), Table({(): {6: 0.8}}, {(): {6: 0.8}}, {}), rows=3)
+    came, given = [10.0, 10.0], [10.0, 10.0]
+    rnd = torch.Generator().manual_seed(0)
+    for step in range(40):
+        emitted = [5 if float(torch.rand(1, generator=rnd)) < 0.7 else 6 for _ in range(3)]
+        second = [7 if emitted[0] == 5 else 5] if step % 2 else []
+        said = [[emitted[0], *second], [emitted[1]], [emitted[2]] if step < 20 else []]
+        for row, tokens in enumerate(said):
+            for part, (token, p) in enumerate(((5, 0.6), (6, 0.8))):
+                if tokens and (part, row) != (1, 2):
+                    came[part] = 0.98 * came[part] + (tokens[0] == token)
+                    given[part] = 0.98 * given[part] + p
+        say(look_ups, *said)
+    reliable = [a / b for a, b in zip(came, given, strict=True)]
+    assert reliable[1] < 0.6 < 1.0 < reliable[0]
+    odds = {5: 0.6 * reliable[0], 6: 0.8 * reliable[1]}
+    odds = {token: p / (1 - p) for token, p in odds.items()}
+    expected = {(token,): odd / (1 + sum(odds.values())) for token, odd in odds.items()}
+    assert probs(tree_of(look_ups, 3), 1) == pytest.approx(expected, rel=1e-4)
+
+
+def test_continuations_do_not_disturb_what_is_learned():
+    tables = {(): {5: 0.6}, (5,): {7: 0.9}}, {(): {6: 0.8}, (5,): {8: 0.9}}
+    asked, plain = (together(*map(Table, tables)) for _ in range(2))
+    for step in range(12):
+        for path in ((), (5,), (6, 7)) if step % 2 else ():
+            asked.continuations(0, path)
+        tree = tree_of(asked)
+        assert probs(tree) == probs(tree_of(plain))
+        verdict = accept_path(tree, torch.full_like(tree.tokens, 5))
+        for path in ((), (5,), (9,)):
+            asked.continuations(0, path)
+        for one in (asked, plain):
+            one.observe(tree, verdict, None)
+    assert asked._borne_out == plain._borne_out
+
+
+def test_nothing_is_expected_of_rows_that_have_left():
+    """Rows leave after a proposal that is not verified, as after an error."""
+    look_ups = together(*(Table(*[{(): {5: p}}] * 4) for p in (0.5, 0.6)), rows=3)
+    before = [list(counts) for counts in look_ups._borne_out]
+    tree_of(look_ups, 3)
+    look_ups.select([])
+    look_ups.begin(None, None, [[1]])
+    say(look_ups, [5], draft=False)
+    assert look_ups._borne_out == before
+
+
+def test_of_a_table_on_a_device_trees_are_merged():
+    device = Table({}, on_host=False)
+    device.propose = lambda token, budget: tree_of(together(Table({(): {9: 0.25}})))
+    look_ups = together(Table({(): {5: 0.5}}), device)
+    assert probs(tree_of(look_ups)) == {(5,): 0.5, (9,): 0.25}
+    assert look_ups.continuations(0, ()) == [(5, pytest.approx(0.5))]
+
+
+def test_continuations_beside_a_table_with_static_shapes(monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
+    union = Union([Recycle(), Ngram()])
+    begun(union, [[5, 6, 7, 8, 5, 6]])
+    assert not union.drafters[0].on_host
+    assert dict(union.continuations(0, ())) == {7: pytest.approx(0.3)}
+    assert union.failure(0) == ""
+
+
+@pytest.mark.drafter_fails
+def test_an_error_names_the_drafters():
+    class Broken(Ngram):
+        def start(self, row, path=()):
+            raise RuntimeError("in start")
+
+    union = Union([Recycle(), Broken()])
+    begun(union, [[5, 6, 5]])
+    assert union.propose(torch.tensor([5]), Budget(4)).nodes == 1
+    assert union.failure(0) == "Recycle+Broken: RuntimeError: in start"
+
+
+@pytest.mark.parametrize("name", ["recycle+ngram@chain4", "auto@chain"])
+def test_chains(name):
+    model, inputs = shared_model("llama"), text_inputs(2, 9)
+    union, drafted = make_drafter(name), []
+    propose = union.propose
+    union.propose = lambda token, budget: drafted.append(propose(token, budget)) or drafted[-1]
+    options = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    found = mmspec.generate(model, drafter=union, nodes=6, **inputs, **options)
+    assert torch.equal(found, model.generate(**inputs, **options))
+    assert any(tree.max_depth > 1 for tree in drafted)
+    for tree in drafted:
+        for row in range(2):
+            drawn = len(valid_nodes(tree, row))
+            assert tree.parents[row, :drawn].tolist() == [*range(-1, drawn - 1)]
+
+
+def test_chains_are_for_one_tree():
+    with pytest.raises(UserError, match=r"^chains need a drafter that can draft them: Union cannot$"):
+        make_drafter("recycle+early-exit:1@chain")
