@@ -106,6 +106,10 @@ def test_a_drafter_counts_as_much_as_it_is_reliable():
     assert found == pytest.approx({(token,): odd / (1 + sum(odds.values())) for token, odd in odds.items()})
 
 
+def test_no_token_is_certain_however_reliable_its_drafter():
+    assert probs(tree_of(together(Table({(): {5: 0.9}}, reliability=1.2)))) == {(5,): pytest.approx(0.995)}
+
+
 def test_reliability_is_learned_from_the_first_tokens():
     """Of all rows that have not ended. What is drafted below them counts for nothing."""
     first = [{(): {5: 0.6, 4: 0.4}, (5,): {7: 0.9}, (6,): {5: 0.9}}, {(): {5: 0.6}}, {(): {5: 0.6}}]

@@ -141,6 +141,17 @@ def test_a_copy_goes_on_where_other_matches_are_more():
 # ---------------------------------------------------------------------- earlier requests
 
 
+def test_a_copy_of_an_earlier_request_is_resumed_after_a_difference():
+    """At a place beyond the length of the row that copies."""
+    drafter, history = saying(Ngram(), SOURCE), [1]
+    drafter.select([])
+    begun(drafter, [history])
+    for token in (*SOURCE[30:40], 5):
+        drafter.propose(torch.tensor([history[-1]]), Budget(1))
+        history.append(token)
+    assert first_level(drafter) == {SOURCE[41]: pytest.approx(0.4)}
+
+
 def test_rows_that_leave_in_the_middle_of_a_batch_are_remembered():
     drafter = Ngram()
     texts = [[*SHORT[:10], 1], [*SHORT[10:20], 2], [*SHORT[20:30], 3]]

@@ -9,6 +9,7 @@ from mmspec.core.drafter import Drafter, learns, lend, members
 from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.core.verify import accept_path
+from mmspec.drafters.lookup import LookUps
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import make_drafter
@@ -68,6 +69,13 @@ def test_a_lent_union_shares_weights_and_forgets():
     assert lent.drafters[0].model is union.drafters[0].model
     lent.drafters[1]._table[1, 2] = {3: 1.0}
     assert union.drafters[1].entries == 0
+
+
+def test_look_ups_draft_before_others():
+    given = [Small(shared_model("qwen3")), Ngram(), Recycle()]
+    union = Union(given)
+    assert [type(guard.drafter) for guard in union._guards] == [LookUps, Small]
+    assert list(union.drafters) == given
 
 
 @pytest.fixture
