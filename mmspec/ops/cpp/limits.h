@@ -29,31 +29,37 @@ int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
 int64_t multiply_add(int64_t kind, int64_t rounds, int threads) {
   constexpr int chains = 12;  // instructions under way at a time
   std::atomic<int64_t> done{0};
-  auto run = [&](auto sum, int64_t products, auto step) {
+  auto run = [&](auto zero, int64_t products, auto step) {
     Team team(threads);
     parts_of(rounds, 1, [&](int64_t begin, int64_t end) {
-      decltype(sum) sums[chains];
-      for (auto& each : sums) each = sum;
-      for (int64_t i = begin; i < end; i++)
+      auto own = step;
+      auto start = zero;
+      decltype(zero) sums[chains];
 #pragma GCC unroll 12
-        for (auto& each : sums) each = step(each);
-      for (auto& each : sums) asm volatile("" : : "m"(each));
+      for (int i = 0; i < chains; i++) start[0] = i, sums[i] = start;  // chains that differ: equal ones would become one
+      for (int64_t round = begin; round < end; round++)
+#pragma GCC unroll 12
+        for (int i = 0; i < chains; i++) sums[i] = own(sums[i]);
+      auto all = sums[0];
+#pragma GCC unroll 12
+      for (int i = 1; i < chains; i++) all += sums[i];
+      asm volatile("" : : "m"(all));
       done += chains * products * (end - begin);
     });
     return int64_t(done);
   };
-  if (kind == BFLOAT16) {
-    Half inputs[2] = {half(1), half(1)};
-    return run(floats{}, 2 * LANES, [&](floats sum) { return dot(sum, ints{} + 0x3f803f80, inputs); });
-  }
   bytes codes = bytes{} + uint8_t(1);
   int8_t inputs[4] = {1, 1, 1, 1};
+  if (kind == BFLOAT16) {
+    Half ones[2] = {half(1), half(1)};
+    return run(floats{}, 2 * LANES, [=](floats sum) { return dot(sum, ints{} + 0x3f803f80, ones); });
+  }
 #if defined(MMSPEC_AVX2)
-  return run(codes, 4 * LANES, [&](bytes sum) {
+  return run(codes, 4 * LANES, [=](bytes sum) {
     return reinterpret_cast<bytes>(_mm256_maddubs_epi16((__m256i)codes, (__m256i)sum));
   });
 #endif
-  return run(ints{}, 4 * LANES, [&](ints sum) { return dot<INT4>(sum, codes, inputs); });
+  return run(ints{}, 4 * LANES, [=](ints sum) { return dot<INT4>(sum, codes, inputs); });
 }
 
 }  // extern "C"
