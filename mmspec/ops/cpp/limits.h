@@ -10,17 +10,18 @@ const char* instructions() { return INSTRUCTIONS; }
 
 // The exclusive or of (count) bytes, of whole KiB, read as fast as can be.
 int64_t read_bytes(const uint8_t* from, int64_t count, int threads) {
-  constexpr int64_t at_once = 4 * sizeof(bytes);
+  constexpr int vectors = 8;
+  constexpr int64_t at_once = vectors * sizeof(bytes);
   std::atomic<int64_t> found{0};
   Team team(threads);
   parts_of(count / 1024, 1, [&](int64_t begin, int64_t end) {
-    bytes parts[4] = {};
+    bytes parts[vectors] = {};
     for (const uint8_t* at = from + begin * 1024; at < from + end * 1024; at += at_once) {
       for (int64_t i = 0; i < at_once; i += 64) __builtin_prefetch(at + AHEAD + i);
-      for (int i = 0; i < 4; i++) parts[i] ^= load<bytes>(at + i * sizeof(bytes));
+      for (int i = 0; i < vectors; i++) parts[i] ^= load<bytes>(at + i * sizeof(bytes));
     }
-    bytes all = parts[0] ^ parts[1] ^ parts[2] ^ parts[3];
-    for (size_t i = 0; i < sizeof(bytes); i += 8) found ^= load<int64_t>((const uint8_t*)&all + i);
+    for (int i = 1; i < vectors; i++) parts[0] ^= parts[i];
+    for (size_t i = 0; i < sizeof(bytes); i += 8) found ^= load<int64_t>((const uint8_t*)parts + i);
   });
   return found;
 }
