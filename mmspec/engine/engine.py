@@ -76,7 +76,8 @@ class Engine:
         self.target = target
         self._changed = threading.Condition()  # re-entrant: a stream may be garbage collected anywhere
         self.core = self.core_class(target, max_num_seqs, chunk, self._changed)
-        self._worker: threading.Thread | None = None
+        self._worker: threading.Thread | None = None  # while it runs steps
+        self._last_worker: threading.Thread | None = None  # it may still be ending
         self.idle: WeakSet[IdleTask] = WeakSet()
         self.threads = TorchThreads(adapts=target.device.type == "cpu")
         self._stepping = self._closed = False
@@ -164,11 +165,10 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until all sequences have ended and their rows are free; idle work is left for later."""
-        worker = self._worker
         with self.drained():
-            pass
-        if worker is not None:
-            worker.join()
+            last = self._last_worker
+        if last is not None:
+            last.join()
 
     @contextmanager
     def drained(self) -> abc.Iterator[None]:
@@ -194,7 +194,7 @@ class Engine:
     def _wake(self) -> None:
         """Start the worker, or tell it that there are sequences."""
         if self._worker is None:
-            self._worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
+            self._worker = self._last_worker = threading.Thread(target=self._run, name="mmspec engine", daemon=True)
             self._worker.start()
         else:
             self._changed.notify_all()  # it may be waiting for the next turn of idle work

@@ -276,6 +276,25 @@ def test_a_difference_is_reported_with_its_margin(folder, tmp_path, monkeypatch)
     assert re.search(r"\| `none` \| 0 \| 1 \| scenes-captions 4000000, turn 0 \| 4 \| [\d.e-]+ \|", section)
 
 
+def test_top_p_reaches_every_method(folder, monkeypatch):
+    asked, given = [], []
+    evaluate = Evaluator(vars(settings(folder, methods="generate", temperatures=(0.7,), top_p=0.4, rounds=1)))
+    original, generate = evaluator.run_interleaved, evaluate.pipe.model.generate
+
+    def recorded(pipe, requests, methods, rounds, options):
+        asked.append(options.top_p)
+        return original(pipe, requests, methods, rounds, options)
+
+    def generated(**keywords):
+        given.append(keywords["top_p"])
+        return generate(**keywords)
+
+    monkeypatch.setattr(evaluator, "run_interleaved", recorded)
+    monkeypatch.setattr(evaluate.pipe.model, "generate", generated)
+    evaluate({"task": "scenes-captions", "temperature": 0.7, "batch": 1, "group": 0})
+    assert set(asked) == set(given) == {0.4}
+
+
 def test_method_specs(folder):
     target = mmspec.load(folder, drafter=None).target
     small = save_text_model(Path(folder).parent / "small")

@@ -594,3 +594,14 @@ def test_an_interruption_is_no_difference():
         model.interrupt()
         model.add(size, fixed)
     assert model.slope == 0.0
+
+
+def test_the_first_drafts_of_a_shape_have_one_level():
+    """The time of a level is known after a step with drafts that follows another. Its expected tokens are at most 1."""
+    budget = adaptive(FREE)
+    for chain in (False, True):
+        budget.chain = chain
+        for step in range(3):
+            assert (budget.least_gain == 1.0) == (step < (1 if chain else 2)), (chain, step)
+            budget.levels = 1
+            budget.observe(4, [[0, 1]], 0.1, 1.0)

@@ -147,3 +147,19 @@ def test_closing_an_engine_closes_its_tasks(pipe):
     pipe.engine.close()
     assert task.closed
     assert pipe.engine._worker is None
+
+
+def test_drain_waits_for_the_end_of_the_thread(pipe, monkeypatch):
+    """A thread that is still ending would be inside of torch while the interpreter ends."""
+    engine, run, threads = pipe.engine, pipe.engine._run, []
+
+    def slow():
+        threads.append(threading.current_thread())
+        run()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(engine, "_run", slow)
+    pipe.generate("The second one", max_new_tokens=2, ignore_eos=True)
+    engine.drain()
+    assert threads
+    assert not any(thread.is_alive() for thread in threads)

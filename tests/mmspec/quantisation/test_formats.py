@@ -79,11 +79,14 @@ def test_one_format_needs_no_joining() -> None:
     assert torch.equal(layer.weight, torch.cat([weight, more]).bfloat16())
 
 
+BIAS = torch.arange(50) / 16 - 1.5  # exact in bfloat16
+
+
 def extremes(form: str) -> Iterator[tuple[BlockLinear, Tensor]]:
     """Layers with random codes, the least and the greatest, and their weights."""
     for fill in (None, 0, 127, 128, 255):
         data = random_rows(form, (50, 512), fill=fill)
-        yield stored_layer([StoredRows.of(form, torch.from_numpy(data), 512)], None), dequantised(form, data)
+        yield stored_layer([StoredRows.of(form, torch.from_numpy(data), 512)], BIAS.clone()), dequantised(form, data)
 
 
 @pytest.mark.long
@@ -99,15 +102,14 @@ def test_other_builds_give_the_same_bits(build: str) -> None:
     x = torch.cat([torch.full((1, 512), 3.0), torch.full((1, 512), -3.0), ends, torch.randn(8, 512)])
     layers = {form: list(extremes(form)) for form in FORMATS}
     for kind, cls in BLOCKS.items():
-        layers[kind] = [(cls(w), w) for w in (torch.randn(50, 512), torch.full((50, 512), 127 / 256))]
+        layers[kind] = [(cls(w, BIAS.clone()), w) for w in (torch.randn(50, 512), torch.full((50, 512), 127 / 256))]
     for form, each in layers.items():
         for layer, weight in each:
             expected = layer(x)
             if form in FORMATS:
                 bound = 3e-6 * weight.abs().sum(1).double().max()
-                torch.testing.assert_close(
-                    expected[:9].double(), x[:9].double() @ weight.double().T, atol=bound, rtol=0
-                )
+                exact = x[:9].double() @ weight.double().T + BIAS
+                torch.testing.assert_close(expected[:9].double(), exact, atol=bound, rtol=0)
             for rows in (1, 2, 3, 8, 9, 16, 17):
                 found = torch.empty(rows, 50)
                 library.linear(layer.native, x.data_ptr(), rows, found.data_ptr(), 1)
