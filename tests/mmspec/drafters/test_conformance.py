@@ -20,6 +20,8 @@ from mmspec import Pipeline, TokenTree, UserError, accept_path, plugins
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import features, fork
 from mmspec.core.target import Prompt
+from mmspec.drafters.lookup import LookUps
+from mmspec.drafters.ngram import Ngram, Trust
 from mmspec.drafters.per_sequence import PerSequence
 from mmspec.drafters.recycle import DeviceTable, Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter, registered_name
@@ -209,6 +211,8 @@ def make(kind, model):
                 **{(t, u): {(t + u) % 90: 0.7, (t * u) % 89: 0.2} for t in range(90) for u in range(0, 90, 3)},
             }
             member._vocab = VOCAB
+        if isinstance(member, Ngram):
+            member.memory = 0
     return PerSequence(drafter) if kind.endswith("per sequence") else drafter
 
 
@@ -216,6 +220,8 @@ def make(kind, model):
 def _frozen(monkeypatch):
     for table in (Recycle, DeviceTable):
         monkeypatch.setattr(table, "_learn", lambda *_: None)
+    monkeypatch.setattr(Trust, "add", lambda *_: None)
+    monkeypatch.setattr(LookUps, "observe", lambda self, *step: [part.observe(*step) for part in self.parts])
 
 
 def in_some_mode():
