@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from mmspec.checks import choice, listed
 from mmspec.cli.options import Value
+from mmspec.engine.calibrate import processor
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.timing import interleaved
 from mmspec.ops import cpu, cpu_library
@@ -134,12 +134,3 @@ def main(formats: Sequence[str], rows: Sequence[int], mib: int, rounds: int) -> 
             wide_console().print(make_table(_COLUMNS, builds[name]["rows"], sections=["weights"], title=title))
     about = {"processor": processor(), "threads": torch.get_num_threads(), "mib": mib, "rounds": rounds}
     return {**about, "builds": builds}
-
-
-def processor() -> str:
-    """This processor's name; empty where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

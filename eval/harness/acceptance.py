@@ -31,7 +31,7 @@ LONGEST_COPY = 32
 """Draft tokens per step of the copy oracle."""
 
 
-def copyable(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
+def copy_lengths(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     """How many tokens could have been copied after each token of an answer but the last.
 
     Returns:
@@ -59,7 +59,7 @@ def copy_oracle(answers: Sequence[Sequence[int]], seconds: Callable[[int], float
     Longer copies never need more steps, since what is left of a copy is one for the tokens within it.
 
     Args:
-        answers: of each, what ``copyable`` returns.
+        answers: of each, what ``copy_lengths`` returns.
         seconds: of a pass over so many nodes.
 
     Returns:

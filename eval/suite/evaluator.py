@@ -18,7 +18,7 @@ import mmspec
 from mmspec.compare import first_difference
 from mmspec.engine.calibrate import cost_table, describe
 from mmspec.errors import first_line
-from mmspec.eval.harness.acceptance import copyable
+from mmspec.eval.harness.acceptance import copy_lengths
 from mmspec.eval.harness.peers import LlamaServer, OpenVino, Peer
 from mmspec.eval.harness.prompts import warm_up_requests
 from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch, run_interleaved
@@ -73,7 +73,7 @@ class Evaluator:
 
         Returns:
             The job, ``ids`` and ``categories`` of its samples, ``refused`` methods, for each turn its ``rows`` and the
-            results of all ``methods`` (see ``_method_results``) and, if the batch has one, what is ``copyable`` of our
+            results of all ``methods`` (see ``_method_results``) and, in batches of one, the ``copy_lengths`` of our
             plain decoding's answer, and ``about`` model, machine, software and ``cost`` of passes.
         """
         task, size, temperature = TASKS[job["task"]], job["batch"], job["temperature"]
@@ -96,7 +96,7 @@ class Evaluator:
             turns.append({"rows": rows, "methods": results})
             if size == 1:
                 (prompt,) = self.pipe.encode(requests).input_ids.tolist()
-                turns[-1]["copyable"] = copyable(prompt, results[PLAIN]["answers"][0])
+                turns[-1]["copy_lengths"] = copy_lengths(prompt, results[PLAIN]["answers"][0])
         return {
             **job,
             "ids": [sample.id for sample in samples],

@@ -120,7 +120,7 @@ def _difference(records: Sequence[Record], method: str, other: str) -> dict[str,
 
 
 def _copy_oracle(records: Sequence[Record]) -> dict[str, Any] | None:
-    found = [turn["copyable"] for record in records for turn in record["turns"] if "copyable" in turn]
+    found = [turn["copy_lengths"] for record in records for turn in record["turns"] if "copy_lengths" in turn]
     return copy_oracle(found, CostTable(**records[0]["about"]["cost"])) if found else None
 
 

@@ -28,8 +28,8 @@ class Union(Drafter):
     tokens grow one tree together (``LookUps``).
 
     Where the budget adapts, each of these trees is charged its own time and credited the tokens that no other would
-    have drafted, and rests alone while it loses (``DraftingPayoff``). This is known by the number of tokens that the
-    trees before it can expect, those of look-ups first, so that no network runs where the text is copied. One that
+    have drafted, and rests alone while it loses (``DraftingPayoff``). Gains and losses are kept apart by the expected
+    tokens of the trees before it, those of look-ups first, so that no network runs where the text is copied. One that
     fails rests alone (``Guard``).
 
     Args:

@@ -20,6 +20,7 @@ from mmspec.core.target import Prompt, Target
 from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 from mmspec.files import cache_folder, write_text
+from mmspec.ops.cpu_library import build
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.placement import is_split
 from mmspec.targets.transformers_target import TransformersTarget
@@ -53,7 +54,7 @@ def cost_table(target: Target, *, refresh: bool = False, prefix: int = 128) -> C
     return table
 
 
-def _processor() -> str:
+def processor() -> str:
     """CPU model name, or its architecture if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -132,7 +133,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
     """Cache key of a calibration: model shape, device and software versions."""
     model, config = target.model, target.config
     device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     shape = {
         k: getattr(config, k, None) for k in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
     }
@@ -145,6 +146,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
         **({"device_map": str(model.hf_device_map)} if is_split(model) else {}),
         "device": name,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "build": build() if device.type == "cpu" else None,
         "mmspec": __version__,
         **{name: version(name) for name in ("torch", "transformers")},
     }

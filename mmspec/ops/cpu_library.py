@@ -122,7 +122,7 @@ def functions() -> Any:
 @cache
 def library() -> ctypes.CDLL | str:
     """The compiled kernels, or why there are none."""
-    return compiled(flags())
+    return compiled(BUILDS[build()])
 
 
 def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
@@ -164,8 +164,17 @@ def _has_instructions() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def flags() -> list[str]:
-    """Compiler flags. Without AVX-512's VNNI, vectors of 256 bits are as fast as those of 512; they take AVX-VNNI where
-    the processor has it."""
+def build() -> str:
+    """The build of the kernels that runs here, of ``BUILDS``: ``MMSPEC_CPU_BUILD``, or the fastest one.
+
+    Without AVX-512's VNNI, vectors of 256 bits are as fast as those of 512; they take AVX-VNNI where the processor
+    has it.
+
+    Raises:
+        UserError: ``MMSPEC_CPU_BUILD`` is none of them.
+    """
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
-    return BUILDS["AVX-512 VNNI" if vnni else "AVX-VNNI"]
+    name = os.environ.get("MMSPEC_CPU_BUILD") or ("AVX-512 VNNI" if vnni else "AVX-VNNI")
+    if name not in BUILDS:
+        raise UserError(f"MMSPEC_CPU_BUILD must be one of {', '.join(BUILDS)}: got {name!r}")
+    return name

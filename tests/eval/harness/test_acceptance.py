@@ -11,8 +11,8 @@ from mmspec.engine.stats import Stats
 from mmspec.eval.harness.acceptance import (
     AcceptanceStats,
     acceptance_difference,
+    copy_lengths,
     copy_oracle,
-    copyable,
     median_interval,
 )
 
@@ -99,13 +99,13 @@ def test_requests_are_paired_and_their_groups_are_resampled_together():
         acceptance_difference(acceptance_of((1,), (2,)), acceptance_of((1,)))
 
 
-def test_copyable_tokens_by_hand():
+def test_lengths_of_copies_by_hand():
     """After each token but the last: 1 2 was followed by 3 and by 9; 4 is new; the text copies itself at the end."""
     prompt = [1, 2, 3, 1, 2, 9]
-    assert copyable(prompt, [1, 2, 3, 1, 4, 1, 2, 9, 9, 9]) == [3, 2, 1, 0, 0, 2, 1, 0, 1]
-    assert copyable(prompt, [7]) == copyable(prompt, []) == []
+    assert copy_lengths(prompt, [1, 2, 3, 1, 4, 1, 2, 9, 9, 9]) == [3, 2, 1, 0, 0, 2, 1, 0, 1]
+    assert copy_lengths(prompt, [7]) == copy_lengths(prompt, []) == []
     # Only what is known by then: one repeated token doubles its copy with every step, up to the longest.
-    assert copyable([], [5] * 100)[:40] == [0, *range(1, 33), *[32] * 7]
+    assert copy_lengths([], [5] * 100)[:40] == [0, *range(1, 33), *[32] * 7]
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def test_the_copy_oracle_needs_the_fewest_steps():
     draws, seconds = random.Random(0), lambda nodes: 1 + 0.25 * (nodes - 1)
     for _ in range(20):
         text = tuple(draws.randrange(3) for _ in range(24))
-        found = copy_oracle([copyable(text[:8], text[8:])], seconds)
+        found = copy_oracle([copy_lengths(text[:8], text[8:])], seconds)
         speedups = {}
         for most in range(1, 16):
             steps, drafting = fewest(text, 9, most)

@@ -91,7 +91,7 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its whole requests are measured and not compared; samples and batches are left out."""
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("mmspec.eval.suite.evaluator.copyable", lambda prompt, answer: [*prompt, *answer])
+    monkeypatch.setattr("mmspec.eval.suite.evaluator.copy_lengths", lambda prompt, answer: [*prompt, *answer])
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
     settings = SuiteSettings(
         file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,
@@ -119,8 +119,8 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     }
     for sample, prompt in zip(samples, (one, two), strict=True):
         turn = plain[1, sample.id]
-        assert turn["copyable"] == [*prompt, *turn["methods"]["none"]["answers"][0]]
-    assert ["copyable" in turn for (batch, *_), turn in plain.items() if batch == 2] == [False]
+        assert turn["copy_lengths"] == [*prompt, *turn["methods"]["none"]["answers"][0]]
+    assert ["copy_lengths" in turn for (batch, *_), turn in plain.items() if batch == 2] == [False]
     refused = {(one["method"], one["temperature"], one["batch"]) for one in summary["refused"]}
     assert refused >= {(name, *key) for name in ("llama.cpp", other) for key in ((0.0, 2), (1.0, 1), (1.0, 2))}
     report = (tmp_path / "run" / "report.md").read_text()

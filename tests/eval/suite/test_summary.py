@@ -104,7 +104,7 @@ def test_without_generate_ratios_are_to_plain_decoding():
 def test_the_copy_oracle_is_of_plain_decodings_answers():
     made = [record(0, {}), record(1, {}, {})]
     for turn, lengths in zip((made[0]["turns"][0], *made[1]["turns"]), ([3, 2, 1, 0], [], [0]), strict=True):
-        turn["copyable"] = lengths
+        turn["copy_lengths"] = lengths
     made[0]["about"] = {"cost": {"tokens": [1, 2, 3], "seconds": [1.0, 1.25, 1.5]}}
     rows = rows_of(*made)
     assert rows["generate"]["copy_oracle"] is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmspec.errors import UserError
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import FORMATS, StoredRows, concatenated, stored_layer
@@ -117,3 +118,18 @@ def test_other_builds_give_the_same_bits(build: str) -> None:
                     torch.testing.assert_close(found, expected[:rows], atol=1e-4, rtol=1e-4)
                 else:
                     assert torch.equal(found, expected[:rows]), (form, rows)
+
+
+def test_a_build_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMSPEC_CPU_BUILD", raising=False)
+    assert cpu_library.build() in cpu_library.BUILDS
+    compiled: list[list[str]] = []
+    monkeypatch.setattr(cpu_library, "_has_instructions", lambda: True)
+    monkeypatch.setattr(cpu_library, "compiled", compiled.append)
+    for name, flags in cpu_library.BUILDS.items():
+        monkeypatch.setenv("MMSPEC_CPU_BUILD", name)
+        cpu_library.library.__wrapped__()
+        assert (cpu_library.build(), compiled.pop()) == (name, flags)
+    monkeypatch.setenv("MMSPEC_CPU_BUILD", "SSE")
+    with pytest.raises(UserError, match="MMSPEC_CPU_BUILD must be one of AVX-512 VNNI, AVX-VNNI, AVX2: got 'SSE'"):
+        cpu_library.build()
