@@ -1,11 +1,12 @@
-"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, or after a text in
-it, such as the marker of a tool call.
+"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, after a text in it,
+such as the marker of a tool call, or after the model's thoughts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
 from time import perf_counter as clock
 from typing import Any, TypeVar
@@ -14,12 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmspec.checks import shown
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
+from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
 _LONGEST = 1024  # bytes of a match of a pattern
+_MOST_SPELLINGS = 256  # masks
 
 Result = TypeVar("Result")
 
@@ -48,6 +52,7 @@ class Grammars:
 
     Attributes:
         tokenizer: llguidance's.
+        width: size of the vocabulary.
 
     Raises:
         UserError: the tokenizer has no such backend, there is no EOS token, or llguidance is not installed.
@@ -64,9 +69,9 @@ class Grammars:
                 f"structured output needs a tokenizer of the library tokenizers: got {type(tokenizer).__name__}"
             )
         self._eos = sorted(eos_token_ids)
-        self._width = max(len(tokenizer), self._eos[-1] + 1)
+        self.width = max(len(tokenizer), self._eos[-1] + 1)
         try:
-            self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
+            self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self.width, eos_token=self._eos[0])
             added = getattr(tokenizer, "added_tokens_decoder", {}).items()
             text = {number for number, one in added if not one.special and self.tokenizer.is_special_token(number)}
             if text:
@@ -103,7 +108,7 @@ class Grammars:
 
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
-        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
+        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self.width)
         grammar.mask(grammar.start([]))  # raises where there is no first token
         return grammar
 
@@ -280,7 +285,7 @@ class TriggeredGrammar:
 
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
-        self.kind, self.only_ends = grammar.kind, grammar.only_ends
+        self.kind, self.only_ends, self.eos = grammar.kind, grammar.only_ends, grammar.eos
         self._trigger, self._longest = trigger_pattern(trigger), _LONGEST + len(trigger.encode())
 
     def start(self, history: list[int]) -> _TriggerState:
@@ -294,7 +299,13 @@ class TriggeredGrammar:
             return state
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
-        text = state.text + self._tokenizer.decode_bytes([token])
+        return self.read(state, self._tokenizer.decode_bytes([token]))
+
+    def read(self, state: _TriggerState, more: bytes) -> _TriggerState:
+        """The state after more text, in which a trigger that is a special token is none."""
+        if self._token is not None:
+            return state
+        text = state.text + more
         found = self._trigger.search(text, max(0, len(state.text) - self._longest))
         return _TriggerState(text) if found is None else self._begun(text[found.end() :])
 
@@ -321,6 +332,157 @@ class TriggeredGrammar:
         except UserError:
             return _TriggerState(over=True)
         return _TriggerState(inner=inner)
+
+
+class Spellings:
+    """Tokens by their bytes.
+
+    Args:
+        token_bytes: bytes of a token.
+        width: size of the vocabulary.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], width: int) -> None:
+        self._token_bytes, self._width = token_bytes, width
+        self._known: dict[Hashable, Tensor] = {}
+
+    @cached_property
+    def _texts(self) -> list[bytes]:
+        return [self._token_bytes(token) for token in range(self._width)]
+
+    def holding(self, key: Hashable, before: bytes, holds: Callable[[bytes], bool]) -> Tensor:
+        """(vocab,) bool, the tokens whose bytes, after those of ``before``, satisfy a condition.
+
+        Args:
+            key: of the condition; masks are kept by it and ``before``.
+        """
+        if (key, before) not in self._known:
+            if len(self._known) >= _MOST_SPELLINGS:
+                self._known.clear()
+            self._known[key, before] = torch.tensor([holds(before + text) for text in self._texts])
+        return self._known[key, before]
+
+
+@dataclass(frozen=True)
+class _ThoughtState:
+    """State of a sequence.
+
+    Attributes:
+        place: in the output; before the answer has certainly begun, the bytes of ``tokens`` are among its text.
+        tokens: with which the answer has begun, unless they are white space before it, or a marker.
+        inner: state of the answer, once it has certainly begun; may change in place.
+    """
+
+    place: Place
+    tokens: tuple[int, ...] = ()
+    inner: Any = None
+
+
+class AfterThoughts:
+    """A grammar of the answer as a ``TreeProcessor`` that leaves the thoughts before it free.
+
+    White space before the answer is free, too, up to ``MOST_BLANKS`` bytes: models write it after their thoughts. The
+    last token of an end marker may go on with nothing else, unless the answer is free at first.
+
+    Args:
+        answer: a ``TriggeredGrammar`` leaves the answer free at first.
+        spellings: of the model's tokens.
+    """
+
+    def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spellings: Spellings) -> None:
+        self._answer, self._thoughts, self._spellings = answer, thoughts, spellings
+        self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
+        self._free = isinstance(answer, TriggeredGrammar)
+
+    def start(self, history: list[int]) -> _ThoughtState:
+        return _ThoughtState(self._thoughts.first)
+
+    def advance(self, state: _ThoughtState, token: int) -> _ThoughtState | None:
+        if state.inner is not None:
+            after = self._answer.advance(state.inner, token)
+            return None if after is None else replace(state, inner=after)
+        text = state.place.text + self._thoughts.token_bytes(token)
+        if state.place.phase is Phase.ANSWER:
+            place, blank = Place(Phase.ANSWER, text), self._is_gap(text)
+        else:
+            place = self._thoughts.advance(state.place, token)
+            if place.thought:
+                return self._begun(place)
+            blank = place.phase is Phase.OPEN
+        tokens = (*state.tokens, token)
+        if blank:
+            return _ThoughtState(place, tokens)
+        if (inner := self._after(tokens)) is None:
+            raise UserError(f"the {self.kind} forbids token {token} at the beginning of the answer")
+        return _ThoughtState(place, inner=inner)
+
+    def undo(self, state: _ThoughtState, n: int) -> None:
+        self._answer.undo(state.inner, n)
+
+    def mask(self, state: _ThoughtState) -> Tensor | None:
+        if state.inner is not None:
+            return self._answer.mask(state.inner)
+        if self._free:
+            return None
+        if state.place.phase is Phase.THOUGHTS:
+            return self._ending(state.place.text)
+        opens, text = state.place.phase is Phase.OPEN, state.place.text
+        may = self._thoughts.opens if opens else self._is_gap
+        allowed = self._spellings.holding((self._thoughts.form, opens), text, may).clone()
+        allowed[self.eos] = False
+        if opens and not text.strip() and self._thoughts.start_id is not None:
+            allowed[self._thoughts.start_id] = True
+        inner = self._after(state.tokens)
+        return allowed if inner is None else allowed | self._answer.mask(inner)
+
+    def forced(self, state: _ThoughtState) -> list[int]:
+        """Tokens that must come next, without EOS tokens."""
+        return [] if state.inner is None else self._answer.forced(state.inner)
+
+    def allows(self, state: _ThoughtState, token: int) -> bool:
+        """Whether an output can go on with a token: not with EOS tokens, which end it."""
+        if state.inner is not None:
+            return self._answer.allows(state.inner, token)
+        allowed = self.mask(state)
+        return token not in self.eos and (allowed is None or bool(allowed[token]))
+
+    def _begun(self, place: Place) -> _ThoughtState:
+        """The state within thoughts or after their end."""
+        if place.phase is Phase.THOUGHTS or not (rest := place.text.lstrip()):
+            return _ThoughtState(place)
+        if not isinstance(self._answer, TriggeredGrammar):
+            raise UserError(f"the {self.kind} forbids a token that ends thoughts and goes on with {shown(rest)}")
+        return _ThoughtState(place, inner=self._answer.read(self._answer.start([]), rest))
+
+    def _after(self, tokens: Sequence[int]) -> Any:
+        """State of the answer after tokens, without white space before it where that is no part of it; None if they
+        begin no answer."""
+        blanks = 0
+        while blanks < len(tokens) and not self._thoughts.token_bytes(tokens[blanks]).strip():
+            blanks += 1
+        for first in (blanks,) if self._free else range(blanks + 1):
+            inner = self._answer.start([])
+            try:
+                for token in tokens[first:]:
+                    after = self._answer.advance(inner, token)
+                    inner = inner if after is None else after
+                return inner
+            except UserError:
+                pass
+        return None
+
+    def _ending(self, text: bytes) -> Tensor | None:
+        """The mask within thoughts: the token that ends them must not go on with a part of the answer."""
+        end = self._thoughts.end
+        if self._thoughts.end_id is not None:
+            return None
+        begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
+        wrong = self._spellings.holding(end, begun, lambda text: bool(text.partition(end)[2].strip()))
+        return ~wrong if bool(wrong.any()) else None
+
+    @staticmethod
+    def _is_gap(text: bytes) -> bool:
+        return not text.strip() and len(text) <= MOST_BLANKS
 
 
 def _lexer_error(matcher: Any) -> str:

@@ -7,19 +7,31 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import Any, ClassVar, Self
 
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from mmspec.checks import Rule
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
+from mmspec.sampling.thoughts import Phase, Thoughts, thought_format
 from mmspec.targets.support import from_pretrained
 
 _MARK = "\ue0a1"  # a private-use character
-_RENDERED = ("tool_calls", "tool_call_id", "name")  # what templates write of a message beside its role and content
+_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
+"""What templates write of a message beside its role and content."""
+
+_MARKER_TOKENS = 32  # at most, of a marker of thoughts and the white space after it
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
+
+
+TEMPLATE_VARIABLES = Rule(
+    "an object of variables of the chat template",
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+)
 
 
 def is_token_ids(prompt: Any) -> bool:
@@ -27,18 +39,29 @@ def is_token_ids(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def render(plain: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+def render(
+    plain: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
 
     Args:
         tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
         UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
-            raise anything.
+            raise anything. Or one of the variables has a name that transformers uses.
     """
+    given = {"tools": tools} if tools else {}
+    if variables:
+        given |= TEMPLATE_VARIABLES.check("chat_template_kwargs", variables)
+        own = {"messages", *signature(plain.apply_chat_template).parameters}
+        if taken := [name for name in variables if name in own]:
+            raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {taken[0]}")
     with explained("the model's chat template does not accept the messages", Exception):
-        given = {"tools": tools} if tools else {}
         text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
     return text
 
@@ -71,7 +94,7 @@ class Processor:
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
-    options: ClassVar[Sequence[str]] = ("tools", "answer_start")
+    options: ClassVar[Sequence[str]] = ("tools", "answer_start", "chat_template_kwargs")
     reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:
@@ -93,6 +116,7 @@ class Processor:
         chat_template: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
@@ -104,6 +128,7 @@ class Processor:
             tools: functions that the model may call, as JSON schemas in OpenAI's form, for the chat template.
             answer_start: text after the chat template's prompt, in which special tokens are such: the answer goes on
                 from it.
+            chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
             **options: of the media (none for text).
 
         Raises:
@@ -113,7 +138,8 @@ class Processor:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"], chat_template, tools, answer_start) for request in requests]
+        settings = (chat_template, tools, answer_start, chat_template_kwargs)
+        rows = [self._token_ids(request["prompt"], *settings) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -148,6 +174,7 @@ class Processor:
         chat_template: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         tokenizer = self.tokenizer
         if is_token_ids(prompt):
@@ -163,12 +190,13 @@ class Processor:
         if not isinstance(prompt, str) and not template:
             why = "the tokenizer has none" if chat_template else "got chat_template=False"
             raise UserError(f"chat messages need a chat template: {why}")
-        if tools and not template:
-            raise UserError("tools need a chat template: there is none")
+        if (tools or variables) and not template:
+            raise UserError(f"{'tools' if tools else 'chat_template_kwargs'} need a chat template: there is none")
         text = self._user_text.mark(prompt if isinstance(prompt, str) else [_of_text(message) for message in prompt])
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = render(tokenizer, messages, self._user_text.marked(tools)) + answer_start
+            marked = self._user_text.marked
+            text = render(tokenizer, messages, marked(tools), marked(variables)) + answer_start
         ids = self._encoded(text, add_special_tokens=not template)
         if not ids:
             raise UserError("the prompt must not be empty")
@@ -190,6 +218,21 @@ class Processor:
         if isinstance(template, Mapping):
             template = template.get("tool_use") or template.get("default", "")
         return str(template)
+
+    def thoughts(self, reasoning: str | None, prompt: torch.Tensor) -> Thoughts | None:
+        """Where the thoughts of the output after a prompt are; None if there are none.
+
+        Args:
+            reasoning: format, see ``thought_format``.
+            prompt: (length,) int64; whether it ends with a marker shows whether thoughts have begun or are over.
+        """
+        form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
+        if form is None:
+            return None
+        end = self.tokenizer.decode(prompt[-_MARKER_TOKENS:].tolist()).rstrip()
+        if end.endswith(form.end):
+            return None
+        return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
 
     def special_token(self, text: str) -> int | None:
         """The id of the special token of this name, if there is one."""
@@ -248,21 +291,23 @@ class Detokenizer:
     Args:
         decode: token ids to text.
         stop: stop strings, which are not part of the text.
+        trims: leave out white space at both ends.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, stop
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), *, trims: bool = False) -> None:
+        self._decode, self._stop, self._trims = decode, stop, trims
         self._streamed = ""
 
     def text(self, token_ids: list[int], *, final: bool = True) -> str:
         """Text of the answer so far; unless ``final``, without an end that later tokens may still change."""
         text = self._decode(token_ids)
         text = text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=len(text))]
-        if final:
-            return text
-        held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        text = text[: len(text) - held]
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
+        if not final:
+            held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+            text = text[: len(text) - held]
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                return ""
+        return text.strip() if self._trims else text
 
     def new_text(self, token_ids: list[int], *, final: bool) -> str | None:
         """Text that the last tokens of the answer add to the text streamed before; None before a character is whole.
@@ -276,6 +321,70 @@ class Detokenizer:
             return None
         new, self._streamed = text[len(self._streamed) :], text
         return new
+
+
+class ThoughtsAndAnswer:
+    """Streaming detokenizer of an output: of its thoughts, and of the answer after them. White space between is left
+    out.
+
+    Args:
+        decode: tokens of an answer to text.
+        stop: stop strings of the answer.
+        thoughts: None where the output is an answer from its first token on.
+        verbatim: token ids to text, with all white space.
+
+    Attributes:
+        num_thoughts: tokens of the thoughts, markers included, of the tokens that the last call was given.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
+        thoughts: Thoughts | None,
+        verbatim: Callable[[list[int]], str],
+    ) -> None:
+        self._thoughts, self._decode, self._verbatim = thoughts, decode, verbatim
+        self._rest = ""  # of the answer, in the last token of the marker
+        self.num_thoughts = 0
+        self._ended = thoughts is None
+        if thoughts is None:
+            self._answer = Detokenizer(decode, stop)
+            return
+        ends = () if thoughts.end_id is not None else (thoughts.form.end,)
+        self._answer = Detokenizer(lambda ids: (self._rest + decode(ids)).lstrip(), stop)
+        self._thought = Detokenizer(lambda ids: self._without_start(verbatim(ids)), ends, trims=True)
+
+    def text(self, token_ids: list[int]) -> tuple[str, str]:
+        """Thoughts and answer of a complete output."""
+        thoughts, answer = self._split(token_ids, final=True)
+        return self._thought.text(thoughts) if thoughts else "", self._answer.text(answer)
+
+    def new_text(self, token_ids: list[int], *, final: bool) -> tuple[str, str] | None:
+        """What the last tokens add to thoughts and answer; None before a character is whole. Arguments as of
+        ``Detokenizer.new_text``."""
+        if self._ended:
+            thought, answer = None, token_ids[self.num_thoughts :]
+        else:
+            thoughts, answer = self._split(token_ids, final)
+            thought = self._thought.new_text(thoughts, final=final or self._ended)
+        text = self._answer.new_text(answer, final=final)
+        return None if thought is None and text is None else (thought or "", text or "")
+
+    def _split(self, token_ids: list[int], final: bool) -> tuple[list[int], list[int]]:
+        """Tokens of thoughts and answer; as long as it is open which of them begins, neither."""
+        if self._thoughts is None:
+            return [], token_ids
+        phase, count = self._thoughts.split(token_ids)
+        self.num_thoughts, self._ended = count, phase is Phase.ANSWER
+        if phase is Phase.ANSWER and self._thoughts.end_id is None:
+            self._rest = self._verbatim(token_ids[:count]).partition(self._thoughts.form.end)[2]
+        return token_ids[:count], token_ids[count:] if self._ended or final else []
+
+    def _without_start(self, text: str) -> str:
+        assert self._thoughts is not None
+        begun = self._thoughts.first.thought
+        return text if begun else text.lstrip().removeprefix(self._thoughts.form.start)
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -1,0 +1,155 @@
+"""Thoughts of models that reason before they answer: how models mark them, and where they end in an output.
+
+This module must not import torch: the command line reads its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from mmspec.checks import Rule
+
+AUTO, NONE = "auto", "none"
+MOST_BLANKS = 8
+"""Bytes of white space before thoughts, and between them and an answer with a grammar."""
+
+
+@dataclass(frozen=True)
+class ThoughtFormat:
+    """How a model marks its thoughts.
+
+    Attributes:
+        name: of ``--reasoning-parser``.
+        start, end: the markers: texts, or special tokens of these names.
+        aliases: names of vLLM's parsers for these markers.
+    """
+
+    name: str
+    start: str
+    end: str
+    aliases: Sequence[str] = ()
+
+
+FORMATS = (
+    ThoughtFormat(
+        "think",
+        "<think>",
+        "</think>",
+        (
+            *("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2"),
+            *("nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+        ),
+    ),
+    ThoughtFormat("mistral", "[THINK]", "[/THINK]"),
+    ThoughtFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ThoughtFormat("kimi_vl", "◁think▷", "◁/think▷"),
+    ThoughtFormat("exaone_deep", "<thought>", "</thought>"),
+)
+NAMES = (AUTO, NONE, *(name for one in FORMATS for name in (one.name, *one.aliases)))
+REASONING = Rule(f"None or one of {', '.join(NAMES)}", lambda value: value is None or value in NAMES)
+
+
+def thought_format(name: str | None, template: str) -> ThoughtFormat | None:
+    """The format of a model's thoughts.
+
+    Args:
+        name: one of ``NAMES``; ``AUTO`` recognises the format of the chat template; None is ``NONE``.
+        template: the chat template.
+    """
+    if name == AUTO:
+        return next((one for one in FORMATS if one.start in template or one.end in template), None)
+    return next((one for one in FORMATS if name in (one.name, *one.aliases)), None)
+
+
+class Phase(Enum):
+    """Part of an output."""
+
+    OPEN = "thoughts may begin"
+    THOUGHTS = "thoughts"
+    ANSWER = "answer"
+
+
+class Place(NamedTuple):
+    """Place in an output.
+
+    Attributes:
+        text: bytes that a marker may begin with; of the beginning of an answer, the rest of the marker's last token.
+        thought: whether there were thoughts.
+    """
+
+    phase: Phase
+    text: bytes = b""
+    thought: bool = False
+
+
+class Thoughts:
+    """Where the thoughts of an output begin and end.
+
+    An output begins with them where the prompt has begun them, or with the start marker, white space aside. They end
+    with the first end marker. A marker that is a special token counts as this token only.
+
+    Args:
+        begun: whether the prompt has begun them.
+        token_bytes: bytes of a token.
+        special: id of the special token of a name, if there is one.
+
+    Attributes:
+        start, end: bytes of the markers.
+        start_id, end_id: tokens that the markers are; None where they are text.
+        first: the place before the first token.
+    """
+
+    def __init__(
+        self,
+        form: ThoughtFormat,
+        begun: bool,
+        token_bytes: Callable[[int], bytes],
+        special: Callable[[str], int | None],
+    ) -> None:
+        self.form, self.token_bytes = form, token_bytes
+        self.start, self.end = form.start.encode(), form.end.encode()
+        self.start_id, self.end_id = special(form.start), special(form.end)
+        self.first = Place(Phase.THOUGHTS, thought=True) if begun else Place(Phase.OPEN)
+
+    def advance(self, place: Place, token: int) -> Place:
+        """The place after a token."""
+        if place.phase is Phase.ANSWER:
+            return place
+        if place.phase is Phase.THOUGHTS:
+            if self.end_id is not None:
+                return Place(Phase.ANSWER, thought=True) if token == self.end_id else place
+            return self._in_thoughts(place.text + self.token_bytes(token))
+        if self.start_id is not None and token == self.start_id:
+            return Place(Phase.THOUGHTS, thought=True)
+        text = place.text + self.token_bytes(token)
+        if not self.opens(text):
+            return Place(Phase.ANSWER)
+        begun = text.lstrip().startswith(self.start)
+        return self._in_thoughts(text.lstrip()[len(self.start) :]) if begun else Place(Phase.OPEN, text)
+
+    def opens(self, text: bytes) -> bool:
+        """Whether an output that begins like this may begin with thoughts."""
+        marker = text.lstrip()
+        if len(text) - len(marker) > MOST_BLANKS:
+            return False
+        return not marker or (
+            self.start_id is None and (self.start.startswith(marker) or marker.startswith(self.start))
+        )
+
+    def _in_thoughts(self, text: bytes) -> Place:
+        if self.end_id is not None:
+            return Place(Phase.THOUGHTS, thought=True)
+        _, found, rest = text.partition(self.end)
+        return Place(Phase.ANSWER, rest, True) if found else Place(Phase.THOUGHTS, text[1 - len(self.end) :], True)
+
+    def split(self, token_ids: Sequence[int]) -> tuple[Phase, int]:
+        """The phase after some tokens of an output, and the number of those that thoughts and markers take."""
+        place = self.first
+        for number, token in enumerate(token_ids, start=1):
+            place = self.advance(place, token)
+            if place.phase is Phase.ANSWER:
+                return place.phase, number if place.thought else 0
+        return place.phase, len(token_ids) if place.phase is Phase.THOUGHTS else 0
