@@ -6,7 +6,7 @@ import asyncio
 import html
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from mmspec.serving.schemas import (
     parse,
 )
 from mmspec.serving.tools import AUTO, ToolPlanner
+from mmspec.targets.processor import template_variables
 
 _log = logging.getLogger("mmspec.serving")
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
@@ -61,6 +62,8 @@ def create_app(
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
     tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
@@ -74,6 +77,8 @@ def create_app(
         origins: origins of web pages that may call the server.
         names: what requests may call the model, the first one in responses; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
+        reasoning_parser: format of thoughts; see ``mmspec.sampling.thoughts``.
+        chat_template_kwargs: variables of the chat template that requests do not set.
         allow_urls: download images and videos from public addresses.
         scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
         slots: lets requests in; None for slots of its own.
@@ -85,7 +90,9 @@ def create_app(
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
     runner = RequestRunner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    builder = JobBuilder(pipe, limits, names, ToolPlanner(pipe.io, tool_parser), media, stored)
+    tools = ToolPlanner(pipe.io, tool_parser)
+    variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning_parser, variables)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from mmspec.checks import OBJECT
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
     LOADING,
+    Value,
     adapt_of,
     adapt_options,
     check_api_key,
@@ -27,6 +29,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
+from mmspec.sampling.thoughts import AUTO, FORMATS, REASONING
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
@@ -63,6 +66,22 @@ _log = logging.getLogger("mmspec.serve")
     default="auto",
     show_default=True,
     help="How the model writes tool calls; auto: as its chat template does.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=Value(REASONING),
+    default=AUTO,
+    show_default=True,
+    metavar="NAME",
+    help=f"How the model marks thoughts: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: as "
+    "its chat template does.",
+)
+@click.option(
+    "--chat-template-kwargs",
+    type=Value(OBJECT),
+    default="{}",
+    metavar="JSON",
+    help='Variables of the chat template that requests do not set, such as {"enable_thinking": false}.',
 )
 @click.option(
     "--prefix-cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,6 +82,8 @@ class JobBuilder:
     Args:
         names: what requests may call the model; responses use the first one.
         stored: responses that later requests continue.
+        reasoning: format of the model's thoughts; see ``mmspec.sampling.thoughts``.
+        variables: of the chat template, by default.
 
     Raises:
         APIError: of each method, for requests beyond the limits, or for another model.
@@ -94,9 +97,11 @@ class JobBuilder:
         tools: ToolPlanner,
         media: MediaReader,
         stored: StoredResponses,
+        reasoning: str,
+        variables: Mapping[str, Any],
     ) -> None:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
-        self._stored = stored
+        self._stored, self._reasoning, self._variables = stored, reasoning, variables
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
@@ -131,9 +136,17 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        keywords = {**asked.keywords, **plan.keywords}
+        effort = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
+        keywords = {**asked.keywords, **plan.keywords, **self._rendering({**effort, **asked.chat_template_kwargs})}
+        if "answer_start" not in keywords:  # which is where a call begins
+            keywords["reasoning"] = self._reasoning
         prompts = [plan.messages(turns)]
         return GenerationJob(prompts, sampling, constraint, asked.n, media, keywords, plan.trigger, plan.schemas), plan
+
+    def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords for the chat template."""
+        variables = {**self._variables, **variables}
+        return {"chat_template_kwargs": variables} if variables else {}
 
     def _conversation(
         self, messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]
@@ -174,7 +187,8 @@ class JobBuilder:
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
             plan = self._tools.plan(functions, "auto")
-            tokens = io.encode([{"prompt": plan.messages(messages)}], **plan.keywords).input_ids[0].tolist()
+            keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
+            tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         limit = {"max_model_len": self._pipe.context_limit}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
@@ -189,6 +203,14 @@ class JobBuilder:
         most, found = self._limits.max_characters, sum(map(len, texts))
         if found > most:
             raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)
+
+
+def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
+    """Variables of a chat template for ``reasoning_effort``: those that it reads."""
+    if effort == "none" and re.search(r"\benable_thinking\b", template):
+        return {"enable_thinking": False}
+    reads = effort is not None and re.search(r"\breasoning_effort\b", template)
+    return {"reasoning_effort": effort} if reads else {}
 
 
 class Admission(Protocol):

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from mmspec.checks import Rule, nearest, shown, whole
+from mmspec.checks import OBJECT, Rule, nearest, shown, whole
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -168,6 +168,9 @@ def _api_error(error: Any) -> APIError:
     return APIError(400, message, path or None)
 
 
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""Names of an assistant's thoughts in messages: DeepSeek's, and vLLM's from version 0.12 on."""
+
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""
 
@@ -268,6 +271,8 @@ class ChatMessage(Fields):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same in vLLM's API
 
     @model_validator(mode="before")
     @classmethod
@@ -287,7 +292,8 @@ class ChatMessage(Fields):
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        of_assistants = ("tool_calls", "reasoning_content", "reasoning")
+        for name, role in (*((name, "assistant") for name in of_assistants), ("tool_call_id", "tool")):
             if getattr(self, name) is not None and self.role != role:
                 raise ValueError(f"{name} goes with the role {role}")
         return self
@@ -297,7 +303,12 @@ class ChatMessage(Fields):
         """What a chat template may write of the message."""
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-        return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.thoughts or ""]
+
+    @property
+    def thoughts(self) -> str | None:
+        """An assistant's."""
+        return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""
@@ -310,7 +321,8 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # of its function; names of speakers are ignored
-        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
+        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.thoughts)
+        values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -381,6 +393,9 @@ def named_function(choice: Any) -> str | None:
     function = choice.get("function", choice) if isinstance(choice, dict) else None
     return function.get("name") if isinstance(function, dict) else None
 
+
+Variables = Annotated[Any, checked("chat_template_kwargs", OBJECT)]
+"""Variables of the chat template."""
 
 CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
 IGNORED = (
@@ -524,7 +539,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     limit_name = "max_completion_tokens"
     # A prediction is for speed alone; responses are stored by /v1/responses only.
-    ignored = (*IGNORED, "prediction", "reasoning_effort", "store", "verbosity")
+    ignored = (*IGNORED, "prediction", "store", "verbosity")
     neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
     refused: ClassVar = {
         "audio": "answers are text",
@@ -541,6 +556,8 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
     tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Variables = Field({})
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> ChatCompletionRequest:
@@ -597,6 +614,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    chat_template_kwargs: Variables = Field({})
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

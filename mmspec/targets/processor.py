@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from mmspec.checks import Rule
+from mmspec.checks import OBJECT
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
 from mmspec.sampling.thoughts import Phase, Thoughts, thought_format
@@ -28,15 +28,22 @@ _MARKER_TOKENS = 32  # at most, of a marker of thoughts and the white space afte
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
 
-TEMPLATE_VARIABLES = Rule(
-    "an object of variables of the chat template",
-    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
-)
-
-
 def is_token_ids(prompt: Any) -> bool:
     """Whether a prompt is a list of token ids."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
+
+
+def template_variables(plain: Any, given: Any) -> dict[str, Any]:
+    """Variables for the chat template of a tokenizer or processor.
+
+    Raises:
+        UserError: they are no mapping, or one has a name that rendering itself uses.
+    """
+    own = {"messages", *signature(plain.apply_chat_template).parameters}
+    for name in OBJECT.check("chat_template_kwargs", given):
+        if name in own:
+            raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {name}")
+    return dict(given)
 
 
 def render(
@@ -57,10 +64,7 @@ def render(
     """
     given = {"tools": tools} if tools else {}
     if variables:
-        given |= TEMPLATE_VARIABLES.check("chat_template_kwargs", variables)
-        own = {"messages", *signature(plain.apply_chat_template).parameters}
-        if taken := [name for name in variables if name in own]:
-            raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {taken[0]}")
+        given |= template_variables(plain, variables)
     with explained("the model's chat template does not accept the messages", Exception):
         text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
     return text

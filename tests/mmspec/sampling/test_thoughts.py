@@ -7,89 +7,32 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
 from transformers.generation import logits_process as hf
 
 pytest.importorskip("llguidance")
 
-import mmspec
-from mmspec import Pipeline, SamplingParams, UserError
+from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.thoughts import FORMATS, NAMES, thought_format
-from mmspec.targets.processor import Processor
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.processor import ThoughtsAndAnswer
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
-from tests.tiny import byte_model
+from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, target, tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-END, BLANKS, NEW = 2, 8, 60
-MARKERS = {"text": ("<think>", "</think>"), "added": ("<think>", "</think>"), "special": ("[THINK]", "[/THINK]")}
-"""How the markers are spelt: by several tokens, or as a token each."""
-
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}{{ '(' + m.reasoning_content + ')' if m.reasoning_content }}: "
-    "{{ m.content }}</s>{% endfor %}<s>assistant: "
-    "{% if mode == 'begun' %}START\n{% elif mode == 'closed' %}START\n\nEND\n\n{% endif %}"
-)
+BLANKS, NEW = 8, 60
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
-KINDS: dict[str, Any] = {"json_schema": SCHEMA, "regex": "(yes|no), [a-c]{2,5}", "grammar": 'start: "{" /[0-9]{2,3}/ "}"'}
-PROMPT: Any = [{"role": "user", "content": "Which?"}]
-
-
-@cache
-def tokenizer(spelling: str) -> PreTrainedTokenizerFast:
-    """A token per byte, and some whose first byte ends a marker."""
-    merges = [(">", "{"), (">", "Ċ"), (">Ċ", "Ċ"), ("Ċ", "Ċ"), ("k", ">"), ("y", "e")]
-    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
-    vocab = {"<pad>": 0, "<s>": 1, "</s>": END, **{symbol: i for i, symbol in enumerate(symbols, start=3)}}
-    plain = Tokenizer(BPE(vocab=vocab, merges=merges))
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    if spelling == "added":
-        made.add_tokens([AddedToken(one, normalized=False) for one in MARKERS["added"]])
-    if spelling == "special":
-        made.add_special_tokens({"additional_special_tokens": list(MARKERS["special"])})
-    start, end = MARKERS[spelling]
-    made.chat_template = TEMPLATE.replace("START", start).replace("END", end)
-    return made
-
-
-@cache
-def target(spelling: str) -> TransformersTarget:
-    torch.manual_seed(0)
-    changed = {"vocab_size": len(tokenizer(spelling)), "max_position_embeddings": 4096}
-    return TransformersTarget(LlamaForCausalLM(LlamaConfig(**{**byte_model().config.to_dict(), **changed})).eval())
-
-
-def pipeline(spelling: str, drafter: Any = None) -> Pipeline:
-    return Pipeline(target(spelling), Processor(tokenizer(spelling)), drafter)
-
-
-def ids_of(spelling: str, text: str) -> list[int]:
-    found: list[int] = tokenizer(spelling)(text, add_special_tokens=False).input_ids
-    return found
-
-
-def script(spelling: str, mode: str, wanted: list[int]) -> None:
-    """Bias the model towards an output."""
-    prompt = prompt_of(spelling, mode)
-    whole = [*prompt[-20:], *wanted, END]
-    keys = [tuple(whole[at - 20 : at + 1]) for at in range(20, len(whole))]
-    target(spelling).model.generation_config.sequence_bias = dict.fromkeys(keys, 60.0)
-
-
-def prompt_of(spelling: str, mode: str) -> list[int]:
-    encoded = pipeline(spelling).encode([{"prompt": PROMPT}], chat_template_kwargs={"mode": mode})
-    return encoded.input_ids[0].tolist()
+KINDS: dict[str, Any] = {
+    "json_schema": SCHEMA,
+    "regex": "(yes|no), [a-c]{2,5}",
+    "grammar": 'start: "{" /[0-9]{2,3}/ "}"',
+}
 
 
 @cache
@@ -97,7 +40,8 @@ def byte_by_symbol() -> dict[str, int]:
     """Bytes of texts by the characters that stand for them in a byte-level vocabulary; others, in no text, lack."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     codes = (code for code in (*range(0x800), *range(0x800, 0x110000, 0x400)) if not 0xD800 <= code < 0xE000)
-    return {symbol: byte for code in codes for symbol, byte in zip(split(chr(code))[0][0], chr(code).encode(), strict=True)}
+    texts = ((split(chr(code))[0][0], chr(code).encode()) for code in codes)
+    return {symbol: byte for symbols, text in texts for symbol, byte in zip(symbols, text, strict=True)}
 
 
 @cache
@@ -168,7 +112,10 @@ def plainly(spelling: str, mode: str, kind: str, wanted: list[int], seed: int | 
 
 OUTPUTS = {
     "begun": ["So {1}, no.{end}\n\n{answer}", "{{{end}{answer}", "a < b </th{end} x", "only thoughts"],
-    "open": ["{start}\nSo {1}.{end}\n\n{answer}", "\n{start}x{end}{answer}", "{answer}", "No.", "\n\n{answer}", "{start}never"],
+    "open": [
+        *("{start}\nSo {1}.{end}\n\n{answer}", "\n{start}x{end}{answer}", "{start}never"),
+        *("{answer}", "No.", "\n\n{answer}"),
+    ],
     "closed": ["{answer}", "{start}x{end}{answer}"],
 }
 ANSWERS = {"json_schema": json.dumps({"a": "y"}), "regex": "yes, abc", "grammar": "{42}"}
@@ -211,3 +158,84 @@ def valid(kind: str, text: str) -> bool:
     if kind == "json_schema":
         return json.loads(text)["a"] in ("x", "y")
     return re.fullmatch(KINDS["regex"] if kind == "regex" else r"\{[0-9]{2,3}\}", text) is not None
+
+
+@pytest.mark.parametrize("mode", ["begun", "open"])
+@pytest.mark.parametrize("spelling", MARKERS)
+def test_texts_do_not_depend_on_where_pieces_end(spelling: str, mode: str) -> None:
+    """With parts of markers, and characters of several tokens, in thoughts and answer."""
+    start, end = MARKERS[spelling]
+    begun = "" if mode == "begun" else f"\n{start}"
+    thoughts, answer = f"A < b é {end[:-2]} {start}", f"Ulm {end} é STOP"
+    ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}\n\n{answer}")
+    processor, prompt = pipeline(spelling).processor, torch.tensor(prompt_of(spelling, mode))
+
+    def detokenizer(stop: tuple[str, ...] = ()) -> ThoughtsAndAnswer:
+        found = processor.thoughts("auto", prompt)
+        return ThoughtsAndAnswer(processor.decode, stop, found, partial(processor.decode, verbatim=True))
+
+    hidden = spelling == "special"  # decoding leaves no text of special tokens
+    expected = tuple(text if not hidden else text.replace(start, "").replace(end, "") for text in (thoughts, answer))
+    expected = expected[0].strip(), expected[1]
+    assert detokenizer().text(ids) == expected
+    assert detokenizer(("STOP",)).text(ids) == (expected[0], expected[1].removesuffix("STOP"))
+    for first in range(len(ids)):
+        for second in range(first, len(ids), 3):
+            reader = detokenizer()
+            pieces = [reader.new_text(ids[:n], final=False) for n in range(1, first)]
+            pieces += [reader.new_text(ids[:second], final=False), reader.new_text(ids, final=True)]
+            read = zip(*(piece for piece in pieces if piece), strict=True)
+            assert tuple(map("".join, read)) == expected
+
+
+def test_what_begins_like_a_marker_is_an_answer_at_the_end() -> None:
+    processor = pipeline("text").processor
+    thoughts = processor.thoughts("auto", torch.tensor(prompt_of("text", "open")))
+    reader = ThoughtsAndAnswer(processor.decode, (), thoughts, partial(processor.decode, verbatim=True))
+    ids = ids_of("text", "<thi")
+    assert reader.new_text(ids, final=False) is None
+    assert reader.new_text(ids, final=True) == ("", "<thi")
+    assert reader.num_thoughts == 0
+
+
+def test_outputs_may_be_rejected_after_thoughts() -> None:
+    """With rejection in place of masks; the model writes white space before its answer."""
+    wanted = ids_of("added", "Hm.</think>\n\nyes, ab")
+    script("added", "begun", wanted)
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "qwen3", "regex": KINDS["regex"]}
+    answer = pipeline("added").generate(PROMPT, **options, temperature=1.0, seed=1, grammar_aligned=True)
+    assert (answer.reasoning, answer.text) == ("Hm.", "yes, ab")
+
+
+def test_a_trigger_counts_after_thoughts() -> None:
+    wanted = ids_of("added", "CALL no.</think>\nNo CALL 7a")
+    script("added", "begun", wanted)
+    options = {"chat_template_kwargs": {"mode": "begun"}, "regex": "[ 0-9]{3}", "grammar_trigger": "CALL"}
+    answer = pipeline("added").generate(PROMPT, **options, reasoning="auto", max_new_tokens=60)
+    assert answer.reasoning == "CALL no."
+    assert re.fullmatch("No CALL 7[ 0-9]", answer.text)
+    at_once = pipeline("added").generate(PROMPT, **options, max_new_tokens=60)
+    assert re.fullmatch("CALL[ 0-9]{3}", at_once.text)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}{{ '<think>\n' if think }}", "think"),
+        ("{{ '[THINK]' + m.reasoning + '[/THINK]' }}", "mistral"),
+        ("{{ '<seed:think>' }}", "seed_oss"),
+        ("{{ m.content }}", None),
+        ("", None),
+    ],
+)
+def test_formats_of_templates(template: str, name: str | None) -> None:
+    found = thought_format("auto", template)
+    assert (found and found.name) == name
+    assert thought_format("deepseek_r1", template) is thought_format("think", template) is FORMATS[0]
+    assert thought_format("none", template) is thought_format(None, template) is None
+
+
+def test_names() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    with pytest.raises(UserError, match=r"^reasoning must be None or one of auto, none, think, .*: got 'x'$"):
+        pipeline("text").generate("a", reasoning="x")
