@@ -181,6 +181,16 @@ class TokenTree:
         tree.max_depth = self.max_depth
         return tree
 
+    def without(self, rows: Sequence[int]) -> TokenTree:
+        """Trees of which some rows have the root alone."""
+        alive, log_probs = self.alive.clone(), None if self.log_probs is None else self.log_probs.clone()
+        alive[rows, 1:] = False
+        if log_probs is not None:
+            log_probs[rows, 1:] = -torch.inf
+        tree = TokenTree(self.tokens, self.parents, alive, self.draft_probs, log_probs=log_probs, check=False)
+        tree.max_depth = self.max_depth
+        return tree
+
     def best_chain(self) -> TokenTree:
         """Tree of each row's path of most probable children; of nodes in descending order."""
         rows, probs = [], []
