@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving.errors import APIError, as_api_error
@@ -65,6 +66,7 @@ def create_app(
     reasoning_parser: str = AUTO,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
+    drafters: Mapping[str, Pipeline] | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
 ) -> FastAPI:
@@ -80,19 +82,24 @@ def create_app(
         reasoning_parser: format of thoughts; see ``mmspec.sampling.thoughts``.
         chat_template_kwargs: variables of the chat template that requests do not set.
         allow_urls: download images and videos from public addresses.
+        drafters: ``pipe``, and others over its target, by names of their drafters that requests may choose.
         scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
         slots: lets requests in; None for slots of its own.
     """
-    pipe = pipe.limited(limits.max_model_len) if limits.max_model_len else pipe
+    pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
+    if limits.max_model_len:
+        pipes = {name: one.limited(limits.max_model_len) for name, one in pipes.items()}
+    pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
-    metrics = Metrics(names[0], lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
+    counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
+    metrics = Metrics(names[0], *counts, {*pipes, PLAIN})
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    runner = RequestRunner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
+    runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     tools = ToolPlanner(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning_parser, variables)
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning_parser, variables, list(pipes))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

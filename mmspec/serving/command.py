@@ -19,7 +19,7 @@ from mmspec.cli.options import (
     check_api_key,
     derived,
     device_map_option,
-    drafter_option,
+    drafters_option,
     generation_config_option,
     listen_options,
     mmproj_option,
@@ -41,7 +41,7 @@ _log = logging.getLogger("mmspec.serve")
 @mmproj_option
 @device_map_option
 @trust_option
-@drafter_option
+@drafters_option
 @generation_config_option
 @listen_options(8000)
 @API_KEY.declared
@@ -132,10 +132,14 @@ def serve(
     adapt = adapt_of(options)
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
+    options["drafter"], *others = options["drafter"]
+    if others and (adapt is not None or ranks() > 1):
+        reason = "--adapt" if adapt is not None else "a model that is sharded over ranks"
+        raise UserError(f"{reason} goes with one --drafter: got {1 + len(others)}")
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     loading = {name: options.pop(name) for name in LOADING}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, prefix_cache, adapt)
+    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -149,18 +153,18 @@ def serve(
 def _here(settings: ServerSettings, host: str, port: int) -> None:
     with steps_shown():
         _log.info("importing torch and transformers")
-        from mmspec.drafters.registry import registered_name
         from mmspec.serving.server import listen, loading, run
 
     with listen(host, port) as listening:
         with loading(listening), steps_shown():
-            pipe = settings.pipeline()
+            pipes = settings.pipelines()
+            pipe = next(iter(pipes.values()))
             pipe.follow()
-        drafter, dtype = registered_name(pipe.drafter) or "none", settings.loading["dtype"]
+        drafters, dtype = f"drafter{'s' * (len(pipes) > 1)} {', '.join(pipes)}", settings.loading["dtype"]
         dtype = str(pipe.target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        what = f"model {pipe.name}, drafter {drafter}, {dtype} on {pipe.target.device}"
+        what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipe), settings.limits, listening, pipe.engine)
+        run(settings.app(pipes), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:

@@ -77,6 +77,7 @@ class WireFormat(ABC):
     Args:
         io: of the model, for the bytes of tokens.
         asked: the request.
+        drafter: the name that figures show.
         before: text before each choice's own.
     """
 
@@ -86,9 +87,11 @@ class WireFormat(ABC):
     end = b"data: [DONE]\n\n"
     """What ends a stream."""
 
-    def __init__(self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, io: Processor, asked: GenerationRequest, drafter: str, before: Sequence[str]
+    ) -> None:
         self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
-        self._include_usage = asked.include_usage
+        self._include_usage, self._drafter = asked.include_usage, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.choices = [Choice(text) for text in before]
 
@@ -144,7 +147,7 @@ class WireFormat(ABC):
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in self.choices)},
         }
-        return {"usage": usage, "metrics": per_request(whole)}
+        return {"usage": usage, "metrics": per_request(whole, self._drafter)}
 
     def _finish_reason(self, index: int) -> str | None:
         """Why a choice has ended, if it has."""

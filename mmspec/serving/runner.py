@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
 
+from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText
+from mmspec.sampling.thoughts import NONE, thought_format
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
@@ -51,6 +53,7 @@ class GenerationJob:
         constraint: the grammar of the outputs, which has not been checked yet.
         media: images and videos, of a request with one prompt.
         keywords: further keywords of ``Pipeline.stream``.
+        drafter: the name of one of the server's.
         trigger: the text after which the grammar begins; None for the beginning of the output.
         schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
     """
@@ -61,8 +64,14 @@ class GenerationJob:
     n: int
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
+    drafter: str
     trigger: str | None = None
     schemas: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> str:
+        """The drafter's name, or ``"none"`` for plain decoding."""
+        return PLAIN if self.keywords.get("num_draft_tokens") == 0 else self.drafter
 
     @property
     def choices(self) -> int:
@@ -84,6 +93,7 @@ class JobBuilder:
         stored: responses that later requests continue.
         reasoning: format of the model's thoughts; see ``mmspec.sampling.thoughts``.
         variables: of the chat template, by default.
+        drafters: names of those that requests may choose, the default first.
 
     Raises:
         APIError: of each method, for requests beyond the limits, or for another model.
@@ -97,11 +107,14 @@ class JobBuilder:
         tools: ToolPlanner,
         media: MediaReader,
         stored: StoredResponses,
-        reasoning: str,
-        variables: Mapping[str, Any],
+        reasoning: str = NONE,
+        variables: Mapping[str, Any] | None = None,
+        drafters: Sequence[str] = (PLAIN,),
     ) -> None:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
-        self._stored, self._reasoning, self._variables = stored, reasoning, variables
+        self._stored, self._variables, self._drafters = stored, variables or {}, drafters
+        self._template = pipe.io.chat_template_text()
+        self._reasoning = {"reasoning": reasoning} if thought_format(reasoning, self._template) else {}
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
@@ -113,14 +126,16 @@ class JobBuilder:
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
-        return job, ChatFormat(self._names[0], self._pipe.io, asked, [""] * job.n, reader=plan.reader)
+        common = (self._names[0], self._pipe.io, asked, job.drafts, [""] * job.n)
+        return job, ChatFormat(*common, reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of a response, and the format of its response."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(self._names[0], self._pipe.io, asked, [""], reader=plan.reader, about=about)
+        common = (self._names[0], self._pipe.io, asked, job.drafts, [""])
+        form = ResponsesFormat(*common, reader=plan.reader, about=about)
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
         return job, form
@@ -136,12 +151,12 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        effort = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
-        keywords = {**asked.keywords, **plan.keywords, **self._rendering({**effort, **asked.chat_template_kwargs})}
-        if "answer_start" not in keywords:  # which is where a call begins
-            keywords["reasoning"] = self._reasoning
+        variables = {**effort_variables(asked.reasoning_effort, self._template), **asked.chat_template_kwargs}
+        thinks = {} if "answer_start" in plan.keywords else self._reasoning  # a call begins at once
+        keywords = {**asked.keywords, **plan.keywords, **self._rendering(variables), **thinks}
         prompts = [plan.messages(turns)]
-        return GenerationJob(prompts, sampling, constraint, asked.n, media, keywords, plan.trigger, plan.schemas), plan
+        common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self._limits, self._drafters))
+        return GenerationJob(*common, plan.trigger, plan.schemas), plan
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords for the chat template."""
@@ -161,12 +176,13 @@ class JobBuilder:
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False}
         sampling = asked.sampling(self._limits, self._pipe.defaults.served)
-        job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords)
+        drafter = asked.drafter(self._limits, self._drafters)
+        job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)
         if job.choices > self._limits.max_running:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
-        return job, TextFormat(self._names[0], self._pipe.io, asked, before)
+        return job, TextFormat(self._names[0], self._pipe.io, asked, job.drafts, before)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -374,20 +390,20 @@ class RequestRunner:
     """Runs requests: a choice has a slot from the check of its grammar and the reading of its media to its last token.
 
     Args:
-        pipe: answers; its ``max_num_seqs`` is at least as many.
+        pipes: by drafter; they answer, and their ``max_num_seqs`` is at least as many.
         seconds: in which a request must end; 0 is no limit.
     """
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipes: Mapping[str, Pipeline],
         media: MediaReader,
         grammars: GrammarChecker,
         slots: Admission,
         metrics: Metrics,
         seconds: float = 0,
     ) -> None:
-        self.pipe, self.media, self.grammars, self.slots, self.metrics = pipe, media, grammars, slots, metrics
+        self.pipes, self.media, self.grammars, self.slots, self.metrics = pipes, media, grammars, slots, metrics
         self._seconds = seconds
 
     def close(self) -> None:
@@ -461,7 +477,7 @@ class RequestRunner:
         try:
             if params.seed is not None and number:
                 params = replace(params, seed=(params.seed + number) % (1 << 64))
-            stream = self.pipe.astream(job.prompts[prompt], **media, params=params, **job.keywords)
+            stream = self.pipes[job.drafter].astream(job.prompts[prompt], **media, params=params, **job.keywords)
             async with aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:
                     now = clock()
@@ -471,7 +487,7 @@ class RequestRunner:
                         self.metrics.next_tokens.observe(now - before)
                     before = now
                     if piece.stats is not None:
-                        self.metrics.ended(piece.stats, str(piece.finish_reason))
+                        self.metrics.ended(piece.stats, str(piece.finish_reason), job.drafts)
                     pieces.put_nowait((index, piece))
         except BeyondEndError as error:
             pieces.put_nowait((index, APIError(400, error.message("min_tokens", job.grammar), "min_tokens")))

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from mmspec.checks import OBJECT, Rule, nearest, shown, whole
+from mmspec.engine.request import NUM_DRAFT_TOKENS
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -465,6 +466,8 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    speculative: bool | str | None = None
+    num_draft_tokens: Annotated[Any, checked("num_draft_tokens", NUM_DRAFT_TOKENS)] = None
     t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
 
     @model_validator(mode="before")
@@ -505,7 +508,32 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of ``Pipeline.stream`` beside ``params``."""
-        return {"logprobs": self.alternatives, "max_time": self.t_max_predict_ms / 1000 or None}
+        drafts = 0 if self.speculative is False else self.num_draft_tokens
+        times = {"max_time": self.t_max_predict_ms / 1000 or None}
+        return {"logprobs": self.alternatives, "num_draft_tokens": drafts, **times}
+
+    def drafter(self, limits: Limits, names: Sequence[str]) -> str:
+        """The name of the request's drafter.
+
+        Args:
+            names: of the drafters that are loaded, the default first.
+
+        Raises:
+            APIError: there is no such drafter, or the server's limits leave no choice.
+        """
+        asked, most = self.speculative, limits.max_draft_tokens
+        for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
+            if value is not None and limits.fixed_speculation:
+                raise APIError(400, f"{name} is chosen by this server: expected none, got {shown(value)}", name)
+        if isinstance(asked, str) and asked not in names:
+            expected = ", ".join(("true", "false", *map(repr, names)))
+            raise APIError(400, f"speculative must be one of {expected}: got {shown(asked)}", "speculative")
+        if (self.num_draft_tokens or 0) > (0 if asked is False else most):
+            most = f"{most}" if asked is not False else "0 beside speculative: false"
+            raise APIError(
+                400, f"num_draft_tokens must be at most {most}: got {self.num_draft_tokens}", "num_draft_tokens"
+            )
+        return asked if isinstance(asked, str) else names[0]
 
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
