@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.thoughts import thought_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
@@ -99,7 +100,8 @@ def create_app(
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     tools = ToolPlanner(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning_parser, variables, list(pipes))
+    form = thought_format(reasoning_parser, pipe.io.chat_template_text())
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, form and form.name, variables, list(pipes))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmspec.drafters.registry import PLAIN
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import TokenLogprob
@@ -77,8 +78,8 @@ class WireFormat(ABC):
     Args:
         io: of the model, for the bytes of tokens.
         asked: the request.
-        drafter: the name that figures show.
         before: text before each choice's own.
+        drafter: the name that figures show.
     """
 
     prefix: str
@@ -88,7 +89,7 @@ class WireFormat(ABC):
     """What ends a stream."""
 
     def __init__(
-        self, model: str, io: Processor, asked: GenerationRequest, drafter: str, before: Sequence[str]
+        self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
     ) -> None:
         self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
         self._include_usage, self._drafter = asked.include_usage, drafter

@@ -19,7 +19,6 @@ from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.syntax import CheckedText
-from mmspec.sampling.thoughts import NONE, thought_format
 from mmspec.sampling.trial import GrammarTrial
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat, TextFormat, WireFormat
@@ -91,7 +90,7 @@ class JobBuilder:
     Args:
         names: what requests may call the model; responses use the first one.
         stored: responses that later requests continue.
-        reasoning: format of the model's thoughts; see ``mmspec.sampling.thoughts``.
+        reasoning: format of the model's thoughts; None if it has none.
         variables: of the chat template, by default.
         drafters: names of those that requests may choose, the default first.
 
@@ -107,14 +106,13 @@ class JobBuilder:
         tools: ToolPlanner,
         media: MediaReader,
         stored: StoredResponses,
-        reasoning: str = NONE,
+        reasoning: str | None = None,
         variables: Mapping[str, Any] | None = None,
         drafters: Sequence[str] = (PLAIN,),
     ) -> None:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
         self._stored, self._variables, self._drafters = stored, variables or {}, drafters
-        self._template = pipe.io.chat_template_text()
-        self._reasoning = {"reasoning": reasoning} if thought_format(reasoning, self._template) else {}
+        self._reasoning = {"reasoning": reasoning} if reasoning else {}
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
@@ -126,7 +124,7 @@ class JobBuilder:
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
-        common = (self._names[0], self._pipe.io, asked, job.drafts, [""] * job.n)
+        common = (self._names[0], self._pipe.io, asked, [""] * job.n, job.drafts)
         return job, ChatFormat(*common, reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
@@ -134,7 +132,7 @@ class JobBuilder:
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        common = (self._names[0], self._pipe.io, asked, job.drafts, [""])
+        common = (self._names[0], self._pipe.io, asked, [""], job.drafts)
         form = ResponsesFormat(*common, reader=plan.reader, about=about)
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
@@ -151,7 +149,10 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        variables = {**effort_variables(asked.reasoning_effort, self._template), **asked.chat_template_kwargs}
+        variables = {
+            **effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text()),
+            **asked.chat_template_kwargs,
+        }
         thinks = {} if "answer_start" in plan.keywords else self._reasoning  # a call begins at once
         keywords = {**asked.keywords, **plan.keywords, **self._rendering(variables), **thinks}
         prompts = [plan.messages(turns)]
@@ -182,7 +183,7 @@ class JobBuilder:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
-        return job, TextFormat(self._names[0], self._pipe.io, asked, job.drafts, before)
+        return job, TextFormat(self._names[0], self._pipe.io, asked, before, job.drafts)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):

@@ -170,7 +170,7 @@ def _api_error(error: Any) -> APIError:
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning")
-"""Names of an assistant's thoughts in messages: DeepSeek's, and vLLM's from version 0.12 on."""
+"""Names of an assistant's thoughts in messages: DeepSeek's, and that of current versions of vLLM."""
 
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""
@@ -440,6 +440,7 @@ def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, st
     return "json_schema", JSON_SCHEMA.check("json_schema", {"type": "object"} if schema is None else schema)
 
 
+_SPECULATIVE = Rule("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
 MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
 _OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
@@ -466,7 +467,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    speculative: bool | str | None = None
+    speculative: Annotated[Any, checked("speculative", _SPECULATIVE)] = None
     num_draft_tokens: Annotated[Any, checked("num_draft_tokens", NUM_DRAFT_TOKENS)] = None
     t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
 
