@@ -8,7 +8,7 @@ from os import PathLike, fspath, path
 from typing import Any
 
 from mmspec.checks import nearest, shown
-from mmspec.errors import UserError, explained
+from mmspec.errors import UserError, explained, missing
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer
 
@@ -30,8 +30,10 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
         raise UserError(
             f"adapters need weights that are not packed: expected float32 or float16, got {shown(model.dtype)}"
         )
-    with explained("adapters need the package peft", ImportError):
+    try:
         from peft import PeftConfig, PeftModel
+    except ModuleNotFoundError as error:
+        raise missing("adapters=", "peft") from error
     wrapper = None
     for name, folder in folders.items():
         where = path.expanduser(fspath(folder))
