@@ -64,7 +64,7 @@ def load_bodies(model: str, number: int, words: Sequence[int], tokens: int, imag
     return bodies
 
 
-async def send(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> int:
+async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
     """Send the requests of a load; returns how many answers were wrong: another status than 200."""
     left, wrong = iter(bodies), 0
 
@@ -116,8 +116,8 @@ def main(
         started = time.monotonic()
         (about,) = httpx.get(f"{server.url}/models").json()["data"]
         pictures = [one["images"][0] for one in mixed_requests(images) if one["images"]]
-        if pictures and asyncio.run(send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1)):
-            pictures = []  # a model of texts
+        refused = asyncio.run(send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1))
+        pictures = [] if refused else pictures  # a model of texts
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
             bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures)

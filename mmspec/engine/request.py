@@ -65,6 +65,7 @@ class DecodeOptions(Checked):
         reasoning: format of the thoughts before an answer (``mmspec.sampling.thoughts``), which are then kept apart:
             grammars, triggers and stop strings begin after them. ``"auto"`` is that of the chat template; None takes
             thoughts for a part of the answer.
+        adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
     """
 
     num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
@@ -75,6 +76,7 @@ class DecodeOptions(Checked):
     chat_template: bool = option(True, FLAG)
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
     reasoning: str | None = option(None, REASONING)
+    adapter: str | None = option(None, optional(Rule("a name", lambda value: isinstance(value, str))))
 
 
 @dataclass(frozen=True)

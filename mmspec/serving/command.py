@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.checks import OBJECT
+from mmspec.checks import OBJECT, Rule
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
@@ -34,6 +34,7 @@ from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
 _log = logging.getLogger("mmspec.serve")
+_ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda text: tuple(text.split("=", 1)))
 
 
 @click.command(cls=Command)
@@ -59,6 +60,14 @@ _log = logging.getLogger("mmspec.serve")
     multiple=True,
     metavar="NAME",
     help="What requests call the model instead of --model; repeatable, responses have the first.",
+)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    type=Value(_ADAPTER),
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter of peft, which requests call as a model; repeatable.",
 )
 @click.option(
     "--tool-parser",
@@ -137,7 +146,8 @@ def serve(
         reason = "--adapt" if adapt is not None else "a model that is sharded over ranks"
         raise UserError(f"{reason} goes with one --drafter: got {1 + len(others)}")
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    loading = {name: options.pop(name) for name in LOADING}
+    adapters = dict(options.pop("adapters"))
+    loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
     settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
     if engine == "ray":

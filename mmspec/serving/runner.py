@@ -31,6 +31,7 @@ from mmspec.serving.schemas import (
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
     conversation,
 )
@@ -84,6 +85,12 @@ class GenerationJob:
         return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
+def adapter_names(pipe: Pipeline) -> tuple[str, ...]:
+    """Names of LoRA adapters, which requests call as models."""
+    adapters = getattr(pipe.target, "adapters", None)
+    return () if adapters is None else adapters.names
+
+
 class JobBuilder:
     """Makes jobs of requests.
 
@@ -113,27 +120,31 @@ class JobBuilder:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
         self._stored, self._variables, self._drafters = stored, variables or {}, drafters
         self._reasoning = {"reasoning": reasoning} if reasoning else {}
+        self._adapters = adapter_names(pipe)
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
-        if name is not None and name not in self._names:
-            expected = " or ".join(map(repr, self._names))
+        known = (*self._names, *self._adapters)
+        if name is not None and name not in known:
+            expected = " or ".join(map(repr, known))
             message = f"unknown model: expected {expected}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def _answers(self, name: str) -> tuple[str, dict[str, Any]]:
+        """What answers a request to this model: its name in the response, and keywords of ``Pipeline.stream``."""
+        return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
-        common = (self._names[0], self._pipe.io, asked, [""] * job.n, job.drafts)
-        return job, ChatFormat(*common, reader=plan.reader)
+        return job, ChatFormat(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of a response, and the format of its response."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        common = (self._names[0], self._pipe.io, asked, [""], job.drafts)
-        form = ResponsesFormat(*common, reader=plan.reader, about=about)
+        form = ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about)
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
         return job, form
@@ -153,11 +164,16 @@ class JobBuilder:
             **effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text()),
             **asked.chat_template_kwargs,
         }
-        thinks = {} if "answer_start" in plan.keywords else self._reasoning  # a call begins at once
-        keywords = {**asked.keywords, **plan.keywords, **self._rendering(variables), **thinks}
+        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
+        if "answer_start" not in keywords:  # there, a call begins at once
+            keywords |= self._reasoning
         prompts = [plan.messages(turns)]
         common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self._limits, self._drafters))
         return GenerationJob(*common, plan.trigger, plan.schemas), plan
+
+    def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
+        """Arguments of a format of responses."""
+        return self._answers(asked.model)[0], self._pipe.io, asked, texts, job.drafts
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Keywords for the chat template."""
@@ -175,7 +191,7 @@ class JobBuilder:
         """The job of a request of completions, and the format of its response."""
         self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
-        keywords = asked.keywords | {"chat_template": False}
+        keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
         sampling = asked.sampling(self._limits, self._pipe.defaults.served)
         drafter = asked.drafter(self._limits, self._drafters)
         job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)
@@ -183,7 +199,7 @@ class JobBuilder:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
-        return job, TextFormat(self._names[0], self._pipe.io, asked, before, job.drafts)
+        return job, TextFormat(*self._form(asked, job, before))
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
