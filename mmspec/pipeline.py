@@ -28,7 +28,7 @@ from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import AfterThoughts, Grammar, Grammars, Spellings, TriggeredGrammar
+from mmspec.sampling.grammar import AfterThoughts, Grammars, Spellings, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
@@ -404,7 +404,7 @@ class Pipeline:
         if self._grammars is None:
             self._grammars = Grammars(self.processor.tokenizer, self.target.eos_token_ids)
             self._spellings = Spellings(self.processor.token_bytes, self._grammars.width)
-        grammar: Grammar | TriggeredGrammar = self._grammars.compile(*params.constraint)
+        grammar: Any = self._grammars.compile(*params.constraint)
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, self._grammars.tokenizer)

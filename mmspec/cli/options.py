@@ -209,7 +209,7 @@ _DRAFTER_HELP = (
     "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
 )
 
-_DRAFTER = {"show_default": True, "metavar": "NAME", "shell_complete": complete("drafters")}
+_DRAFTER: dict[str, Any] = {"show_default": True, "metavar": "NAME", "shell_complete": complete("drafters")}
 
 drafter_option = click.option("--drafter", default="auto", help=_DRAFTER_HELP, **_DRAFTER)
 

@@ -390,7 +390,8 @@ class AfterThoughts:
     """
 
     def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spellings: Spellings) -> None:
-        self._answer, self._thoughts, self._spellings = answer, thoughts, spellings
+        self._answer: Any = answer
+        self._thoughts, self._spellings = thoughts, spellings
         self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
         self._free = isinstance(answer, TriggeredGrammar)
 
@@ -433,7 +434,9 @@ class AfterThoughts:
         if opens and not text.strip() and self._thoughts.start_id is not None:
             allowed[self._thoughts.start_id] = True
         inner = self._after(state.tokens)
-        return allowed if inner is None else allowed | self._answer.mask(inner)
+        if inner is not None:
+            allowed |= self._answer.mask(inner)
+        return allowed
 
     def forced(self, state: _ThoughtState) -> list[int]:
         """Tokens that must come next, without EOS tokens."""

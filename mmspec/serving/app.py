@@ -108,8 +108,9 @@ def create_app(
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
     tools = ToolPlanner(pipe.io, tool_parser)
     variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
-    form = thought_format(reasoning_parser, pipe.io.chat_template_text())
-    builder = JobBuilder(pipe, limits, names, tools, media, stored, form and form.name, variables, list(pipes))
+    thoughts = thought_format(reasoning_parser, pipe.io.chat_template_text())
+    reasoning = None if thoughts is None else thoughts.name
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -236,10 +236,11 @@ class TextFormat(WireFormat):
             if choice.text:
                 yield self._chunk({"index": index, "text": choice.text, "logprobs": None, "finish_reason": None})
 
-    def _content(self, index: int, choice: Choice | Piece) -> Mapping[str, Any]:
+    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
         return {"text": choice.text}
 
-    _delta = _content
+    def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
+        return {"text": piece.text}
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:

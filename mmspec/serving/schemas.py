@@ -522,18 +522,16 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
         Raises:
             APIError: there is no such drafter, or the server's limits leave no choice.
         """
-        asked, most = self.speculative, limits.max_draft_tokens
+        asked = self.speculative
         for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
             if value is not None and limits.fixed_speculation:
                 raise APIError(400, f"{name} is chosen by this server: expected none, got {shown(value)}", name)
         if isinstance(asked, str) and asked not in names:
             expected = ", ".join(("true", "false", *map(repr, names)))
             raise APIError(400, f"speculative must be one of {expected}: got {shown(asked)}", "speculative")
-        if (self.num_draft_tokens or 0) > (0 if asked is False else most):
-            most = f"{most}" if asked is not False else "0 beside speculative: false"
-            raise APIError(
-                400, f"num_draft_tokens must be at most {most}: got {self.num_draft_tokens}", "num_draft_tokens"
-            )
+        if (given := self.num_draft_tokens or 0) > (most := 0 if asked is False else limits.max_draft_tokens):
+            beside = " beside speculative: false" if asked is False else ""
+            raise APIError(400, f"num_draft_tokens must be at most {most}{beside}: got {given}", "num_draft_tokens")
         return asked if isinstance(asked, str) else names[0]
 
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
