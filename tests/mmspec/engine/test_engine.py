@@ -499,6 +499,15 @@ def test_plain_sequences_decode_beside_drafted_ones(drawn):
     assert len(seen) < len(target.passes)
 
 
+def test_plain_sequences_need_no_calibration():
+    engine, asked = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), lambda *_: Budget(2)), []
+    engine.speculation.budgets.calibrate = lambda adaptive: asked.append(adaptive)
+    for nodes in (0, None):
+        (row,) = scheduled(engine, [[1, 2]], nodes=[nodes])
+        engine.wait(lambda row=row: row.done)
+    assert asked == [False, True]
+
+
 def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
     monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
     target, engine = stacking()

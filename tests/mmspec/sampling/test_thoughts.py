@@ -21,6 +21,7 @@ from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.thoughts import FORMATS, NAMES, thought_format
 from mmspec.targets.processor import ThoughtsAndAnswer
+from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, target, tokenizer
 
@@ -160,14 +161,14 @@ def valid(kind: str, text: str) -> bool:
     return re.fullmatch(KINDS["regex"] if kind == "regex" else r"\{[0-9]{2,3}\}", text) is not None
 
 
-@pytest.mark.parametrize("mode", ["begun", "open"])
+@pytest.mark.parametrize(("mode", "blank"), [("begun", "\n\n"), ("open", "")])
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_texts_do_not_depend_on_where_pieces_end(spelling: str, mode: str) -> None:
+def test_texts_do_not_depend_on_where_pieces_end(spelling: str, mode: str, blank: str) -> None:
     """With parts of markers, and characters of several tokens, in thoughts and answer."""
     start, end = MARKERS[spelling]
     begun = "" if mode == "begun" else f"\n{start}"
-    thoughts, answer = f"A < b é {end[:-2]} {start}", f"Ulm {end} é STOP"
-    ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}\n\n{answer}")
+    thoughts, answer = f"A < b é {end[:-2]} {start}", f"{{Ulm {end} é STOP"
+    ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}{blank}{answer}")
     processor, prompt = pipeline(spelling).processor, torch.tensor(prompt_of(spelling, mode))
 
     def detokenizer(stop: tuple[str, ...] = ()) -> ThoughtsAndAnswer:
@@ -205,6 +206,23 @@ def test_outputs_may_be_rejected_after_thoughts() -> None:
     options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "qwen3", "regex": KINDS["regex"]}
     answer = pipeline("added").generate(PROMPT, **options, temperature=1.0, seed=1, grammar_aligned=True)
     assert (answer.reasoning, answer.text) == ("Hm.", "yes, ab")
+
+
+def test_white_space_of_the_grammar_is_its_own() -> None:
+    """Only what precedes it is left out."""
+    script("added", "begun", ids_of("added", "Hm.</think>\n yes"))
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
+    answer = pipeline("added").generate(PROMPT, regex=" (yes|no)", **options)
+    assert (answer.text, answer.token_ids[answer.num_reasoning_tokens :]) == ("yes", [*ids_of("added", "\n yes"), END])
+
+
+def test_an_end_of_sequence_that_is_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = ids_of("added", "\n")
+    monkeypatch.setattr(TransformersTarget, "eos_token_ids", [END, line])
+    script("added", "begun", ids_of("added", "Hm.</think>\nyes"))
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
+    answer = pipeline("added").generate(PROMPT, regex="(yes|no)", **options)
+    assert re.fullmatch("yes|no", answer.text)
 
 
 def test_a_trigger_counts_after_thoughts() -> None:
