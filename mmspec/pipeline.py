@@ -28,7 +28,7 @@ from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import AfterThoughts, Grammars, Spellings, TriggeredGrammar
+from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
@@ -121,16 +121,9 @@ class ActiveRequest:
         self.check()
         sequence, ids = self.sequence, self.sequence.token_ids
         reasoning, text = self._detokenizer.text(ids)
-        return Generation(
-            text,
-            ids,
-            sequence.finish_reason or "length",
-            sequence.stats,
-            sequence.trees or [],
-            sequence.logprobs[: len(ids)],
-            reasoning,
-            self._detokenizer.num_thoughts,
-        )
+        record = sequence.stats, sequence.trees or [], sequence.logprobs[: len(ids)]
+        thoughts = self._detokenizer.num_thoughts
+        return Generation(text, ids, sequence.finish_reason or "length", *record, reasoning, thoughts)
 
     def next(self) -> Piece | None:
         """The tokens since the last call; None before a character is whole."""
@@ -142,19 +135,11 @@ class ActiveRequest:
         texts = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
         if texts is None:
             return None
-        sent, thoughts = self._sent, self._detokenizer.num_thoughts
+        stats, thoughts = sequence.stats if reason else None, self._detokenizer.num_thoughts
+        logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
+        record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
+        piece = Piece(texts[1], self._pending, reason, *record, texts[0], thoughts - self._thoughts)
         self._sent += len(self._pending)
-        piece = Piece(
-            texts[1],
-            self._pending,
-            reason,
-            sequence.stats if reason else None,
-            list(sequence.trees or ()),
-            sequence.logprobs[sent : self._sent],
-            sequence.stats.wall_seconds,
-            texts[0],
-            thoughts - self._thoughts,
-        )
         self._pending, self._thoughts = [], thoughts
         return piece
 
@@ -240,7 +225,7 @@ class Pipeline:
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
-        left_out = ("defaults", "engine", "_grammars", "_spellings", "_speculation")
+        left_out = ("defaults", "engine", "_grammars", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
             return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
@@ -403,12 +388,11 @@ class Pipeline:
             return None
         if self._grammars is None:
             self._grammars = Grammars(self.processor.tokenizer, self.target.eos_token_ids)
-            self._spellings = Spellings(self.processor.token_bytes, self._grammars.width)
         grammar: Any = self._grammars.compile(*params.constraint)
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, self._grammars.tokenizer)
-        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, self._spellings)
+        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, self._grammars.spelt)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from threading import Lock
 from time import perf_counter as clock
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
 _LONGEST = 1024  # bytes of a match of a pattern
-_MOST_SPELLINGS = 256  # masks
+_MOST_SPELT = 256  # masks
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,6 @@ class Grammars:
 
     Attributes:
         tokenizer: llguidance's.
-        width: size of the vocabulary.
 
     Raises:
         UserError: the tokenizer has no such backend, there is no EOS token, or llguidance is not installed.
@@ -69,9 +68,9 @@ class Grammars:
                 f"structured output needs a tokenizer of the library tokenizers: got {type(tokenizer).__name__}"
             )
         self._eos = sorted(eos_token_ids)
-        self.width = max(len(tokenizer), self._eos[-1] + 1)
+        self._width = max(len(tokenizer), self._eos[-1] + 1)
         try:
-            self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self.width, eos_token=self._eos[0])
+            self.tokenizer = hf.from_tokenizer(tokenizer, n_vocab=self._width, eos_token=self._eos[0])
             added = getattr(tokenizer, "added_tokens_decoder", {}).items()
             text = {number for number, one in added if not one.special and self.tokenizer.is_special_token(number)}
             if text:
@@ -81,6 +80,8 @@ class Grammars:
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
         self._lock = Lock()
+        self._texts: list[bytes] = []  # of all tokens
+        self._spelt: dict[Hashable, Tensor] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}  # the last used one at the end
 
     def compile(self, kind: str, text: str) -> Grammar:
@@ -106,9 +107,25 @@ class Grammars:
                 entry.grammar = self._build(kind, text)
             return entry.grammar
 
+    def spelt(
+        self, token_bytes: Callable[[int], bytes], key: Hashable, before: bytes, holds: Callable[[bytes], bool]
+    ) -> Tensor:
+        """(vocab,) bool, the tokens whose bytes, after those of ``before``, satisfy a condition.
+
+        Args:
+            token_bytes: bytes of a token; llguidance has none of the byte FF.
+            key: of the condition; masks are kept by it and ``before``.
+        """
+        self._texts = self._texts or [token_bytes(token) for token in range(self._width)]
+        if (key, before) not in self._spelt:
+            if len(self._spelt) >= _MOST_SPELT:
+                self._spelt.clear()
+            self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts])
+        return self._spelt[key, before]
+
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
-        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self.width)
+        grammar = Grammar(kind, lambda: compiled(kind, self.tokenizer, form), self._eos, self._width)
         grammar.mask(grammar.start([]))  # raises where there is no first token
         return grammar
 
@@ -334,35 +351,6 @@ class TriggeredGrammar:
         return _TriggerState(inner=inner)
 
 
-class Spellings:
-    """Tokens by their bytes.
-
-    Args:
-        token_bytes: bytes of a token.
-        width: size of the vocabulary.
-    """
-
-    def __init__(self, token_bytes: Callable[[int], bytes], width: int) -> None:
-        self._token_bytes, self._width = token_bytes, width
-        self._known: dict[Hashable, Tensor] = {}
-
-    @cached_property
-    def _texts(self) -> list[bytes]:
-        return [self._token_bytes(token) for token in range(self._width)]
-
-    def holding(self, key: Hashable, before: bytes, holds: Callable[[bytes], bool]) -> Tensor:
-        """(vocab,) bool, the tokens whose bytes, after those of ``before``, satisfy a condition.
-
-        Args:
-            key: of the condition; masks are kept by it and ``before``.
-        """
-        if (key, before) not in self._known:
-            if len(self._known) >= _MOST_SPELLINGS:
-                self._known.clear()
-            self._known[key, before] = torch.tensor([holds(before + text) for text in self._texts])
-        return self._known[key, before]
-
-
 @dataclass(frozen=True)
 class _ThoughtState:
     """State of a sequence.
@@ -386,12 +374,12 @@ class AfterThoughts:
 
     Args:
         answer: a ``TriggeredGrammar`` leaves the answer free at first.
-        spellings: of the model's tokens.
+        spelt: ``Grammars.spelt`` of the model.
     """
 
-    def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spellings: Spellings) -> None:
+    def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spelt: Callable[..., Tensor]) -> None:
         self._answer: Any = answer
-        self._thoughts, self._spellings = thoughts, spellings
+        self._thoughts, self._spelt = thoughts, partial(spelt, thoughts.token_bytes)
         self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
         self._free = isinstance(answer, TriggeredGrammar)
 
@@ -429,7 +417,7 @@ class AfterThoughts:
             return self._ending(state.place.text)
         opens, text = state.place.phase is Phase.OPEN, state.place.text
         may = self._thoughts.opens if opens else self._is_gap
-        allowed = self._spellings.holding((self._thoughts.form, opens), text, may).clone()
+        allowed = self._spelt((self._thoughts.form, opens), text, may).clone()
         allowed[self.eos] = False
         if opens and not text.strip() and self._thoughts.start_id is not None:
             allowed[self._thoughts.start_id] = True
@@ -480,7 +468,7 @@ class AfterThoughts:
         if self._thoughts.end_id is not None:
             return None
         begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
-        wrong = self._spellings.holding(end, begun, lambda text: bool(text.partition(end)[2].strip()))
+        wrong = self._spelt(end, begun, lambda text: bool(text.partition(end)[2].strip()))
         return ~wrong if bool(wrong.any()) else None
 
     @staticmethod

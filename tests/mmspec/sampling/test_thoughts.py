@@ -234,6 +234,10 @@ def test_a_trigger_counts_after_thoughts() -> None:
     assert re.fullmatch("No CALL 7[ 0-9]", answer.text)
     at_once = pipeline("added").generate(PROMPT, **options, max_new_tokens=60)
     assert re.fullmatch("CALL[ 0-9]{3}", at_once.text)
+    script("added", "begun", ids_of("added", "CALL no.</think>\n\nCALL 7a"))
+    at_start = {**options, "grammar_trigger": "^CALL"}  # of the answer, white space aside
+    answer = pipeline("added").generate(PROMPT, **at_start, reasoning="auto", max_new_tokens=60)
+    assert re.fullmatch("CALL 7[ 0-9]", answer.text)
 
 
 @pytest.mark.parametrize(
