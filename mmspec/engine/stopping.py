@@ -107,7 +107,7 @@ class Stopper:
         begin += prompt_length
         while begin < len(history) and not self.tokenizer.decode(history[begin]).strip():
             begin += 1
-        return phase is Phase.ANSWER and self._stops_after(history, begin)
+        return phase in (Phase.AFTER, Phase.PLAIN) and self._stops_after(history, begin)
 
     def _stops_after(self, history: list[int], begin: int) -> bool:
         """Whether the last tokens contain a stop string, of those from ``begin`` on."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmspec.checks import shown
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
 from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
@@ -356,8 +355,8 @@ class _ThoughtState:
     """State of a sequence.
 
     Attributes:
-        place: in the output; before the answer has certainly begun, the bytes of ``tokens`` are among its text.
-        tokens: with which the answer has begun, unless they are white space before it, or a marker.
+        place: in the output; before the answer has certainly begun, the bytes of ``tokens`` are part of its text.
+        tokens: that may be the answer's, or white space before it, or a marker.
         inner: state of the answer, once it has certainly begun; may change in place.
     """
 
@@ -390,37 +389,32 @@ class AfterThoughts:
         if state.inner is not None:
             after = self._answer.advance(state.inner, token)
             return None if after is None else replace(state, inner=after)
-        text = state.place.text + self._thoughts.token_bytes(token)
-        if state.place.phase is Phase.ANSWER:
-            place, blank = Place(Phase.ANSWER, text), self._is_gap(text)
-        else:
-            place = self._thoughts.advance(state.place, token)
-            if place.thought:
-                return self._begun(place)
-            blank = place.phase is Phase.OPEN
-        tokens = (*state.tokens, token)
-        if blank:
-            return _ThoughtState(place, tokens)
-        if (inner := self._after(tokens)) is None:
-            raise UserError(f"the {self.kind} forbids token {token} at the beginning of the answer")
-        return _ThoughtState(place, inner=inner)
+        tokens, text = (*state.tokens, token), state.place.text + self._thoughts.token_bytes(token)
+        if state.place.phase is Phase.AFTER:
+            if _is_gap(text):
+                return _ThoughtState(Place(Phase.AFTER, text), tokens)
+            return self._begun(tokens)
+        place = self._thoughts.advance(state.place, token)
+        if place.phase is Phase.AFTER and self._free and place.text.strip():
+            return _ThoughtState(place, inner=self._answer.read(self._answer.start([]), place.text.lstrip()))
+        if place.phase is Phase.PLAIN:
+            return self._begun(tokens)
+        return _ThoughtState(place, tokens if place.phase is Phase.OPEN else ())
 
     def undo(self, state: _ThoughtState, n: int) -> None:
         self._answer.undo(state.inner, n)
 
     def mask(self, state: _ThoughtState) -> Tensor | None:
-        if state.inner is not None:
-            return self._answer.mask(state.inner)
-        if self._free:
-            return None
-        if state.place.phase is Phase.THOUGHTS:
-            return self._ending(state.place.text)
-        opens, text = state.place.phase is Phase.OPEN, state.place.text
-        may = self._thoughts.opens if opens else self._is_gap
-        allowed = self._spelt((self._thoughts.form, opens), text, may).clone()
+        if state.inner is not None or self._free:
+            return None if state.inner is None else self._answer.mask(state.inner)
+        phase, text, thoughts = state.place.phase, state.place.text, self._thoughts
+        if phase is Phase.THOUGHTS:
+            return self._ending(text)
+        opens = phase is Phase.OPEN
+        allowed = self._spelt((thoughts.form, opens), text, thoughts.opens if opens else _is_gap).clone()
         allowed[self.eos] = False
-        if opens and not text.strip() and self._thoughts.start_id is not None:
-            allowed[self._thoughts.start_id] = True
+        if opens and not text.strip() and thoughts.start_id is not None:
+            allowed[thoughts.start_id] = True
         inner = self._after(state.tokens)
         if inner is not None:
             allowed |= self._answer.mask(inner)
@@ -433,19 +427,17 @@ class AfterThoughts:
     def allows(self, state: _ThoughtState, token: int) -> bool:
         """Whether an output can go on with a token: not with EOS tokens, which end it."""
         if state.inner is not None:
-            return self._answer.allows(state.inner, token)
+            return bool(self._answer.allows(state.inner, token))
         allowed = self.mask(state)
         return token not in self.eos and (allowed is None or bool(allowed[token]))
 
-    def _begun(self, place: Place) -> _ThoughtState:
-        """The state within thoughts or after their end."""
-        if place.phase is Phase.THOUGHTS or not (rest := place.text.lstrip()):
-            return _ThoughtState(place)
-        if not isinstance(self._answer, TriggeredGrammar):
-            raise UserError(f"the {self.kind} forbids a token that ends thoughts and goes on with {shown(rest)}")
-        return _ThoughtState(place, inner=self._answer.read(self._answer.start([]), rest))
+    def _begun(self, tokens: tuple[int, ...]) -> _ThoughtState:
+        """The state once an answer has begun with some tokens."""
+        if (inner := self._after(tokens)) is None:
+            raise UserError(f"the {self.kind} forbids token {tokens[-1]} at the beginning of the answer")
+        return _ThoughtState(Place(Phase.PLAIN), inner=inner)
 
-    def _after(self, tokens: Sequence[int]) -> Any:
+    def _after(self, tokens: tuple[int, ...]) -> Any:
         """State of the answer after tokens, without white space before it where that is no part of it; None if they
         begin no answer."""
         blanks = 0
@@ -464,16 +456,17 @@ class AfterThoughts:
 
     def _ending(self, text: bytes) -> Tensor | None:
         """The mask within thoughts: the token that ends them must not go on with a part of the answer."""
-        end = self._thoughts.end
         if self._thoughts.end_id is not None:
             return None
+        end = self._thoughts.form.end.encode()
         begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
         wrong = self._spelt(end, begun, lambda text: bool(text.partition(end)[2].strip()))
         return ~wrong if bool(wrong.any()) else None
 
-    @staticmethod
-    def _is_gap(text: bytes) -> bool:
-        return not text.strip() and len(text) <= MOST_BLANKS
+
+def _is_gap(text: bytes) -> bool:
+    """Whether this may be between thoughts and an answer."""
+    return not text.strip() and len(text) <= MOST_BLANKS
 
 
 def _lexer_error(matcher: Any) -> str:

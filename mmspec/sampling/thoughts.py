@@ -69,20 +69,19 @@ class Phase(Enum):
 
     OPEN = "thoughts may begin"
     THOUGHTS = "thoughts"
-    ANSWER = "answer"
+    AFTER = "answer after thoughts"
+    PLAIN = "answer without thoughts"
 
 
 class Place(NamedTuple):
     """Place in an output.
 
     Attributes:
-        text: bytes that a marker may begin with; of the beginning of an answer, the rest of the marker's last token.
-        thought: whether there were thoughts.
+        text: bytes that a marker may begin with; after thoughts, the rest of the marker's last token.
     """
 
     phase: Phase
     text: bytes = b""
-    thought: bool = False
 
 
 class Thoughts:
@@ -97,7 +96,6 @@ class Thoughts:
         special: id of the special token of a name, if there is one.
 
     Attributes:
-        start, end: bytes of the markers.
         start_id, end_id: tokens that the markers are; None where they are text.
         first: the place before the first token.
     """
@@ -110,46 +108,41 @@ class Thoughts:
         special: Callable[[str], int | None],
     ) -> None:
         self.form, self.token_bytes = form, token_bytes
-        self.start, self.end = form.start.encode(), form.end.encode()
         self.start_id, self.end_id = special(form.start), special(form.end)
-        self.first = Place(Phase.THOUGHTS, thought=True) if begun else Place(Phase.OPEN)
+        self.first = Place(Phase.THOUGHTS if begun else Phase.OPEN)
 
     def advance(self, place: Place, token: int) -> Place:
         """The place after a token."""
-        if place.phase is Phase.ANSWER:
+        phase, text = place.phase, place.text + self.token_bytes(token)
+        if phase is Phase.OPEN:
+            if token == self.start_id:
+                return Place(Phase.THOUGHTS)
+            if not self.opens(text):
+                return Place(Phase.PLAIN)
+            start, text_after = self.form.start.encode(), text.lstrip()
+            if not text_after.startswith(start):
+                return Place(Phase.OPEN, text)
+            phase, text = Phase.THOUGHTS, text_after[len(start) :]
+        if phase is not Phase.THOUGHTS:
             return place
-        if place.phase is Phase.THOUGHTS:
-            if self.end_id is not None:
-                return Place(Phase.ANSWER, thought=True) if token == self.end_id else place
-            return self._in_thoughts(place.text + self.token_bytes(token))
-        if self.start_id is not None and token == self.start_id:
-            return Place(Phase.THOUGHTS, thought=True)
-        text = place.text + self.token_bytes(token)
-        if not self.opens(text):
-            return Place(Phase.ANSWER)
-        begun = text.lstrip().startswith(self.start)
-        return self._in_thoughts(text.lstrip()[len(self.start) :]) if begun else Place(Phase.OPEN, text)
+        if self.end_id is not None:
+            return Place(Phase.AFTER if token == self.end_id else phase)
+        end = self.form.end.encode()
+        _, found, rest = text.partition(end)
+        return Place(Phase.AFTER, rest) if found else Place(phase, text[1 - len(end) :])
 
     def opens(self, text: bytes) -> bool:
         """Whether an output that begins like this may begin with thoughts."""
-        marker = text.lstrip()
+        marker, start = text.lstrip(), self.form.start.encode()
         if len(text) - len(marker) > MOST_BLANKS:
             return False
-        return not marker or (
-            self.start_id is None and (self.start.startswith(marker) or marker.startswith(self.start))
-        )
-
-    def _in_thoughts(self, text: bytes) -> Place:
-        if self.end_id is not None:
-            return Place(Phase.THOUGHTS, thought=True)
-        _, found, rest = text.partition(self.end)
-        return Place(Phase.ANSWER, rest, True) if found else Place(Phase.THOUGHTS, text[1 - len(self.end) :], True)
+        return not marker or (self.start_id is None and (start.startswith(marker) or marker.startswith(start)))
 
     def split(self, token_ids: Sequence[int]) -> tuple[Phase, int]:
         """The phase after some tokens of an output, and the number of those that thoughts and markers take."""
         place = self.first
         for number, token in enumerate(token_ids, start=1):
             place = self.advance(place, token)
-            if place.phase is Phase.ANSWER:
-                return place.phase, number if place.thought else 0
+            if place.phase in (Phase.AFTER, Phase.PLAIN):
+                return place.phase, number if place.phase is Phase.AFTER else 0
         return place.phase, len(token_ids) if place.phase is Phase.THOUGHTS else 0

@@ -34,7 +34,8 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def template_variables(plain: Any, given: Any) -> dict[str, Any]:
-    """Variables for the chat template of a tokenizer or processor.
+    """Variables for the chat template of a tokenizer or processor, without those that it does not name: processors
+    take them for options of their own.
 
     Raises:
         UserError: they are no mapping, or one has a name that rendering itself uses.
@@ -43,7 +44,7 @@ def template_variables(plain: Any, given: Any) -> dict[str, Any]:
     for name in OBJECT.check("chat_template_kwargs", given):
         if name in own:
             raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {name}")
-    return dict(given)
+    return {name: value for name, value in given.items() if name in str(plain.chat_template)}
 
 
 def render(
@@ -380,15 +381,15 @@ class ThoughtsAndAnswer:
         if self._thoughts is None:
             return [], token_ids
         phase, count = self._thoughts.split(token_ids)
-        self.num_thoughts, self._ended = count, phase is Phase.ANSWER
-        if phase is Phase.ANSWER and self._thoughts.end_id is None:
+        self.num_thoughts, self._ended = count, phase in (Phase.AFTER, Phase.PLAIN)
+        if phase is Phase.AFTER and self._thoughts.end_id is None:
             self._rest = self._verbatim(token_ids[:count]).partition(self._thoughts.form.end)[2]
         return token_ids[:count], token_ids[count:] if self._ended or final else []
 
     def _without_start(self, text: str) -> str:
         assert self._thoughts is not None
-        begun = self._thoughts.first.thought
-        return text if begun else text.lstrip().removeprefix(self._thoughts.form.start)
+        opened = self._thoughts.first.phase is Phase.OPEN
+        return text.lstrip().removeprefix(self._thoughts.form.start) if opened else text
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
