@@ -103,11 +103,11 @@ class Stopper:
         if self._thoughts is None:
             return True
         # Only now, as it takes long: whether that is in the answer, which begins after white space.
-        phase, begin = self._thoughts.split(history[prompt_length:])
-        begin += prompt_length
+        place, count = self._thoughts.read(history[prompt_length:])
+        begin = prompt_length + (count if place.phase is Phase.AFTER else 0)
         while begin < len(history) and not self.tokenizer.decode(history[begin]).strip():
             begin += 1
-        return phase in (Phase.AFTER, Phase.PLAIN) and self._stops_after(history, begin)
+        return place.answers and self._stops_after(history, begin)
 
     def _stops_after(self, history: list[int], begin: int) -> bool:
         """Whether the last tokens contain a stop string, of those from ``begin`` on."""

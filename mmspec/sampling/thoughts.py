@@ -83,6 +83,11 @@ class Place(NamedTuple):
     phase: Phase
     text: bytes = b""
 
+    @property
+    def answers(self) -> bool:
+        """Whether the answer has begun."""
+        return self.phase in (Phase.AFTER, Phase.PLAIN)
+
 
 class Thoughts:
     """Where the thoughts of an output begin and end.
@@ -138,11 +143,15 @@ class Thoughts:
             return False
         return not marker or (self.start_id is None and (start.startswith(marker) or marker.startswith(start)))
 
-    def split(self, token_ids: Sequence[int]) -> tuple[Phase, int]:
-        """The phase after some tokens of an output, and the number of those that thoughts and markers take."""
-        place = self.first
+    def read(self, token_ids: Sequence[int], place: Place | None = None) -> tuple[Place, int]:
+        """The place after some tokens, or where the answer has begun, and the number of tokens up to it.
+
+        Args:
+            place: before them; by default the first.
+        """
+        place = place or self.first
         for number, token in enumerate(token_ids, start=1):
             place = self.advance(place, token)
-            if place.phase in (Phase.AFTER, Phase.PLAIN):
-                return place.phase, number if place.phase is Phase.AFTER else 0
-        return place.phase, len(token_ids) if place.phase is Phase.THOUGHTS else 0
+            if place.answers:
+                return place, number
+        return place, len(token_ids)

@@ -126,12 +126,12 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
     found = [message(role="system", content=system)] if instructions else []
     for item in items:
         if isinstance(item, Message):
-            thinking = item.role == "assistant" and found and found[-1].thoughts and not found[-1].content
-            begun = found.pop() if thinking else message(role=item.role)
+            goes_on = item.role == "assistant" and found and not (found[-1].content or found[-1].tool_calls)
+            begun = found.pop() if goes_on and found[-1].thoughts else message(role=item.role)
             found.append(begun.model_copy(update={"content": item.content}))
         elif isinstance(item, Reasoning):
-            thoughts = "".join(part.text for part in item.content)
-            found.append(message(role="assistant", content=[], reasoning_content=thoughts))
+            if thoughts := "".join(part.text for part in item.content):
+                found.append(message(role="assistant", content=[], reasoning_content=thoughts))
         elif isinstance(item, FunctionCallOutput):
             found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:

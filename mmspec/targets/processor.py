@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from mmspec.checks import OBJECT
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
-from mmspec.sampling.thoughts import Phase, Thoughts, thought_format
+from mmspec.sampling.thoughts import Phase, Place, Thoughts, thought_format
 from mmspec.targets.support import from_pretrained
 
 _MARK = "\ue0a1"  # a private-use character
@@ -349,47 +349,46 @@ class ThoughtsAndAnswer:
         thoughts: Thoughts | None,
         verbatim: Callable[[list[int]], str],
     ) -> None:
-        self._thoughts, self._decode, self._verbatim = thoughts, decode, verbatim
+        self._thoughts, self._verbatim = thoughts, verbatim
+        self._read = self.num_thoughts = 0
         self._rest = ""  # of the answer, in the last token of the marker
-        self.num_thoughts = 0
-        self._ended = thoughts is None
-        if thoughts is None:
-            self._answer = Detokenizer(decode, stop)
-            return
-        ends = () if thoughts.end_id is not None else (thoughts.form.end,)
-        self._answer = Detokenizer(lambda ids: (self._rest + decode(ids)).lstrip(), stop)
-        self._thought = Detokenizer(lambda ids: self._without_start(verbatim(ids)), ends, trims=True)
+        self._place = Place(Phase.PLAIN) if thoughts is None else thoughts.first
+        self._answer = Detokenizer(decode if thoughts is None else self._stripped(decode), stop)
+        ends = (thoughts.form.end,) if thoughts and thoughts.end_id is None else ()
+        self._thought = Detokenizer(self._thought_text, ends, trims=True)
 
     def text(self, token_ids: list[int]) -> tuple[str, str]:
         """Thoughts and answer of a complete output."""
         thoughts, answer = self._split(token_ids, final=True)
-        return self._thought.text(thoughts) if thoughts else "", self._answer.text(answer)
+        return self._thought.text(thoughts), self._answer.text(answer)
 
     def new_text(self, token_ids: list[int], *, final: bool) -> tuple[str, str] | None:
         """What the last tokens add to thoughts and answer; None before a character is whole. Arguments as of
         ``Detokenizer.new_text``."""
-        if self._ended:
-            thought, answer = None, token_ids[self.num_thoughts :]
-        else:
-            thoughts, answer = self._split(token_ids, final)
-            thought = self._thought.new_text(thoughts, final=final or self._ended)
+        over = self._place.answers
+        thoughts, answer = self._split(token_ids, final)
+        thought = None if over else self._thought.new_text(thoughts, final=final or self._place.answers)
         text = self._answer.new_text(answer, final=final)
         return None if thought is None and text is None else (thought or "", text or "")
 
     def _split(self, token_ids: list[int], final: bool) -> tuple[list[int], list[int]]:
         """Tokens of thoughts and answer; as long as it is open which of them begins, neither."""
-        if self._thoughts is None:
-            return [], token_ids
-        phase, count = self._thoughts.split(token_ids)
-        self.num_thoughts, self._ended = count, phase in (Phase.AFTER, Phase.PLAIN)
-        if phase is Phase.AFTER and self._thoughts.end_id is None:
-            self._rest = self._verbatim(token_ids[:count]).partition(self._thoughts.form.end)[2]
-        return token_ids[:count], token_ids[count:] if self._ended or final else []
+        if self._thoughts is not None and not self._place.answers:
+            self._place, count = self._thoughts.read(token_ids[self._read :], self._place)
+            self._read += count
+            self.num_thoughts = self._read if self._place.phase in (Phase.THOUGHTS, Phase.AFTER) else 0
+            if self._place.text and self._place.phase is Phase.AFTER:
+                self._rest = self._verbatim(token_ids[: self._read]).partition(self._thoughts.form.end)[2]
+        thoughts = self.num_thoughts
+        return token_ids[:thoughts], token_ids[thoughts:] if final or self._place.answers else []
 
-    def _without_start(self, text: str) -> str:
-        assert self._thoughts is not None
-        opened = self._thoughts.first.phase is Phase.OPEN
-        return text.lstrip().removeprefix(self._thoughts.form.start) if opened else text
+    def _stripped(self, decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
+        return lambda token_ids: (self._rest + decode(token_ids)).lstrip()
+
+    def _thought_text(self, token_ids: list[int]) -> str:
+        text = self._verbatim(token_ids) if token_ids else ""
+        opened = self._thoughts is not None and self._thoughts.first.phase is Phase.OPEN
+        return text.lstrip().removeprefix(self._thoughts.form.start) if self._thoughts and opened else text
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

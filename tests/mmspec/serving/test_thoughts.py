@@ -255,4 +255,7 @@ def test_a_conversation_with_thoughts_goes_on(running: tuple[Served, Any]) -> No
     by_id = client.responses.create(model="tiny", input="Which?", previous_response_id=first.id, max_output_tokens=1)
     items = [*PROMPT, *[item.model_dump(exclude_none=True) for item in first.output], *PROMPT]
     by_items = client.responses.create(model="tiny", input=items, max_output_tokens=1)
+    hidden: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+    with_hidden = client.responses.create(model="tiny", input=[*items[:-1], hidden, items[-1]], max_output_tokens=1)
+    assert with_hidden.usage.input_tokens == expected
     assert by_id.usage.input_tokens == by_items.usage.input_tokens == expected
