@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self, overload
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -39,6 +40,9 @@ from mmspec.targets.transformers_target import sharded
 
 Message = Mapping[str, Any]
 _BYTES, _TOKENS = whole(0), whole(1)
+_GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
+"""By processor and tokens that end answers: llguidance reads a large vocabulary in seconds."""
+
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
@@ -219,13 +223,12 @@ class Pipeline:
         """Make the parts that belong to this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
-        self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
         self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
-        left_out = ("defaults", "engine", "_grammars", "_speculation")
+        left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
             return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
@@ -386,13 +389,14 @@ class Pipeline:
         """
         if params.constraint is None:
             return None
-        if self._grammars is None:
-            self._grammars = Grammars(self.processor.tokenizer, self.target.eos_token_ids)
-        grammar: Any = self._grammars.compile(*params.constraint)
+        known, ends = _GRAMMARS.setdefault(self.processor, {}), tuple(self.target.eos_token_ids)
+        if ends not in known:
+            known[ends] = Grammars(self.processor.tokenizer, ends)
+        grammar: Any = known[ends].compile(*params.constraint)
         if (trigger := params.grammar_trigger) is not None:
             token = self.processor.special_token(trigger)
-            grammar = TriggeredGrammar(grammar, trigger, token, self._grammars.tokenizer)
-        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, self._grammars.spelt)
+            grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
+        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
