@@ -567,7 +567,12 @@ class ChatCompletionRequest(GenerationRequest):
     limit_name = "max_completion_tokens"
     # A prediction is for speed alone; responses are stored by /v1/responses only.
     ignored = (*IGNORED, "prediction", "store", "verbosity")
-    neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+    neutral: ClassVar = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+    }
     refused: ClassVar = {
         "audio": "answers are text",
         "function_call": "tool_choice replaces it",

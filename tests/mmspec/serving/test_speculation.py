@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, generate_latest
 
+from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
+from mmspec.serving.metrics import Metrics, ReplicaMetrics
 from mmspec.serving.settings import ServerSettings
 from tests.served import SCENE, Served, data_uri, events, question, served
 
@@ -158,6 +161,21 @@ def test_mistakes(running: Served, fields: dict[str, Any], message: str) -> None
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["message"], error["param"]) == (message, list(fields)[-1])
+
+
+def test_metrics_of_replicas_keep_the_drafter() -> None:
+    found = {}
+    for replica, steps in (("one", 3), ("two", 5)):
+        metrics = Metrics("tiny", lambda: 0, lambda: 0, lambda: 1, ["a", "none"])
+        metrics.ended(Stats(num_spec_steps=steps), "stop", "a")
+        found[replica] = list(metrics.registry.collect())
+    registry = CollectorRegistry()
+    registry.register(ReplicaMetrics(found))
+    lines = generate_latest(registry).decode().splitlines()
+    counted = {line for line in lines if line.startswith("vllm:spec_decode_num_drafts_total{")}
+    form = 'vllm:spec_decode_num_drafts_total{{drafter="{}",model_name="tiny",replica="{}"}} {}'
+    expected = {("a", "one", 3.0), ("a", "two", 5.0), ("none", "one", 0.0), ("none", "two", 0.0)}
+    assert counted == {form.format(*one) for one in expected}
 
 
 def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
