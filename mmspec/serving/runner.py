@@ -160,10 +160,8 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        variables = {
-            **effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text()),
-            **asked.chat_template_kwargs,
-        }
+        variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
+        variables |= asked.chat_template_kwargs
         keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
         if "answer_start" not in keywords:  # there, a call begins at once
             keywords |= self._reasoning

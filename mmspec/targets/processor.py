@@ -353,14 +353,17 @@ class ThoughtsAndAnswer:
         self._read = self.num_thoughts = 0
         self._rest = ""  # of the answer, in the last token of the marker
         self._place = Place(Phase.PLAIN) if thoughts is None else thoughts.first
-        self._answer = Detokenizer(decode if thoughts is None else self._stripped(decode), stop)
+        self._answer = Detokenizer(
+            decode if thoughts is None else lambda token_ids: (self._rest + decode(token_ids)).lstrip(), stop
+        )
+        start = thoughts.form.start if thoughts and self._place.phase is Phase.OPEN else ""
         ends = (thoughts.form.end,) if thoughts and thoughts.end_id is None else ()
-        self._thought = Detokenizer(self._thought_text, ends, trims=True)
+        self._thought = Detokenizer(lambda ids: verbatim(ids).lstrip().removeprefix(start), ends, trims=True)
 
     def text(self, token_ids: list[int]) -> tuple[str, str]:
         """Thoughts and answer of a complete output."""
         thoughts, answer = self._split(token_ids, final=True)
-        return self._thought.text(thoughts), self._answer.text(answer)
+        return self._thought.text(thoughts) if thoughts else "", self._answer.text(answer)
 
     def new_text(self, token_ids: list[int], *, final: bool) -> tuple[str, str] | None:
         """What the last tokens add to thoughts and answer; None before a character is whole. Arguments as of
@@ -381,14 +384,6 @@ class ThoughtsAndAnswer:
                 self._rest = self._verbatim(token_ids[: self._read]).partition(self._thoughts.form.end)[2]
         thoughts = self.num_thoughts
         return token_ids[:thoughts], token_ids[thoughts:] if final or self._place.answers else []
-
-    def _stripped(self, decode: Callable[[list[int]], str]) -> Callable[[list[int]], str]:
-        return lambda token_ids: (self._rest + decode(token_ids)).lstrip()
-
-    def _thought_text(self, token_ids: list[int]) -> str:
-        text = self._verbatim(token_ids) if token_ids else ""
-        opened = self._thoughts is not None and self._thoughts.first.phase is Phase.OPEN
-        return text.lstrip().removeprefix(self._thoughts.form.start) if self._thoughts and opened else text
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
