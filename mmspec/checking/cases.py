@@ -6,7 +6,7 @@ import base64
 import io
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -91,27 +91,23 @@ def _copy(trial: Trial) -> None:
 def _rehearsed(trial: Trial) -> None:
     for text in (_STORY, _LIST, _COPY):
         question = Question.user(text, max_tokens=64)
-        trial.pipe  # of a model in this process only
         trial.compare(question, [trial.rehearsed(question)])
 
 
 @case("now-and-then", "Steps with and without drafts alternate: an accepted draft leaves the state of plain decoding.")
 def _now_and_then(trial: Trial) -> None:
-    trial.pipe
-    trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.side("now and then", NowAndThen))
+    trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.variant("now and then", NowAndThen))
 
 
 @case("tree-sizes", "Trees of all sizes, chains, and sizes chosen for speed give the same tokens.")
 def _tree_sizes(trial: Trial) -> None:
-    trial.pipe
-
     def chain(drafter: Drafter) -> Drafter:
         drafter.draft_chains(7)
         return drafter
 
-    sides = [trial.side(f"{size} draft tokens", size=size) for size in (1, 3, 32, None)]
+    sides = [trial.variant(f"{size} draft tokens", size=size) for size in (1, 3, 32, None)]
     try:
-        sides.append(trial.side("a chain", chain, size=7))
+        sides.append(trial.variant("a chain", chain, size=7))
     except ValueError as error:
         trial.note(str(error))
     for side in sides:
@@ -367,15 +363,15 @@ def _sampling(trial: Trial) -> None:
 def _enumerate(trial: Trial, question: Question) -> None:
     """Compare with the probabilities of all sequences, computed from plain decoding's scores; half of the answers are
     drafted by the user's drafter, half by the most probable answer."""
-    probs = probabilities(trial.pipe, trial.tested.request(question), question)
+    probs = probabilities(trial.pipe, trial.request(question), question)
     best = max(probs, key=lambda outcome: probs[outcome])
-    sides = [trial.tested, trial.side("most probable", lambda _: Rehearsed(best))]
-    counts: Counter[Hashable] = Counter()
+    sides = [trial.tested, trial.variant("most probable", lambda _: Rehearsed(best))]
+    counts: Counter[tuple[int, ...]] = Counter()
     accepted, start = 0, monotonic()
     for number in range(_DRAWS // _AT_ONCE):
         seeds = range(1000 + number * _AT_ONCE, 1000 + (number + 1) * _AT_ONCE)
         found = trial.ask(*(replace(question, seed=seed) for seed in seeds), side=sides[number % 2])
-        counts.update(one.tokens for (one,) in found)
+        counts.update(one.tokens or () for (one,) in found)
         accepted += sum(one.accepted or 0 for (one,) in found)
         if sum(counts.values()) >= _FEWEST_DRAWS and monotonic() - start > _DRAW_SECONDS:
             break
@@ -404,7 +400,7 @@ def probabilities(pipe: Pipeline, request: dict[str, Any], question: Question) -
 
 def _compare_samples(trial: Trial, question: Question) -> None:
     """Compare answers of two servers by a permutation test."""
-    samples: list[list[Hashable]] = []
+    samples: list[list[str]] = []
     accepted = 0
     for side in (trial.tested, trial.references[0]):
         answers: list[Answer] = []
@@ -414,7 +410,7 @@ def _compare_samples(trial: Trial, question: Question) -> None:
             answers += [one for choices in found for one in choices]
         samples.append([one.text for one in answers])
         accepted += sum(one.accepted or 0 for one in answers) if side is trial.tested else 0
-    p, distance = two_samples(*samples)
+    p, distance = two_samples(samples[0], samples[1])
     _report(trial, question, p, distance, len(samples[0]), accepted)
 
 

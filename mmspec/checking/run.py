@@ -31,7 +31,7 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
     """Run a case.
 
     Returns:
-        Its name and outcome: ``"equal"``; ``"tie"``: what differs is decided by rounding; ``"different"``; ``"skipped"``
+        Its name and outcome: ``"equal"``; ``"tie"``, if rounding decides what differs; ``"different"``; ``"skipped"``
         or ``"failed"``, with the reason.
     """
     start, reason = clock(), ""

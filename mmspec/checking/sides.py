@@ -202,15 +202,14 @@ class LocalSide:
         assert own.tokens is not None
         if found.tokens == own.tokens:
             same = found.text == own.text and found.finish_reason == own.finish_reason
-            return (
-                None if same else Difference(None, *(f"{one.text} ({one.finish_reason})" for one in (found, own)), None)
-            )
+            texts = [f"{one.text} ({one.finish_reason})" for one in (found, own)]
+            return None if same else Difference(None, texts[0], texts[1], None)
         assert found.tokens is not None
         keywords = {"params": question.params(), **_tools(question)}
         first = first_difference(self.pipe, self.request(question), keywords, found.tokens, own.tokens)
         decode = self.pipe.processor.tokenizer.decode
         texts = [decode(list(tokens[first.position : first.position + 8])) for tokens in (found.tokens, own.tokens)]
-        return Difference(first.position, *texts, first.margin)
+        return Difference(first.position, texts[0], texts[1], first.margin)
 
     def limited(self, limit: int | None) -> Self:
         """The same side with at most this context limit."""
@@ -395,7 +394,7 @@ class ServerSide:
         texts = [text[max(at - 8, 0) : at + 24].decode(errors="replace") for text in (a, b)]
         if found.text == own.text:
             texts = [f"finish reason {found.finish_reason}", f"finish reason {own.finish_reason}"]
-        return Difference(position, *texts, margin)
+        return Difference(position, texts[0], texts[1], margin)
 
 
 def _tools(question: Question) -> dict[str, Any]:

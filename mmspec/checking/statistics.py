@@ -96,10 +96,10 @@ def _noncentrality(free: int) -> float:
 def _power(free: int, critical: float, noncentrality: float) -> float:
     """Probability that a noncentral chi-square variable exceeds a value: a mixture over a Poisson variable."""
     half = noncentrality / 2
-    weights = (
-        exp(number * log(half) - half - lgamma(number + 1)) for number in range(int(half + 12 * sqrt(half)) + 20)
+    return sum(
+        exp(number * log(half) - half - lgamma(number + 1)) * _upper(free + 2 * number, critical)
+        for number in range(int(half + 12 * sqrt(half)) + 20)
     )
-    return sum(weight * _upper(free + 2 * number, critical) for number, weight in enumerate(weights))
 
 
 def _root(rises: Callable[[float], float]) -> float:

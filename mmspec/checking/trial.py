@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, field
@@ -94,23 +93,31 @@ class Trial:
     def is_local(self) -> bool:
         return isinstance(self.tested, LocalSide)
 
-    def side(self, name: str, change: Callable[[Drafter], Drafter | None] = lambda one: one, **options: Any) -> Side:
-        """A side that speculates with a changed copy of the drafter; the tested one, if that is a server.
+    def request(self, question: Question) -> dict[str, Any]:
+        """A question as the tested pipeline's request."""
+        assert isinstance(self.tested, LocalSide)
+        return self.tested.request(question)
+
+    def variant(self, name: str, change: Callable[[Drafter], Drafter | None] = lambda one: one, **options: Any) -> Side:
+        """A side that speculates with a changed copy of the drafter.
 
         Args:
             **options: of ``LocalSide``.
+
+        Raises:
+            SkippedError: the tested side is a server.
         """
-        if not self.is_local:
-            return self.tested
         copied = fork(self.drafter, self.pipe.target)
         drafter = None if copied is None else change(copied)
         return self._side(name, drafter, **options)
 
     def caching(self) -> Side:
         """A side that speculates and keeps prefixes; servers decide themselves."""
-        if self.is_local and not hasattr(self.pipe.target, "prefix_cache"):
+        if not self.is_local:
+            return self.tested
+        if not hasattr(self.pipe.target, "prefix_cache"):
             raise SkippedError("the target keeps no prefixes")
-        return self.side("with a prefix cache", prefixes=PrefixCache(_PREFIXES))
+        return self.variant("with a prefix cache", prefixes=PrefixCache(_PREFIXES))
 
     def limited(self, limit: int) -> Trial:
         """A trial with a lower context limit, and the same record."""

@@ -144,10 +144,8 @@ def _remote(
     from mmspec.checking.sides import ServerSide
     from mmspec.checking.trial import BOUNDS, Trial
 
-    tested, plain = (
-        ServerSide("the tested server", url, model, key),
-        ServerSide("the other server", against, model, key, True),
-    )
+    tested = ServerSide("the tested server", url, model, key)
+    plain = ServerSide("the other server", against, model, key, scored=True)
     versions = {"mmspec": __version__, "url": tested.version, "against": plain.version}
     trial = Trial(tested, [plain], BOUNDS["bfloat16"] if tie is None else tie, images=images)
     return {"model": tested.model, "drafter": None, "versions": versions}, trial
