@@ -56,6 +56,7 @@ _COUNT = "Count from 1 to 30, separated by commas."
 _SQL = "Write an SQL query that counts the orders of each customer in the table orders."
 _POEM = "Write four lines about the sea."
 _EIGHT = (_STORY, _CODE, _LIST, _COPY, _RAIN, _COUNT, _SQL, _POEM)
+_TOSSES = "Go on with these tosses of a coin at random: heads, tails, heads, heads, tails, tails, heads, tails, tails,"
 _IMAGE = "Describe the image in detail."
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 _TOOL = (
@@ -356,7 +357,7 @@ def _adapters_of_servers(trial: Trial, question: Question) -> None:
 
 @case("sampling", "Sampled answers follow the distribution of the model.")
 def _sampling(trial: Trial) -> None:
-    question = Question.user(_STORY, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K)
+    question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K)
     if trial.is_local:
         _enumerate(trial, question)
     else:
@@ -428,7 +429,7 @@ def _report(trial: Trial, question: Question, p: float, distance: float, draws: 
     }
     trial.record.tokens += draws * _SAMPLED
     trial.note(
-        f"p = {p:.3g} of {draws} answers; a total variation of {distance:.2f} is found with {POWER:.0%}, "
-        f"a false alarm has {ALPHA:g}"
+        f"p = {p:.3g} of {draws} answers with {accepted} accepted drafts; at {ALPHA:g}, a total variation of "
+        f"{distance:.2f} is found with {POWER:.0%}"
     )
     trial.require(p >= ALPHA, question, f"p = {p:.3g} < {ALPHA:g} that answers follow the distribution")

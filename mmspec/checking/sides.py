@@ -308,13 +308,19 @@ class ServerSide:
             listed = reply.json()["data"]
             self.models = [one["id"] for one in listed]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            self.close()
             raise UserError(f"{url}: expected a server with OpenAI's API, received {first_line(error)}") from error
         if not self.models or (model is not None and model not in self.models):
+            self.close()
             raise UserError(f"{url}: expected a server of {model or 'a model'}, received one of {self.models}")
         self.model = model or self.models[0]
         entry = listed[self.models.index(self.model)]
         self.limit: int | None = entry.get("max_model_len") or self._slot_size()
         self.version = f"{base} ({reply.headers.get('server', 'unnamed')})"
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
 
     def of(self, model: str) -> ServerSide:
         """The same server, asked for another of its models."""
@@ -368,7 +374,7 @@ class ServerSide:
 
     def _post(self, question: Question) -> dict[str, Any]:
         reply = self._client.post("/v1/chat/completions", json=self._body(question))
-        if 400 <= reply.status_code < 500:
+        if 400 <= reply.status_code < (600 if self._scored else 500):  # what the reference does not do is no mistake
             raise SkippedError(f"{self.name} refuses: {_at(_json(reply), 'error', 'message') or reply.text[:200]}")
         reply.raise_for_status()
         return dict(reply.json())
@@ -416,7 +422,7 @@ def _margin(found: Answer, own: Answer, at: int) -> tuple[int | None, float | No
     rest = found.text.encode()[max(starts[position] - before, 0) :]
     fits = rest.startswith if rest else (lambda token: found.finish_reason == "stop")
     fitting = [other for token, other in top if isinstance(token, bytes) and token != pieces[position] and fits(token)]
-    return position, logprob - max(fitting) if fitting else None
+    return position, abs(logprob - max(fitting)) if fitting else None  # below 0 where a processor has forbidden tokens
 
 
 def _steps(choice: dict[str, Any]) -> tuple[Any, ...]:

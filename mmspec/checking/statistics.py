@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from math import exp, lgamma, log, sqrt
 from typing import TypeVar
 
@@ -87,6 +88,7 @@ def _upper(free: float, value: float) -> float:
     return float(torch.special.gammaincc(shape, half))
 
 
+@cache
 def _noncentrality(free: int) -> float:
     """That of the chi-square distribution for which a test at ``ALPHA`` has ``POWER``."""
     critical = _root(lambda value: ALPHA - _upper(free, value))

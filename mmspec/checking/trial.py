@@ -231,6 +231,12 @@ class Trial:
     def note(self, text: str) -> None:
         self.record.notes[text] = None
 
+    def close(self) -> None:
+        """Close the connections to servers."""
+        for side in (self.tested, *self.references):
+            if isinstance(side, ServerSide):
+                side.close()
+
     def begin(self) -> None:
         """Begin a case."""
         self.record = Record()

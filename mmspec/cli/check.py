@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,8 @@ def check(
         head, trial = _local(notes, given or model, tie, images, options)
     else:
         head, trial = _remote(url, against, given, api_key, tie, images)
-    with nullcontext() if out is None else alone(out.with_name(f".{out.name}.lock"), out):
+    locked = nullcontext() if out is None else alone(out.with_name(f".{out.name}.lock"), out)
+    with closing(trial), locked:
         done = {}
         if out is not None and out.exists():
             saved = read_json(out)
