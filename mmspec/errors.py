@@ -62,6 +62,7 @@ def returning(function: Callable[[], Any]) -> Any:
 
 
 EXTRAS = {
+    "adapters": ("peft",),
     "cuda": ("causal_conv1d", "mamba_ssm", "torchao"),
     "decord": ("decord",),
     "demo": ("gradio",),

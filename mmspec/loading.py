@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from os import PathLike, fspath
@@ -27,6 +27,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, SOURCE
 from mmspec.targets import sources
 from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.lora import add_adapters
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
 from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
@@ -52,6 +53,7 @@ def load(
     tp_plan: Any = None,
     warm_up: int = 1,
     mmproj: str | PathLike[str] | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
     **options: Any,
 ) -> Pipeline:
     """Load a model and a drafter for it.
@@ -86,6 +88,7 @@ def load(
             captured when they first decode together. 0 captures all steps when they occur.
         mmproj: the file with vision tower and projector of a language model in a GGUF file, as llama.cpp has them; a
             folder with both files needs no name of it.
+        adapters: folders or hub ids of LoRA adapters (peft) by names, of which a request chooses one with ``adapter=``.
         **options: of transformers' ``from_pretrained``. Python code in a folder runs only with
             ``trust_remote_code=True``.
 
@@ -107,6 +110,7 @@ def load(
         if processor is None:
             raise UserError(f"a model object needs processor=, its tokenizer or processor: got {type(model).__name__}")
         placement = {"device": device, "dtype": dtype, "device_map": device_map, "tp_plan": tp_plan, "mmproj": mmproj}
+        placement |= {"adapters": adapters or None}
         placement |= options
         for name in options:
             if hint := nearest(name, known):
@@ -127,7 +131,7 @@ def load(
         # Drafter first: a misspelt name must not wait for the loading of a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
         with known_options(options, known):
-            target, processor = load_target(folder, device, dtype, device_map, tp_plan, mmproj, **options)
+            target, processor = load_target(folder, device, dtype, device_map, tp_plan, mmproj, adapters, **options)
     pipeline = Pipeline(target, processor, speculator, name, **settings)
     if warm_up:
         pipeline.warm_up(warm_up)
@@ -142,13 +146,14 @@ def load_target(
     device_map: Any = None,
     tp_plan: Any = None,
     mmproj: str | PathLike[str] | None = None,
+    adapters: Mapping[str, str | PathLike[str]] | None = None,
     **options: Any,
 ) -> tuple[TransformersTarget, Processor]:
     """Load a model of transformers as a target, and its processor.
 
     Args:
         name: local folder, GGUF file or hub id.
-        device, dtype, device_map, tp_plan, mmproj: as for ``mmspec.load``.
+        device, dtype, device_map, tp_plan, mmproj, adapters: as for ``mmspec.load``.
         **options: of ``from_pretrained`` (``revision``, ``trust_remote_code``, ...). Python code in a folder runs only
             with ``trust_remote_code=True``.
 
@@ -185,6 +190,8 @@ def load_target(
                 finish()
             elif not is_split(model):
                 model = _prepared(model, kind, where)
+    if adapters:
+        add_adapters(model, adapters)
     cpu.trim()
     return adapter(model.eval()), processor
 

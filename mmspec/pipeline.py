@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self, overload
 
@@ -325,6 +325,7 @@ class Pipeline:
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])
         rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
         prompt = self.encode([request.content], **request.inputs, **rendering)
+        prompt = self._with_adapter(prompt, options.adapter)
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
@@ -349,6 +350,15 @@ class Pipeline:
     ) -> list[RequestState]:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
+
+    def _with_adapter(self, prompt: Prompt, name: str | None) -> Prompt:
+        if name is None:
+            return prompt
+        adapters = getattr(self.target, "adapters", None)
+        if adapters is None:
+            raise UserError(f"adapters need a model of transformers: got {name!r} for {type(self.target).__name__}")
+        adapters.check(name)
+        return replace(prompt, adapter=name)
 
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
         return self.activate(request).start(on_change)
@@ -384,7 +394,8 @@ class Pipeline:
                 ``logprobs`` (record log probabilities of tokens and of so many alternatives), ``chat_template`` (False
                 takes a text prompt as it is), ``max_time`` (seconds after the first token, at which the answer ends as
                 at ``max_new_tokens``), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat template),
-                ``answer_start`` (text that the answer goes on from).
+                ``answer_start`` (text that the answer goes on from), ``adapter`` (name of a LoRA adapter of
+                ``mmspec.load(adapters=...)``).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -63,6 +64,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 300) -> tuple[int, st
 
 
 def _main(scenario: str, folder: str, *drafters: str) -> None:
+    atexit.register(lambda: os._exit(9) if distributed.is_initialized() else None)  # its threads would end badly
     import mmspec
     from mmspec.engine.distributed import RankError
     from tests.split_models import PROMPTS, answers

@@ -358,9 +358,18 @@ def reset_peak_memory_of(process: int | str) -> None:
 
 def peak_memory_of(process: int | str) -> int | None:
     """Peak resident set of a process in bytes; None without Linux's /proc."""
+    return _status(process, "VmHWM")
+
+
+def resident_memory_of(process: int | str) -> int | None:
+    """Resident set of a process in bytes; None without Linux's /proc."""
+    return _status(process, "VmRSS")
+
+
+def _status(process: int | str, name: str) -> int | None:
     try:
         status = Path(f"/proc/{process}/status").read_text()
-        match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+        match = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
     except OSError:
         return None
     return 1024 * int(match.group(1)) if match else None

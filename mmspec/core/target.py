@@ -59,6 +59,7 @@ class Prompt:
         media: inputs of images and videos, where ``inputs`` contains what the target has encoded them as.
         history: (batch, any) int64, the tokens that logits processors see before the answer, where ``inputs`` contains
             ``inputs_embeds``, which have no tokens; ``input_ids`` are then placeholders. None for ``input_ids``.
+        adapter: name of the LoRA adapter that answers; None for the model without one.
     """
 
     input_ids: Tensor
@@ -69,6 +70,7 @@ class Prompt:
     prefill_mask: Tensor | None = None
     media: dict[str, Any] = field(default_factory=dict)
     history: Tensor | None = None
+    adapter: str | None = None
 
     @property
     def unencoded(self) -> Prompt | None:
@@ -137,7 +139,11 @@ class Prompt:
         ids = torch.cat([padded(prompt, prompt.input_ids) for prompt in prompts])
         singles = [single for prompt in prompts for single in prompt.singles]
         return Prompt(
-            ids, None if bool(mask.all()) else mask, inputs, stacked=singles if len(singles) == len(ids) else ()
+            ids,
+            None if bool(mask.all()) else mask,
+            inputs,
+            stacked=singles if len(singles) == len(ids) else (),
+            adapter=first.adapter,
         )
 
 

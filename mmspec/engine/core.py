@@ -312,6 +312,7 @@ class EngineCore:
             batch = self._prefilling or self._schedule(self.chunk - tokens if busy else _IDLE_CHUNKS * self.chunk)
             if batch is None or (busy and tokens and tokens + batch.size > self.chunk):
                 break  # delay decode steps by at most one chunk
+            self.touched |= dict.fromkeys(batch.sequences)  # of an earlier step, too
             if batch.done:
                 self._prefilling = None
                 continue
@@ -346,7 +347,6 @@ class EngineCore:
         with self._lock:
             batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
         if batch is not None:
-            self.touched |= dict.fromkeys(batch.sequences)
             self._hold(batch.key)
         return batch
 

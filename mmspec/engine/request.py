@@ -61,6 +61,7 @@ class DecodeOptions(Checked):
         chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
         max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
             limit.
+        adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
     """
 
     num_draft_tokens: int | None = option(None, NUM_DRAFT_TOKENS)
@@ -70,6 +71,7 @@ class DecodeOptions(Checked):
     logprobs: int | None = option(None, LOGPROBS)
     chat_template: bool = option(True, FLAG)
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
+    adapter: str | None = option(None, optional(Rule("a name", lambda value: isinstance(value, str))))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,15 @@ from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.serving.middleware import PROBES, AccessGuard, Drain, Drained
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
-from mmspec.serving.runner import Admission, GenerationJob, GrammarChecker, JobBuilder, RequestRunner, Slots
+from mmspec.serving.runner import (
+    Admission,
+    GenerationJob,
+    GrammarChecker,
+    JobBuilder,
+    RequestRunner,
+    Slots,
+    adapter_names,
+)
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -98,7 +106,7 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
-    _add_models(app, pipe, names, builder.check_model)
+    _add_models(app, pipe, (*names, *adapter_names(pipe)), builder.check_model)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 

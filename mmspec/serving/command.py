@@ -8,10 +8,12 @@ from typing import Any
 
 import click
 
+from mmspec.checks import Rule
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
     LOADING,
+    Value,
     adapt_of,
     adapt_options,
     check_api_key,
@@ -31,6 +33,7 @@ from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
 _log = logging.getLogger("mmspec.serve")
+_ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda text: tuple(text.split("=", 1)))
 
 
 @click.command(cls=Command)
@@ -56,6 +59,14 @@ _log = logging.getLogger("mmspec.serve")
     multiple=True,
     metavar="NAME",
     help="What requests call the model instead of --model; repeatable, responses have the first.",
+)
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    type=Value(_ADAPTER),
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter of peft, which requests call as a model; repeatable.",
 )
 @click.option(
     "--tool-parser",
@@ -114,7 +125,8 @@ def serve(
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    loading = {name: options.pop(name) for name in LOADING}
+    adapters = dict(options.pop("adapters"))
+    loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
     settings = ServerSettings(loading, limits, access, prefix_cache, adapt)
     if engine == "ray":

@@ -75,6 +75,12 @@ class GenerationJob:
         return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
+def adapter_names(pipe: Pipeline) -> tuple[str, ...]:
+    """Names of LoRA adapters, which requests call as models."""
+    adapters = getattr(pipe.target, "adapters", None)
+    return () if adapters is None else adapters.names
+
+
 class JobBuilder:
     """Makes jobs of requests.
 
@@ -97,25 +103,33 @@ class JobBuilder:
     ) -> None:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
         self._stored = stored
+        self._adapters = adapter_names(pipe)
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
-        if name is not None and name not in self._names:
-            expected = " or ".join(map(repr, self._names))
+        known = (*self._names, *self._adapters)
+        if name is not None and name not in known:
+            expected = " or ".join(map(repr, known))
             message = f"unknown model: expected {expected}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    def _answers(self, name: str) -> tuple[str, dict[str, Any]]:
+        """What answers a request to this model: its name in the response, and keywords of ``Pipeline.stream``."""
+        return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
-        return job, ChatFormat(self._names[0], self._pipe.io, asked, [""] * job.n, reader=plan.reader)
+        return job, ChatFormat(self._answers(asked.model)[0], self._pipe.io, asked, [""] * job.n, reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of a response, and the format of its response."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(self._names[0], self._pipe.io, asked, [""], reader=plan.reader, about=about)
+        form = ResponsesFormat(
+            self._answers(asked.model)[0], self._pipe.io, asked, [""], reader=plan.reader, about=about
+        )
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
         return job, form
@@ -131,7 +145,7 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        keywords = {**asked.keywords, **plan.keywords}
+        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1]}
         prompts = [plan.messages(turns)]
         return GenerationJob(prompts, sampling, constraint, asked.n, media, keywords, plan.trigger, plan.schemas), plan
 
@@ -146,14 +160,14 @@ class JobBuilder:
         """The job of a request of completions, and the format of its response."""
         self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
-        keywords = asked.keywords | {"chat_template": False}
+        keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
         sampling = asked.sampling(self._limits, self._pipe.defaults.served)
         job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords)
         if job.choices > self._limits.max_running:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
-        return job, TextFormat(self._names[0], self._pipe.io, asked, before)
+        return job, TextFormat(self._answers(asked.model)[0], self._pipe.io, asked, before)
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):

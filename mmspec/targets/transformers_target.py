@@ -21,6 +21,7 @@ from mmspec.ops.transfer import on_device
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.head import Head
+from mmspec.targets.lora import Adapters
 from mmspec.targets.placement import input_device, is_sharded
 from mmspec.targets.processor import Processor
 from mmspec.targets.runner import Prefill, new_runner, next_position
@@ -46,6 +47,7 @@ class TransformersTarget:
         runner: runs the verify passes; of another class where the model moves to a device with other shapes.
         cost: measured verify times; if known, trees are padded to the width with the fastest pass.
         prefix_cache: keeps the states of prompts for later ones that begin alike; None computes every prompt.
+        adapters: LoRA adapters in its layers.
         exact: whether prompts are refused for which trees cannot be verified exactly; a draft model need not.
 
     Raises:
@@ -61,6 +63,8 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.decoder = Decoder(model)
+        self.adapters = Adapters(model)
+        self._adapter: str | None = None  # of all sequences
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.cost: CostTable | None = None
@@ -114,7 +118,7 @@ class TransformersTarget:
     @property
     def version(self) -> tuple[Hashable, ...]:
         """Changes when a buffer that captured graphs read has been reallocated."""
-        return self.runner.version
+        return (self.adapters.key(self._adapter), *self.runner.version)
 
     def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
         *_, step = self.prefill_chunks(prompt, max_new_tokens, None)
@@ -127,6 +131,8 @@ class TransformersTarget:
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
+        self._adapter = prompt.adapter
+        self.adapters.use(prompt.adapter)
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
@@ -163,7 +169,7 @@ class TransformersTarget:
         self._reuse.retain(rows, histories)
 
     def batch_key(self, prompt: Prompt) -> Hashable:
-        return rope_side(self.config, prompt.input_ids.shape[1])
+        return rope_side(self.config, prompt.input_ids.shape[1]), self.adapters.key(prompt.adapter)
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
@@ -172,6 +178,7 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> TargetOutput:
+        self.adapters.use(self._adapter)  # another target of this model may have used its own
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
         output = self.runner.forward_tree(tree, width, self.features)

@@ -137,5 +137,7 @@ def test_edits_are_compared_as_syntax_trees():
     ):
         assert scoring.edited([(sample(plain), [answer])]) == {"edited": edited, "parses": parses}, answer
     typed = "def f(x: int, *rest: str) -> dict[str, int]:\n    return x"
+    keywords = "def f(x, *, k: int = 0):\n    y: int = x\n    return y + k"
+    assert scoring.edited([(sample(keywords), [f"```python\n{keywords.replace('int', 'float')}\n```"])])["edited"] == 1
     for answer, edited in ((typed.replace("dict[str, int]", "Mapping"), 1), (typed.replace(": str", ""), 0)):
         assert scoring.edited([(sample("def f(): pass", typed), [f"```py\n{answer}\n```"])])["edited"] == edited

@@ -20,7 +20,7 @@ from mmspec.drafters.checkpoint import _load_tensors, load_weights
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.drafters.registry import DEFAULT, make_drafter, registered_name
+from mmspec.drafters.registry import DEFAULT, drafters_for, make_drafter, registered_name
 from mmspec.drafters.small import Small
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import root_path, shared_model, valid_nodes
@@ -461,3 +461,7 @@ def test_adapters_that_make_a_target_draft_are_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match=r"mmspec_drafter, received an adapter of the target, as UNO and LoRA have$"):
         make_drafter(str(tmp_path))
+
+
+def test_the_default_comes_before_other_look_ups(tmp_path):
+    assert drafters_for(tmp_path)[:3] == [DEFAULT, "ngram", "recycle"]

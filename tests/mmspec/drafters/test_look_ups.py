@@ -209,3 +209,20 @@ def test_chains(name):
 def test_chains_are_for_one_tree():
     with pytest.raises(UserError, match=r"^chains need a drafter that can draft them: Union cannot$"):
         make_drafter("recycle+early-exit:1@chain")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_chains_stay_chains_where_a_table_is_on_a_device(static, monkeypatch):
+    """Of the second row, which copies nothing, that of the table."""
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    drafter = make_drafter("recycle+ngram@chain4")
+    begun(drafter, [[5, 6, 7, 8, 5, 6, 9, 5, 6], [5, 6, 7, 8, 9, 10, 11, 12, 13]])
+    budget = Budget(8, 4)
+    budget.floor = 0.0
+    tree = drafter.propose(torch.tensor([6, 5]), budget)
+    tree.check_values()
+    for row in range(2):
+        alive = tree.alive[row].tolist()
+        assert tree.parents[row][tree.alive[row]].tolist() == list(range(-1, sum(alive) - 1))
+        assert sum(alive) > 1
+    assert tree.tokens[0, 1].item() in (7, 9)

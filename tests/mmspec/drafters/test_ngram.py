@@ -214,3 +214,11 @@ def test_another_vocabulary_is_forgotten():
         drafter.select([])
         begun(drafter, [[1, 5, 6]], vocab=vocab)
         assert bool(drafter.continuations(0, ())) == known
+
+
+def test_an_earlier_request_is_not_hidden_by_a_match_at_its_place():
+    drafter = Ngram()
+    begun(drafter, [[5, 6, 8]])
+    drafter.select([])
+    begun(drafter, [[5, 6, 7, 1, 5, 6]])
+    assert {token for token, _ in drafter.continuations(0, ())} == {7, 8}

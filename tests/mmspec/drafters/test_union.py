@@ -196,3 +196,29 @@ def test_look_ups_are_charged_together_beside_another_drafter(now, right, second
     rests, drafts = (other.asked, asked[0]) if right == 7 else (asked[0], other.asked)
     assert rests < 40
     assert drafts == 80
+
+
+class PerRow(Fixed):
+    """Drafts chains of three tokens, of another probability in each row."""
+
+    def __init__(self, now, probs):
+        super().__init__(7, 0.0, now)
+        self.probs = probs
+
+    def propose(self, token, budget):
+        return build_tree(token, [([7] * 3, [0, 1, 2])] * len(self.probs), [[p, p * p, p**3] for p in self.probs])
+
+
+@pytest.mark.parametrize("probs", [(0.95, 0.05), (0.05, 0.95)])
+def test_what_is_expected_of_a_batch_is_its_mean(now, probs):
+    union = Union([PerRow(now, probs), Fixed(8, 0.001, now)])
+    union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    assert union._drafts[1][2] == 1
+
+
+def test_a_step_of_several_rows_is_paid_by_the_tokens_of_one(now):
+    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.002, now)])
+    tree = union.propose(torch.tensor([3, 3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
+    now[0] += 0.008
+    union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]])), None)
+    assert union._payoffs[1][0]._gains[0] == pytest.approx(-0.002 / 0.005)  # 10 ms for two tokens of each row

@@ -605,3 +605,13 @@ def test_the_first_drafts_of_a_shape_have_one_level():
             assert (budget.least_gain == 1.0) == (step < (1 if chain else 2)), (chain, step)
             budget.levels = 1
             budget.observe(4, [[0, 1]], 0.1, 1.0)
+
+
+def test_an_interruption_forgets_no_times():
+    model = StepTimeModel()
+    for _ in range(100):
+        model.add(1, 1.0)
+    model.interrupt()
+    assert model.measured
+    model.add(1, 1.2)
+    assert model.fixed < 1.1

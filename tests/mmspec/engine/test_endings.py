@@ -229,3 +229,24 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
         ended += rows
     assert all(sequence.done for sequence in ended)
     assert_forgotten(ended)
+
+
+@pytest.mark.parametrize("limit", [1, NEW])
+def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit):
+    """In the step that has computed the last chunk, while other requests decode."""
+    target = matrix.new_target("llama")
+    engine = SteppedEngine(target, None, lambda batch, nodes: Budget(0), max_num_seqs=4, chunk=8)
+    (prompt, expected), (other, _) = requests("llama")
+    assert other.input_ids.shape[1] > 16
+    (running,) = engine.add(prompt, Sampler(), Stopper(40))
+    step(engine)
+    told = []
+    (late,) = engine.add(other, Sampler(), Stopper(limit), on_change=lambda: told.append(len(late.token_ids)))
+    while not late.token_ids:
+        assert not running.done
+        assert not any(told)
+        step(engine)
+    assert told[-1] in ((1,) if limit == 1 else (1, 2))
+    assert late.done == (limit == 1)
+    engine.wait(lambda: running.done)
+    assert running.token_ids[:NEW] == expected

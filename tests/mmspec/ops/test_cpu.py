@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,6 +111,20 @@ def test_the_greatest_codes_do_not_saturate(kind, fill):
     x = torch.tensor([2.0, 0.0, -2.0])[:, None].expand(3, weight.shape[1])
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(layer(x).double(), expected, atol=1e-6 * float(weight.abs().sum(1).max()), rtol=0)
+
+
+@needs_kernels
+def test_the_first_calls_may_have_any_number_of_rows():
+    """In a new process, whose buffers are as large as the calls so far were."""
+    code = """
+import torch
+from mmspec.quantisation.blocks import BLOCKS
+layer = BLOCKS["int8"](torch.randn(64, 2048), None)
+for rows in (1, 17, 33, 120):
+    x = torch.randn(rows, 2048)
+    assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x])), rows
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,16 @@ def test_huge_pages_are_asked_for_once_layers_are_written(monkeypatch: pytest.Mo
     (memory,) = asked
     assert memory.data_ptr() == layers[0]._blocks.data_ptr()
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(layers, weights, strict=True))
+
+
+def test_each_page_is_followed_by_a_rest_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, rests = iter(range(1000)), list[float]()
+    monkeypatch.setattr(cpu, "clock", lambda: float(next(times)))
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(sleep=rests.append))
+    memory = cpu.zeros(6 * cpu.PAGE).fill_(1)
+    thread = cpu.use_huge_pages(memory)
+    if thread is not None:
+        thread.join(20)
+    if not rests:
+        pytest.skip("needs Linux 6.1")
+    assert rests == [4.0] * 6

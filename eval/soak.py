@@ -1,0 +1,150 @@
+"""Memory of a server that runs for long: ``python -m mmspec.eval soak``.
+
+``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
+turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, and streams that their
+clients leave. Texts differ from load to load, so that prompts are new, lengths do not. After each load, once no request
+runs, the resident memory is read; a load's peak is that since it began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import httpx
+
+from mmspec.errors import UserError
+from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.prompts import mixed_requests
+from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of, resident_memory_of
+from mmspec.eval.serving import chat_body, serving
+
+_TIMEOUT = 300.0  # seconds, for each request
+_LEFT_AFTER = 3  # lines of a stream that its client leaves
+_PAUSE = 2.0  # seconds between the last answer and the reading
+_TOOL = {
+    "type": "function",
+    "function": {"name": "note", "parameters": {"type": "object", "properties": {"count": {"type": "integer"}}}},
+}
+_SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+_MIXES: Sequence[dict[str, Any]] = (
+    {},
+    {"n": 3, "temperature": 1.0, "seed": 1},
+    {"tools": [_TOOL], "tool_choice": "required"},
+    {"stream": True},  # left by its client
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": _SCHEMA}}},
+    {"stream": False, "temperature": 0.7, "top_p": 0.8, "seed": 2},
+)
+
+
+def load_bodies(model: str, number: int, words: Sequence[int], tokens: int, images: Sequence[Any]) -> list[Any]:
+    """The requests of a load.
+
+    Args:
+        number: of the load, which its texts begin with.
+        words: lengths of prompts, each of which has all kinds of requests.
+        tokens: of an answer, at most.
+        images: of further requests, one each.
+    """
+    bodies = []
+    for place, length in enumerate(words):
+        first = f"{number} {place}: " + " ".join(str(one) for one in range(length))
+        for kind, mix in enumerate(_MIXES):
+            turns = [f"{kind} {first}", "Go on."] if kind % 2 else [f"{kind} {first}"]
+            messages = [{"role": "user", "content": turns[0]}]
+            for turn in turns[1:]:
+                messages += [{"role": "assistant", "content": "Well."}, {"role": "user", "content": turn}]
+            bodies.append({"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens, **mix})
+    for image in images:
+        request = {"prompt": f"{number}: What is this?", "images": [image]}
+        bodies.append({**chat_body(model, request, tokens), "stream": False, "stream_options": None})
+    return bodies
+
+
+async def send(url: str, bodies: Sequence[Any], clients: int) -> int:
+    """Send the requests of a load; returns how many answers were wrong: another status than 200."""
+    left, wrong = iter(bodies), 0
+
+    async def client(http: httpx.AsyncClient) -> None:
+        nonlocal wrong
+        for body in left:
+            if body.get("stream"):
+                async with http.stream("POST", f"{url}/chat/completions", json=body) as response:
+                    lines = response.aiter_lines()
+                    for _ in range(_LEFT_AFTER):
+                        await anext(lines, None)
+            else:
+                response = await http.post(f"{url}/chat/completions", json=body)
+            wrong += response.status_code != 200
+
+    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=httpx.Limits(max_connections=clients)) as http:
+        await asyncio.gather(*(client(http) for _ in range(clients)))
+    return wrong
+
+
+@benchmark
+@click.option("--model", default="smollm2", show_default=True)
+@click.option("--drafter", default="auto", show_default=True)
+@click.option("--dtype", default="float32", show_default=True)
+@click.option("--minutes", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True))
+@click.option("--settled", default=10.0, show_default=True, help="Minutes after which memory must stay as it is.")
+@click.option("--clients", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--words", default="4,40,400", show_default=True, help="Lengths of prompts.")
+@click.option(
+    "--images", default=4, show_default=True, type=click.IntRange(0), help="Of a load, for a model with eyes."
+)
+@click.option("--max-new-tokens", default=48, show_default=True, type=click.IntRange(1))
+@click.option("--prefix-cache", default=512, show_default=True, type=click.IntRange(0), help="MiB.")
+@click.option("--most", default=1.05, show_default=True, help="Exit status 1 beyond so many times the settled memory.")
+def main(
+    minutes: float,
+    settled: float,
+    clients: int,
+    words: str,
+    images: int,
+    max_new_tokens: int,
+    most: float,
+    **options: Any,
+) -> dict[str, Any]:
+    """Send equal loads for minutes, with the server's memory after each: a table, then one JSON line."""
+    lengths = [int(one) for one in words.split(",")]
+    rows: list[dict[str, Any]] = []
+    with serving(**options, max_waiting=clients * 4) as server:
+        started = time.monotonic()
+        (about,) = httpx.get(f"{server.url}/models").json()["data"]
+        pictures = [one["images"][0] for one in mixed_requests(images) if one["images"]]
+        refused = asyncio.run(send(server.url, load_bodies(about["id"], 0, (), 1, pictures[:1]), 1))
+        pictures = [] if refused else pictures  # a model of texts
+        while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
+            reset_peak_memory_of(server.pid)
+            bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures)
+            wrong = asyncio.run(send(server.url, bodies, clients))
+            time.sleep(_PAUSE)
+            resident, peak = resident_memory_of(server.pid), peak_memory_of(server.pid)
+            if resident is None or peak is None:
+                raise UserError("the memory of a process is read from /proc: this system has none")
+            rows.append({"minutes": now, "resident": resident, "peak": peak, "requests": len(bodies), "wrong": wrong})
+    level = next((row for row in rows if row["minutes"] >= settled), rows[-1])
+    for row in rows:
+        row["over_settled"] = row["resident"] / level["resident"]
+    after = [row["over_settled"] for row in rows if row["minutes"] >= level["minutes"]]
+    columns: list[Column] = [
+        ("minutes", "{minutes:.1f}"),
+        ("resident MiB", lambda row: f"{row['resident'] / 2**20:.0f}"),
+        ("over settled", "{over_settled:.3f}"),
+        ("peak MiB", lambda row: f"{row['peak'] / 2**20:.0f}"),
+        ("wrong", "{wrong}/{requests}"),
+    ]
+    wide_console().print(make_table(columns, rows, title=f"{len(rows)} loads, settled after {settled:g} minutes"))
+    failed = max(after) > most or any(row["wrong"] for row in rows)
+    return {
+        **options,
+        "clients": clients,
+        "loads": rows,
+        "settled": level["resident"],
+        "most": max(after),
+        "failed": failed,
+    }
