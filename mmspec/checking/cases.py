@@ -6,14 +6,14 @@ import base64
 import io
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import log
 from time import monotonic
 from typing import Any
 
 from mmspec.checking.drafters import NowAndThen, Rehearsed
-from mmspec.checking.sides import Answer, Question, ServerSide, SkippedError
+from mmspec.checking.sides import Answer, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, POWER, against_probabilities, two_samples
 from mmspec.checking.trial import Trial
 from mmspec.compare import next_token_scores
@@ -317,42 +317,13 @@ def _drawing(seed: int, width: int, height: int) -> str:
 
 @case("adapters", "Switching LoRA adapters leaves nothing of the one before.")
 def _adapters(trial: Trial) -> None:
-    question = Question.user(_LIST, max_tokens=32)
-    if not trial.is_local:
-        _adapters_of_servers(trial, question)
-        return
-    model: Any = trial.pipe.model
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        raise SkippedError("the model has no adapters")
-    active = model.active_adapters()
-    try:
-        for adapters in ([], *([name] for name in model.peft_config), [], active):
-            trial.forget()
-            trial.pipe.engine.drain()
-            _switch(model, adapters)
-            trial.same(question, rehearse=True)
-    finally:
-        _switch(model, active)
-        trial.forget()
-
-
-def _switch(model: Any, adapters: Sequence[str]) -> None:
-    model.enable_adapters()
-    if adapters:
-        model.set_adapter(list(adapters))
-    else:
-        model.disable_adapters()
-
-
-def _adapters_of_servers(trial: Trial, question: Question) -> None:
-    sides = trial.tested, trial.references[0]
-    tested, reference = (side for side in sides if isinstance(side, ServerSide))
-    if not (names := [name for name in tested.models if name in reference.models and name != tested.model]):
-        raise SkippedError("the servers have no other model in common")
-    for name in (*names, tested.model, *names):
-        own = Trial(tested.of(name), [reference.of(name)], trial.bound)
-        own.record = trial.record
-        own.same(question)
+    sides = (trial.tested, trial.references[0])
+    names = [name for name in sides[0].adapters if name in sides[1].adapters]
+    if not names:
+        raise SkippedError("there are no adapters")
+    side = trial.caching()
+    for name in (None, *names[:3], None, *names[:3]):
+        trial.same(Question.user(_LIST, max_tokens=32, adapter=name), side=side, rehearse=True)
 
 
 @case("sampling", "Sampled answers follow the distribution of the model.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -41,6 +41,7 @@ class Question:
         tools: functions as JSON text, or "".
         seed: of the first choice; that of the i-th is larger by i.
         top_logprobs: alternatives per token whose log probabilities are asked for.
+        adapter: name of a LoRA adapter, which servers list as a model.
     """
 
     messages: str
@@ -53,6 +54,7 @@ class Question:
     min_tokens: int | None = None
     top_logprobs: int | None = None
     tools: str = ""
+    adapter: str | None = None
 
     @classmethod
     def user(cls, text: str, *images: str, **fields: Any) -> Question:
@@ -133,10 +135,12 @@ class Side(Protocol):
     Attributes:
         name: for reports.
         limit: longest prompt with its answer, in tokens; None if it is not known.
+        adapters: names of LoRA adapters, or of other models of a server.
     """
 
     name: str
     limit: int | None
+    adapters: Sequence[str]
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
         """The choices of each question; several questions are asked at the same time.
@@ -165,6 +169,7 @@ class LocalSide:
 
     def __init__(self, name: str, pipe: Pipeline, prefixes: PrefixCache | None = None, size: int | None = None) -> None:
         self.name, self.pipe, self.limit = name, pipe, pipe.context_limit
+        self.adapters: Sequence[str] = getattr(getattr(pipe.target, "adapters", None), "names", ())
         self._prefixes, self._size = prefixes, size
 
     def request(self, question: Question) -> dict[str, Any]:
@@ -178,7 +183,8 @@ class LocalSide:
 
     def keywords(self, question: Question) -> dict[str, Any]:
         """Keywords of ``Pipeline.generate`` beside sampling parameters."""
-        return {"num_draft_tokens": self._size, "logprobs": question.top_logprobs, **_tools(question)}
+        about = {"num_draft_tokens": self._size, "logprobs": question.top_logprobs, "adapter": question.adapter}
+        return {**about, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
         keywords = self.keywords(questions[0])
@@ -205,7 +211,7 @@ class LocalSide:
             texts = [f"{one.text} ({one.finish_reason})" for one in (found, own)]
             return None if same else Difference(None, texts[0], texts[1], None)
         assert found.tokens is not None
-        keywords = {"params": question.params(), **_tools(question)}
+        keywords = {"params": question.params(), **self.keywords(question)}
         first = first_difference(self.pipe, self.request(question), keywords, found.tokens, own.tokens)
         decode = self.pipe.processor.tokenizer.decode
         texts = [decode(list(tokens[first.position : first.position + 8])) for tokens in (found.tokens, own.tokens)]
@@ -265,6 +271,8 @@ class GenerateSide(LocalSide):
         most = question.max_tokens if self.limit is None else min(question.max_tokens or 256, self.limit - ids.shape[1])
         options = {"stop_strings": question.stop, "tokenizer": pipe.processor.tokenizer} if question.stop else {}
         options |= {"min_new_tokens": question.min_tokens} if question.min_tokens else {}
+        if self.adapters:
+            pipe.target.adapters.use(question.adapter)
         try:
             output = pipe.model.generate(
                 input_ids=ids,
@@ -306,27 +314,22 @@ class ServerSide:
             reply = self._client.get("/v1/models", timeout=30)
             reply.raise_for_status()
             listed = reply.json()["data"]
-            self.models = [one["id"] for one in listed]
+            names = [one["id"] for one in listed]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             self.close()
             raise UserError(f"{url}: expected a server with OpenAI's API, received {first_line(error)}") from error
-        if not self.models or (model is not None and model not in self.models):
+        if not names or (model is not None and model not in names):
             self.close()
-            raise UserError(f"{url}: expected a server of {model or 'a model'}, received one of {self.models}")
-        self.model = model or self.models[0]
-        entry = listed[self.models.index(self.model)]
+            raise UserError(f"{url}: expected a server of {model or 'a model'}, received one of {names}")
+        self.model = model or names[0]
+        self.adapters: Sequence[str] = [name for name in names if name != self.model]
+        entry = listed[names.index(self.model)]
         self.limit: int | None = entry.get("max_model_len") or self._slot_size()
         self.version = f"{base} ({reply.headers.get('server', 'unnamed')})"
 
     def close(self) -> None:
         """Close all connections."""
         self._client.close()
-
-    def of(self, model: str) -> ServerSide:
-        """The same server, asked for another of its models."""
-        other = copy(self)
-        other.model = model
-        return other
 
     def total_accepted(self) -> int | None:
         """All draft tokens that were accepted so far, from vLLM's metrics; None if they are not there."""
@@ -343,13 +346,14 @@ class ServerSide:
         return None
 
     def _body(self, question: Question) -> dict[str, Any]:
-        fields = {**vars(question), "messages": json.loads(question.messages)}
+        fields = {**vars(question), "messages": json.loads(question.messages), "adapter": None}
         fields["tools"] = json.loads(question.tools) if question.tools else None
         if self._scored and not question.temperature and question.top_logprobs is None:
             fields["top_logprobs"] = _ALTERNATIVES
         if fields["top_logprobs"] is not None:
             fields["logprobs"] = True
-        return {"model": self.model, **{name: value for name, value in fields.items() if value is not None}}
+        fields["model"] = question.adapter or self.model
+        return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
         if len(questions) == 1:

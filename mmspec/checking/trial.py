@@ -149,10 +149,6 @@ class Trial:
             self._kept[key] = side.ask(question)[0]
         return self._kept[key]
 
-    def forget(self) -> None:
-        """Ask references anew: the model has changed."""
-        self._kept.clear()
-
     def same(
         self, *questions: Question, side: Side | None = None, together: bool = False, rehearse: bool = False
     ) -> list[Answer]:

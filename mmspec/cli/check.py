@@ -14,6 +14,7 @@ from mmspec.cli.options import (
     API_KEY,
     FILE,
     OUT_FILE,
+    adapter_option,
     device_map_option,
     drafter_option,
     json_option,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @device_map_option
 @trust_option
 @drafter_option
+@adapter_option
 @click.option("--url", metavar="URL", help="Check a server with OpenAI's API, which speculates, instead of MODEL.")
 @click.option("--against", metavar="URL", help="The server that it is compared with, which does not speculate.")
 @API_KEY.declared
@@ -125,6 +127,7 @@ def _local(
     from mmspec.drafters.registry import registered_name
     from mmspec.pipeline import Pipeline
 
+    options["adapters"] = dict(options["adapters"])
     pipe = open_pipeline(notes, model, warm_up=0, **options)
     dtype = str(pipe.target.dtype).removeprefix("torch.")
     packages = {name: version(name) for name in ("torch", "transformers")}

@@ -187,3 +187,20 @@ def test_two_samples() -> None:
     p, distance = two_samples(drawn(rng, 300, PROBS), drawn(rng, 300, fair))
     assert p < ALPHA
     assert 0.1 < distance < 0.35
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+@pytest.mark.filterwarnings("ignore:.*(tied layer|embedding layers):UserWarning")
+def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal; and a state of another adapter's request, which is kept as if it were of the same, is found."""
+    peft = pytest.importorskip("peft")
+    model = mmspec.load("tiny-hybrid", None, device="cpu").model
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["in_proj", "o_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    options = ("tiny-hybrid", "--adapter", f"law={tmp_path}", "--only", "adapters", "--json")
+    status, out, _ = check(*options)
+    (found,) = json.loads(out)["cases"]
+    assert (status, found["outcome"]) == (0, "equal"), found
+    assert found["tokens"] > 60
+    monkeypatch.setattr("mmspec.targets.lora.Adapters.key", lambda self, name: None)
+    assert check(*options)[0] == 1
