@@ -14,8 +14,6 @@ from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checking import cases
 from mmspec.checking.cases import CASES
 from mmspec.checking.run import run_case
-from mmspec.checking.sides import GenerateSide, LocalSide
-from mmspec.checking.trial import BOUNDS, SIZE, Trial
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict, accept_path
 from mmspec.engine import core
@@ -27,6 +25,7 @@ from mmspec.sampling import defaults
 from mmspec.sampling.defaults import ModelDefaults
 from mmspec.targets import transformers_target
 from mmspec.targets.transformers_target import TransformersTarget
+from tests.checking import trial_of
 
 Patch = pytest.MonkeyPatch
 
@@ -44,12 +43,6 @@ def hybrid() -> Pipeline:
 @pytest.fixture(autouse=True)
 def _fewer_draws(monkeypatch: Patch) -> None:
     monkeypatch.setattr(cases, "_DRAWS", 512)
-
-
-def trial_of(pipe: Pipeline) -> Trial:
-    plain = LocalSide("plain decoding", Pipeline(pipe.target, pipe.processor))
-    sides = [plain, GenerateSide(plain.pipe)]
-    return Trial(LocalSide("drafted", pipe, size=SIZE), sides, BOUNDS["float32"], pipe.drafter)
 
 
 def trust_first_children(patch: Patch) -> None:
