@@ -309,7 +309,8 @@ class ServerSide:
         self.name, self._scored = name, scored
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=base, headers=headers, timeout=_SECONDS)
+        fresh = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after an aborted stream
+        self._client = httpx.Client(base_url=base, headers=headers, timeout=_SECONDS, limits=fresh)
         try:
             reply = self._client.get("/v1/models", timeout=30)
             reply.raise_for_status()

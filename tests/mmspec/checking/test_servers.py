@@ -114,6 +114,14 @@ def with_later_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
     return reply
 
 
+def without_alternatives(reply: dict[str, Any]) -> dict[str, Any]:
+    """Of the third token."""
+    for choice in reply["choices"]:
+        if choice.get("logprobs"):
+            choice["logprobs"]["content"][2]["top_logprobs"] = []
+    return reply
+
+
 def with_other_word(reply: dict[str, Any]) -> dict[str, Any]:
     """Where an answer is long."""
     for choice in reply["choices"]:
@@ -131,6 +139,7 @@ WRONG = [
     ("image-turns", {"request": without_images}),
     ("choices", {"reply": with_first_choice}),
     ("logprobs", {"reply": with_later_logprobs}),
+    ("logprobs", {"reply": without_alternatives}),
     ("sampling", {"request": greedy}),
 ]
 
