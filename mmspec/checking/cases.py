@@ -12,7 +12,10 @@ from math import log
 from time import monotonic
 from typing import Any
 
-from mmspec.checking.drafters import NowAndThen, Rehearsed
+import torch
+from transformers import LogitsProcessorList
+
+from mmspec.checking.drafters import NowAndThen
 from mmspec.checking.sides import Answer, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, POWER, against_probabilities, two_samples
 from mmspec.checking.trial import Trial
@@ -140,7 +143,8 @@ def _sessions(trial: Trial) -> None:
 @case("abort", "An aborted stream leaves nothing behind for the request beside it, nor for the same request again.")
 def _abort(trial: Trial) -> None:
     side = trial.caching()
-    aborted, other = Question.user(_COPY, max_tokens=64), Question.user(_LIST, max_tokens=64)
+    aborted = Question.user(_COPY, min_tokens=96, max_tokens=112)  # so long that it is running when it is aborted
+    other = Question.user(_LIST, max_tokens=64)
     expected = trial.expect(other)[0]
     for pieces in (1, 3):
         streams = [iter(side.stream(question)) for question in (aborted, other)]
@@ -148,10 +152,7 @@ def _abort(trial: Trial) -> None:
         streams[0].close()  # type: ignore[attr-defined]
         rest = [*(second for _, second in parts), *streams[1]]
         tokens = tuple(token for part in rest for token in part.tokens or ())
-        text, reason = (
-            "".join(part.text for part in rest),
-            next(filter(None, (part.finish_reason for part in rest)), ""),
-        )
+        text, reason = ("".join(getattr(part, name) for part in rest) for name in ("text", "finish_reason"))
         trial.compare(other, [replace(expected, text=text, finish_reason=reason, tokens=tokens or None)])
         trial.same(aborted, side=side)
 
@@ -329,7 +330,7 @@ def _adapters(trial: Trial) -> None:
 
 @case("sampling", "Sampled answers follow the distribution of the model.")
 def _sampling(trial: Trial) -> None:
-    question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K)
+    question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K, top_p=1.0)
     if trial.is_local:
         _enumerate(trial, question)
     else:
@@ -339,39 +340,63 @@ def _sampling(trial: Trial) -> None:
 def _enumerate(trial: Trial, question: Question) -> None:
     """Compare with the probabilities of all sequences, computed from plain decoding's scores; half of the answers are
     drafted by the user's drafter, half by the most probable answer."""
-    probs = probabilities(trial.pipe, trial.request(question), question)
-    best = max(probs, key=lambda outcome: probs[outcome])
-    sides = [trial.tested, trial.variant("most probable", lambda _: Rehearsed(best))]
+    outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
+    best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
+    sides = [trial.tested, trial.rehearsing(best)]
     counts: Counter[tuple[int, ...]] = Counter()
     accepted, start = 0, monotonic()
     for number in range(_DRAWS // _AT_ONCE):
         seeds = range(1000 + number * _AT_ONCE, 1000 + (number + 1) * _AT_ONCE)
         found = trial.ask(*(replace(question, seed=seed) for seed in seeds), side=sides[number % 2])
-        counts.update(one.tokens or () for (one,) in found)
+        counts.update(outcomes.of(one.tokens or ()) for (one,) in found)
         accepted += sum(one.accepted or 0 for (one,) in found)
         if sum(counts.values()) >= _FEWEST_DRAWS and monotonic() - start > _DRAW_SECONDS:
             break
-    p, distance = against_probabilities(counts, probs)
+    p, distance = against_probabilities(counts, outcomes.probs)
     _report(trial, question, p, distance, sum(counts.values()), accepted)
 
 
-def probabilities(pipe: Pipeline, request: dict[str, Any], question: Question) -> dict[tuple[int, ...], float]:
-    """Probabilities of all answers to a question, whose tokens and candidates must be few."""
-    params = pipe.defaults.complete(question.params())
-    prompt = pipe.encode([request])
-    processors = pipe.defaults.processors(params, prompt.input_ids)
-    whole: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(question.max_tokens or 0):
-        longer: dict[tuple[int, ...], float] = {}
-        for tokens, probability in whole.items():
-            if tokens and tokens[-1] in pipe.target.eos_token_ids:
-                longer[tokens] = probability
-                continue
-            following = next_token_scores(pipe.target, prompt, tokens, processors).double().softmax(-1)
-            for token in following.nonzero().flatten().tolist():
-                longer[(*tokens, token)] = probability * float(following[token])
-        whole = longer
-    return whole
+OTHER = -1
+"""The last token of an outcome: the least probable candidate, or one that rounding may put in its place."""
+
+
+class Outcomes:
+    """Answers to a question whose tokens and candidates are few, and their probabilities.
+
+    Args:
+        bound: where the least probable candidate's logit exceeds that of the next token by no more than this, rounding
+            decides which of the two is a candidate: what begins with either is one outcome.
+    """
+
+    def __init__(self, pipe: Pipeline, request: dict[str, Any], question: Question, bound: float) -> None:
+        params, prompt = pipe.defaults.complete(question.params()), pipe.encode([request])
+        processors = pipe.defaults.processors(params, prompt.input_ids)
+        self._candidates: dict[tuple[int, ...], dict[int, float]] = {}
+        self.probs: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(question.max_tokens or 0):
+            longer: dict[tuple[int, ...], float] = {}
+            for tokens, probability in self.probs.items():
+                if tokens[-1:] == (OTHER,) or (tokens and tokens[-1] in pipe.target.eos_token_ids):
+                    longer[tokens] = probability
+                    continue
+                logits = next_token_scores(pipe.target, prompt, tokens, LogitsProcessorList())
+                history = torch.tensor([prompt.histories()[0] + list(tokens)], device=logits.device)
+                scores = processors(history, logits[None].clone())[0].double().softmax(-1)  # type: ignore[arg-type]
+                kept = scores > 0
+                found = {token: float(scores[token]) for token in kept.nonzero().flatten().tolist()}
+                if logits[kept].min() - logits.masked_fill(kept, -torch.inf).max() <= bound:
+                    found[OTHER] = found.pop(min(found, key=lambda token: float(logits[token])))
+                self._candidates[tokens] = found
+                longer |= {(*tokens, token): probability * share for token, share in found.items()}
+            self.probs = longer
+
+    def of(self, answer: tuple[int, ...]) -> tuple[int, ...]:
+        """The outcome that an answer is, or the answer itself if it has no probability."""
+        for place, token in enumerate(answer):
+            found = self._candidates[answer[:place]]
+            if token not in found:
+                return (*answer[:place], OTHER) if OTHER in found else answer
+        return answer
 
 
 def _compare_samples(trial: Trial, question: Question) -> None:

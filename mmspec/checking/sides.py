@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -48,6 +48,7 @@ class Question:
     max_tokens: int | None = 48
     temperature: float = 0.0
     top_k: int | None = None
+    top_p: float | None = None
     seed: int | None = None
     stop: str | None = None
     n: int = 1
@@ -81,6 +82,7 @@ class Question:
             temperature=self.temperature,
             max_new_tokens=self.max_tokens,
             top_k=self.top_k,
+            top_p=self.top_p,
             seed=None if self.seed is None else self.seed + choice,
             stop=self.stop,
             min_new_tokens=self.min_tokens,
@@ -193,11 +195,12 @@ class LocalSide:
             for question in questions
             for choice in range(question.n)
         ]
-        with self._kept():
-            found = iter(self.pipe.generate_batch(requests, **keywords))
+        self._use_prefixes()
+        found = iter(self.pipe.generate_batch(requests, **keywords))
         return [[self._answer(next(found)) for _ in range(question.n)] for question in questions]
 
     def stream(self, question: Question) -> Iterator[Answer]:
+        self._use_prefixes()
         for piece in self.pipe.stream(**self.request(question), params=question.params(), **self.keywords(question)):
             yield Answer(piece.text, piece.finish_reason or "", tuple(piece.token_ids))
 
@@ -225,19 +228,12 @@ class LocalSide:
         other.pipe, other.limit = self.pipe.limited(limit), limit
         return other
 
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Use the prefix cache of this side, and that of the target for nobody else."""
+    def _use_prefixes(self) -> None:
+        """Let the target, which all sides share, use this side's prefix cache from now on."""
         target = self.pipe.target
-        if not hasattr(target, "prefix_cache"):
-            yield
-            return
-        before, target.prefix_cache = target.prefix_cache, self._prefixes
-        try:
-            yield
-            self.pipe.engine.drain()  # states are kept after the last answer
-        finally:
-            target.prefix_cache = before
+        if getattr(target, "prefix_cache", None) is not self._prefixes:
+            self.pipe.engine.drain()
+            target.prefix_cache = self._prefixes
 
     def _answer(self, one: Generation) -> Answer:
         steps = tuple((step.token_id, step.logprob, tuple(step.top)) for step in one.logprobs)

@@ -172,9 +172,12 @@ class Trial:
 
     def rehearsed(self, question: Question) -> Answer:
         """The answer of a pipeline whose drafts are plain decoding's own answer, now and then with errors."""
-        side = self._side("rehearsed", Rehearsed(self.expect(question)[0].tokens or ()))
-        ((found,),) = self.ask(question, side=side)
+        ((found,),) = self.ask(question, side=self.rehearsing(self.expect(question)[0].tokens or ()))
         return found
+
+    def rehearsing(self, answer: Sequence[int]) -> Side:
+        """A side that drafts an answer, with errors."""
+        return self._side("rehearsed", Rehearsed(answer))
 
     def _side(self, name: str, drafter: Drafter | None, size: int | None = SIZE, **options: Any) -> LocalSide:
         pipe = self.pipe

@@ -26,6 +26,7 @@ from mmspec.pipeline import Pipeline
 from tests.served import Served, served
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
+FEW = ("prose", "sessions", "markers", "logprobs")
 LOCAL = ("rehearsed", "now-and-then", "tree-sizes", "adapters")
 
 
@@ -151,7 +152,10 @@ def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers:
     assert found["outcome"] == "different", found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in LOCAL])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL],
+)
 def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Served, Served]) -> None:
     found = result(servers[0].url, f"{servers[1].url}/v1/", name)
     assert found["outcome"] == "equal", found
