@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,20 @@ def use_huge_pages(memory: Tensor) -> threading.Thread | None:
     thread = threading.Thread(target=move, args=(memory,), name="huge pages", daemon=True)
     thread.start()
     return thread
+
+
+_MALLOPT = (("ARENA_MAX", -8, 2), ("MMAP_THRESHOLD", -3, 1 << 20), ("TRIM_THRESHOLD", -1, 128 << 20))
+
+
+def give_back_freed_memory() -> None:
+    """Let the allocator (glibc's) give large tensors back to the system as soon as they are freed.
+
+    By default it keeps them, in an arena for each thread. Settings of the environment are left as they are.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for name, number, value in _MALLOPT:
+            if f"MALLOC_{name}" not in os.environ and f"MALLOC_{name}_" not in os.environ:
+                mallopt(number, value)
 
 
 def trim() -> None:

@@ -45,8 +45,10 @@ class ServerSettings:
 
         from mmspec.cli.session import open_pipeline
         from mmspec.drafters.per_sequence import per_sequence
+        from mmspec.ops.cpu import give_back_freed_memory
         from mmspec.pipeline import Pipeline
 
+        give_back_freed_memory()
         loading = {**self.loading, "tp_plan": "auto" if ranks() > 1 else None}
         serving: dict[str, Any] = {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
         if self.adapt is not None:

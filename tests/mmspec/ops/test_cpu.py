@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +127,32 @@ for rows in (1, 17, 33, 120):
     assert torch.equal(layer(x), torch.cat([layer(row[None]) for row in x])), rows
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+@pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_THRESHOLD_": "1073741824"}])
+def test_freed_tensors_are_given_back_to_the_system(environment):
+    """Also where smaller ones that stay lie between them; not where the environment says otherwise."""
+    code = """
+import sys, torch
+from pathlib import Path
+from mmspec.ops.cpu import give_back_freed_memory
+give_back_freed_memory()
+kept = []
+for _ in range(2):
+    large = []
+    for _ in range(64):
+        large.append(torch.ones(1 << 20))
+        kept.append(torch.ones(1 << 12))
+    largest = int(Path("/proc/self/statm").read_text().split()[1])
+    del large
+print(largest - int(Path("/proc/self/statm").read_text().split()[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    given_back = int(done.stdout) * 4096
+    assert (given_back > 200 << 20) == (not environment)
 
 
 def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:

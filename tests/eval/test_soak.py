@@ -1,0 +1,42 @@
+"""The soak of a server: its judgement, its loads, and a run against a real server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from mmspec.eval import soak
+
+
+def test_memory_is_compared_with_that_after_the_first_minutes() -> None:
+    rows = [{"minutes": at, "resident": size} for at, size in ((0.0, 900), (4.0, 300), (10.0, 400), (11.0, 500))]
+    assert soak.compare_settled(rows, 10.0) == 1.25
+    assert [row["over_settled"] for row in rows] == [2.25, 0.75, 1.0, 1.25]
+    assert soak.compare_settled(rows[:2], 10.0) == 1.0  # a run that ended before
+
+
+def test_loads_have_equal_lengths_and_other_texts() -> None:
+    one, two = (soak.load_bodies("m", number, (4, 40), 8, [Image.new("RGB", (8, 8))]) for number in (1, 2))
+    assert len(one) == len(two) == 13
+    for first, second in zip(one, two, strict=True):
+        assert first != second
+        assert len(json.dumps(first)) == len(json.dumps(second))
+    assert {body.get("n") for body in one} == {None, 3}
+    assert any(body.get("stream") for body in one)
+    assert any("tools" in body for body in one)
+    assert one[-1]["messages"][0]["content"][0]["type"] == "image_url"
+
+
+@pytest.mark.long
+def test_a_small_run() -> None:
+    small = ["--model", "tiny-llava", "--minutes", "0.01", "--images", "1", "--words", "4", "--max-new-tokens", "8"]
+    done = CliRunner().invoke(soak.main, [*small, "--most", "9"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["loads"]) == 2
+    for row in result["loads"]:
+        assert row["wrong"] == 0 < row["resident"] <= row["peak"]
+        assert row["requests"] == 7
