@@ -7,6 +7,5 @@ from mmspec.pipeline import Pipeline
 
 def trial_of(pipe: Pipeline) -> Trial:
     """Of a pipeline in float32, against plain decoding and ``generate``."""
-    plain = LocalSide("plain decoding", Pipeline(pipe.target, pipe.processor))
-    sides = [plain, GenerateSide(plain.pipe)]
-    return Trial(LocalSide("drafted", pipe, size=SIZE), sides, BOUNDS["float32"], pipe.drafter)
+    plain = Pipeline(pipe.target, pipe.processor)
+    return Trial(LocalSide(pipe, size=SIZE), [LocalSide(plain), GenerateSide(plain)], BOUNDS["float32"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList
 
-from mmspec.checking.drafters import NowAndThen
+from mmspec.checking.drafters import NowAndThen, Rehearsed
 from mmspec.checking.sides import Answer, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, POWER, against_probabilities, two_samples
 from mmspec.checking.trial import Trial
@@ -101,7 +101,7 @@ def _rehearsed(trial: Trial) -> None:
 
 @case("now-and-then", "Steps with and without drafts alternate: an accepted draft leaves the state of plain decoding.")
 def _now_and_then(trial: Trial) -> None:
-    trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.variant("now and then", NowAndThen))
+    trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.variant(NowAndThen))
 
 
 @case("tree-sizes", "Trees of all sizes, chains, and sizes chosen for speed give the same tokens.")
@@ -110,9 +110,9 @@ def _tree_sizes(trial: Trial) -> None:
         drafter.draft_chains(7)
         return drafter
 
-    sides = [trial.variant(f"{size} draft tokens", size=size) for size in (1, 3, 32, None)]
+    sides = [trial.variant(size=size) for size in (1, 3, 32, None)]
     try:
-        sides.append(trial.variant("a chain", chain, size=7))
+        sides.append(trial.variant(chain, size=7))
     except ValueError as error:
         trial.note(str(error))
     for side in sides:
@@ -342,7 +342,7 @@ def _enumerate(trial: Trial, question: Question) -> None:
     drafted by the user's drafter, half by the most probable answer."""
     outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
-    sides = [trial.tested, trial.rehearsing(best)]
+    sides = [trial.tested, trial.drafted(Rehearsed(best))]
     counts: Counter[tuple[int, ...]] = Counter()
     accepted, start = 0, monotonic()
     for number in range(_DRAWS // _AT_ONCE):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter as clock
 from typing import Any
 
@@ -10,7 +10,9 @@ from mmspec.checking.cases import CASES
 from mmspec.checking.sides import SkippedError
 from mmspec.checking.trial import Trial
 from mmspec.errors import UserError, first_line
+from mmspec.progress import Show
 
+OUTCOMES = ("equal", "tie", "different", "skipped", "failed")
 FAILING = ("different", "failed")
 """Outcomes by which a check fails."""
 
@@ -60,25 +62,14 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
 
 
 def run_cases(
-    names: Sequence[str],
-    trial: Callable[[], Trial],
-    done: Mapping[str, dict[str, Any]],
-    show: Callable[..., None],
+    names: Sequence[str], trial: Trial, done: Mapping[str, dict[str, Any]], show: Show
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run cases, those that are not done; yields all results so far, after each.
-
-    Args:
-        trial: makes the trial, before the first case that is not done.
-        done: results of an earlier run.
-        show: as of ``mmspec.progress.show_progress``.
-    """
-    found: dict[str, dict[str, Any]] = dict(done)
-    running: Trial | None = None
+    """Run those cases that are not done; yields all results so far, after each, and those of the earlier run."""
+    found = dict(done)
     for number, name in enumerate(names):
         show(number, len(names), part=name)
         if name not in found:
-            running = running or trial()
-            found[name] = run_case(running, name)
+            found[name] = run_case(trial, name)
             yield [found[one] for one in CASES if one in found]
     show(len(names), len(names))
     yield [found[one] for one in CASES if one in found]
@@ -86,7 +77,7 @@ def run_cases(
 
 def summary(cases: Sequence[Mapping[str, Any]]) -> str:
     """What was found, in one line."""
-    counts = {outcome: sum(one["outcome"] == outcome for one in cases) for outcome in _OUTCOMES}
+    counts = {outcome: sum(one["outcome"] == outcome for one in cases) for outcome in OUTCOMES}
     shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
     tokens, own = sum(one["tokens"] for one in cases), [one["accepted"] for one in cases if one["accepted"] is not None]
     drafts = f"{sum(own)} accepted drafts" if own else "an unknown number of accepted drafts"
@@ -94,6 +85,3 @@ def summary(cases: Sequence[Mapping[str, Any]]) -> str:
     if own and not sum(own):
         line += "; the drafter's drafts were never accepted, which proves little about them"
     return line
-
-
-_OUTCOMES = ("equal", "tie", "different", "skipped", "failed")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import httpx
 import torch
@@ -131,46 +132,23 @@ class Difference:
     margin: float | None
 
 
-class Side(Protocol):
-    """Answers questions.
-
-    Attributes:
-        name: for reports.
-        limit: longest prompt with its answer, in tokens; None if it is not known.
-        adapters: names of LoRA adapters, or of other models of a server.
-    """
-
-    name: str
-    limit: int | None
-    adapters: Sequence[str]
-
-    def ask(self, *questions: Question) -> list[list[Answer]]:
-        """The choices of each question; several questions are asked at the same time.
-
-        Raises:
-            SkippedError: it does not answer such questions.
-        """
-
-    def stream(self, question: Question) -> Iterator[Answer]:
-        """An answer piece by piece; closing the iterator aborts the request."""
-
-    def count(self, question: Question) -> int:
-        """Tokens of the prompt."""
-
-    def difference(self, question: Question, found: Answer, own: Answer) -> Difference | None:
-        """The first difference of another side's answer from one of this side."""
-
-
 class LocalSide:
-    """A pipeline.
+    """A pipeline that answers questions.
 
     Args:
         prefixes: keeps prompts and answers in this prefix cache; None keeps none.
         size: draft tokens per step; None chooses them for speed.
+
+    Attributes:
+        name: in reports, of a reference.
+        limit: longest prompt with its answer, in tokens; None if it is not known.
+        adapters: names of LoRA adapters.
     """
 
-    def __init__(self, name: str, pipe: Pipeline, prefixes: PrefixCache | None = None, size: int | None = None) -> None:
-        self.name, self.pipe, self.limit = name, pipe, pipe.context_limit
+    name = "plain decoding"
+
+    def __init__(self, pipe: Pipeline, prefixes: PrefixCache | None = None, size: int | None = None) -> None:
+        self.pipe, self.limit = pipe, pipe.context_limit
         self.adapters: Sequence[str] = getattr(getattr(pipe.target, "adapters", None), "names", ())
         self._prefixes, self._size = prefixes, size
 
@@ -189,6 +167,11 @@ class LocalSide:
         return {**about, **_tools(question)}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
+        """The choices of each question; several questions are asked at the same time.
+
+        Raises:
+            SkippedError: such questions are not answered.
+        """
         keywords = self.keywords(questions[0])
         requests = [
             {**self.request(question), "params": question.params(choice)}
@@ -200,14 +183,17 @@ class LocalSide:
         return [[self._answer(next(found)) for _ in range(question.n)] for question in questions]
 
     def stream(self, question: Question) -> Iterator[Answer]:
+        """An answer piece by piece; closing the iterator aborts the request."""
         self._use_prefixes()
         for piece in self.pipe.stream(**self.request(question), params=question.params(), **self.keywords(question)):
             yield Answer(piece.text, piece.finish_reason or "", tuple(piece.token_ids))
 
     def count(self, question: Question) -> int:
+        """Tokens of the prompt."""
         return int(self.pipe.encode([self.request(question)], **_tools(question)).input_ids.shape[1])
 
     def difference(self, question: Question, found: Answer, own: Answer) -> Difference | None:
+        """The first difference of another side's answer from one of this side."""
         assert own.tokens is not None
         if found.tokens == own.tokens:
             same = found.text == own.text and found.finish_reason == own.finish_reason
@@ -252,8 +238,7 @@ class LocalSide:
 class GenerateSide(LocalSide):
     """transformers' ``generate`` on the model of a pipeline: greedy tokens, one question at a time."""
 
-    def __init__(self, pipe: Pipeline) -> None:
-        super().__init__("generate", pipe)
+    name = "generate"
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
         return [[self._generated(question)] for question in questions]
@@ -288,7 +273,7 @@ class GenerateSide(LocalSide):
 
 
 class ServerSide:
-    """A server with OpenAI's API.
+    """A server with OpenAI's API, with the methods of ``LocalSide``.
 
     Args:
         name: for reports.
@@ -296,6 +281,11 @@ class ServerSide:
         model: the name that requests have; by default the first of those that it lists.
         key: that it asks for.
         scored: asks for log probabilities, which the margins of differences are computed from.
+
+    Attributes:
+        limit: as for ``LocalSide``.
+        adapters: its other models.
+        version: address and name of its program.
 
     Raises:
         UserError: it does not answer, or has no such model.
@@ -376,7 +366,8 @@ class ServerSide:
     def _post(self, question: Question) -> dict[str, Any]:
         reply = self._client.post("/v1/chat/completions", json=self._body(question))
         if 400 <= reply.status_code < (600 if self._scored else 500):  # what the reference does not do is no mistake
-            raise SkippedError(f"{self.name} refuses: {_at(_json(reply), 'error', 'message') or reply.text[:200]}")
+            message = re.search(r'"message": ?"((?:[^"\\]|\\.)*)"', reply.text)
+            raise SkippedError(f"{self.name} refuses: {message[1] if message else reply.text[:200]}")
         reply.raise_for_status()
         return dict(reply.json())
 
@@ -463,8 +454,4 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _json(reply: httpx.Response) -> Any:
-    try:
-        return reply.json()
-    except ValueError:
-        return None
+Side = LocalSide | ServerSide

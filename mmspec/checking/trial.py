@@ -58,23 +58,14 @@ class Trial:
         tested: the speculating side.
         references: plain decoding first. Their greedy answers are kept.
         bound: largest margin of a tie.
-        drafter: of the tested pipeline.
         images: data URIs of the user's own.
 
     Attributes:
         record: of the case that is running.
     """
 
-    def __init__(
-        self,
-        tested: Side,
-        references: Sequence[Side],
-        bound: float,
-        drafter: Drafter | None = None,
-        images: Sequence[str] = (),
-    ) -> None:
-        self.tested, self.references, self.bound = tested, references, bound
-        self.drafter, self.images = drafter, images
+    def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
+        self.tested, self.references, self.bound, self.images = tested, references, bound, images
         self.record = Record()
         self._kept: dict[tuple[Side, Question], list[Answer]] = {}
 
@@ -98,18 +89,20 @@ class Trial:
         assert isinstance(self.tested, LocalSide)
         return self.tested.request(question)
 
-    def variant(self, name: str, change: Callable[[Drafter], Drafter | None] = lambda one: one, **options: Any) -> Side:
-        """A side that speculates with a changed copy of the drafter.
+    def drafted(self, drafter: Drafter | None, size: int | None = SIZE, **options: Any) -> LocalSide:
+        """A side with another drafter; further arguments as of ``LocalSide``."""
+        pipe = self.pipe
+        fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=pipe.generation_config)
+        return LocalSide(fresh, size=size, **options).limited(self.tested.limit)
 
-        Args:
-            **options: of ``LocalSide``.
+    def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
+        """A side with a changed copy of the drafter; further arguments as of ``LocalSide``.
 
         Raises:
             SkippedError: the tested side is a server.
         """
-        copied = fork(self.drafter, self.pipe.target)
-        drafter = None if copied is None else change(copied)
-        return self._side(name, drafter, **options)
+        copied = fork(self.pipe.drafter, self.pipe.target)
+        return self.drafted(None if copied is None else change(copied), **options)
 
     def caching(self) -> Side:
         """A side that speculates and keeps prefixes; servers decide themselves."""
@@ -117,7 +110,7 @@ class Trial:
             return self.tested
         if not hasattr(self.pipe.target, "prefix_cache"):
             raise SkippedError("the target keeps no prefixes")
-        return self.variant("with a prefix cache", prefixes=PrefixCache(_PREFIXES))
+        return self.variant(prefixes=PrefixCache(_PREFIXES))
 
     def limited(self, limit: int) -> Trial:
         """A trial with a lower context limit, and the same record."""
@@ -172,17 +165,8 @@ class Trial:
 
     def rehearsed(self, question: Question) -> Answer:
         """The answer of a pipeline whose drafts are plain decoding's own answer, now and then with errors."""
-        ((found,),) = self.ask(question, side=self.rehearsing(self.expect(question)[0].tokens or ()))
+        ((found,),) = self.ask(question, side=self.drafted(Rehearsed(self.expect(question)[0].tokens or ())))
         return found
-
-    def rehearsing(self, answer: Sequence[int]) -> Side:
-        """A side that drafts an answer, with errors."""
-        return self._side("rehearsed", Rehearsed(answer))
-
-    def _side(self, name: str, drafter: Drafter | None, size: int | None = SIZE, **options: Any) -> LocalSide:
-        pipe = self.pipe
-        fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=pipe.generation_config)
-        return LocalSide(name, fresh, size=size, **options).limited(self.tested.limit)
 
     def compare(self, question: Question, found: Sequence[Answer]) -> None:
         """Compare the choices of a question with those of all references."""

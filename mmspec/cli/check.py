@@ -96,12 +96,10 @@ def check(
         if out is not None and out.exists():
             saved = read_json(out)
             check_settings(out, {name: saved.get(name) for name in head}, head)
-            rerun = names if only else ()
-            done = {
-                one["name"]: one for one in saved["cases"] if one["name"] not in rerun and one["outcome"] != "failed"
-            }
+            again = {*(names if only else ()), *(one["name"] for one in saved["cases"] if one["outcome"] == "failed")}
+            done = {one["name"]: one for one in saved["cases"] if one["name"] not in again}
         with show_progress(notes, "checking") as show:
-            for cases in run_cases(names, lambda: trial, done, show):
+            for cases in run_cases(names, trial, done, show):
                 report = {**head, "cases": cases}
                 if out is not None:
                     write_text(out, json.dumps(report, indent=1) + "\n")
@@ -133,10 +131,9 @@ def _local(
     packages = {name: version(name) for name in ("torch", "transformers")}
     versions = {"mmspec": __version__, "python": platform.python_version(), **packages}
     versions |= {"device": str(pipe.target.device), "dtype": options["dtype"], "activations": dtype}
-    plain = LocalSide("plain decoding", Pipeline(pipe.target, pipe.processor, name=pipe.name))
-    sides = [plain, GenerateSide(plain.pipe)]
-    bound = BOUNDS[dtype] if tie is None else tie
-    trial = Trial(LocalSide("drafted", pipe, size=SIZE), sides, bound, pipe.drafter, images)
+    plain = Pipeline(pipe.target, pipe.processor, name=pipe.name)
+    bound = BOUNDS.get(dtype, BOUNDS["float32"]) if tie is None else tie
+    trial = Trial(LocalSide(pipe, size=SIZE), [LocalSide(plain), GenerateSide(plain)], bound, images)
     return {"model": model, "drafter": registered_name(pipe.drafter), "versions": versions}, trial
 
 
@@ -189,6 +186,5 @@ def _difference_line(difference: dict[str, Any]) -> str:
     margin, place = difference["margin"], difference["position"]
     where = "" if place is None else f" at token {place}"
     logits = "" if margin is None else f", logit margin {margin:.3g}"
-    found = f": {difference['found']!r} against {difference['expected']!r}" if difference["expected"] else ""
-    about = f": {difference['found']}" if not difference["expected"] else found
-    return f"{difference['question']!r} differs from {difference['against']}{where}{logits}{about}"
+    about = "{found!r} against {expected!r}" if difference["expected"] else "{found}"
+    return f"{{question!r}} differs from {{against}}{where}{logits}: {about}".format_map(difference)

@@ -50,8 +50,8 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
     assert status == 0, out
     cases = json.loads((tmp_path / "report.json").read_text())["cases"]
     assert [one["name"] for one in cases] == list(CASES)
-    reads_text = ("image-large", "images-two", "image-turns") if model == "tiny-hybrid" else ()
-    skipped = {"markers", "adapters", *reads_text}
+    images = ("image-large", "images-two", "image-turns") if model == "tiny-hybrid" else ()
+    skipped = {"markers", "adapters", *images}
     assert {one["name"] for one in cases if one["outcome"] != "equal"} == skipped
     for one in (one for one in cases if one["name"] not in skipped):
         assert one["tokens"] > 15
@@ -132,7 +132,7 @@ def test_probabilities_of_answers() -> None:
     """Against a pass of the model over each answer, without a cache."""
     pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
     question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
-    request = LocalSide("", pipe).request(question)
+    request = LocalSide(pipe).request(question)
     outcomes = Outcomes(pipe, request, question, bound=0.0)
     found = outcomes.probs
     assert sum(found.values()) == pytest.approx(1)

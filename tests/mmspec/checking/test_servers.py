@@ -153,8 +153,7 @@ def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL],
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL]
 )
 def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Served, Served]) -> None:
     found = result(servers[0].url, f"{servers[1].url}/v1/", name)
