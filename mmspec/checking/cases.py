@@ -344,16 +344,15 @@ def _enumerate(trial: Trial, question: Question) -> None:
     best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
     sides = [trial.tested, trial.drafted(Rehearsed(best))]
     counts: Counter[tuple[int, ...]] = Counter()
-    accepted, start = 0, monotonic()
+    start = monotonic()
     for number in range(_DRAWS // _AT_ONCE):
         seeds = range(1000 + number * _AT_ONCE, 1000 + (number + 1) * _AT_ONCE)
         found = trial.ask(*(replace(question, seed=seed) for seed in seeds), side=sides[number % 2])
         counts.update(outcomes.of(one.tokens or ()) for (one,) in found)
-        accepted += sum(one.accepted or 0 for (one,) in found)
         if sum(counts.values()) >= _FEWEST_DRAWS and monotonic() - start > _DRAW_SECONDS:
             break
     p, distance = against_probabilities(counts, outcomes.probs)
-    _report(trial, question, p, distance, sum(counts.values()), accepted)
+    _report(trial, question, p, distance, sum(counts.values()))
 
 
 OTHER = -1
@@ -402,7 +401,6 @@ class Outcomes:
 def _compare_samples(trial: Trial, question: Question) -> None:
     """Compare answers of two servers by a permutation test."""
     samples: list[list[str]] = []
-    accepted = 0
     for side in (trial.tested, trial.references[0]):
         answers: list[Answer] = []
         for _ in range(_SERVER_DRAWS // _SERVER_AT_ONCE):
@@ -410,23 +408,20 @@ def _compare_samples(trial: Trial, question: Question) -> None:
             found = trial.ask(*asked) if side is trial.tested else side.ask(*asked)
             answers += [one for choices in found for one in choices]
         samples.append([one.text for one in answers])
-        accepted += sum(one.accepted or 0 for one in answers) if side is trial.tested else 0
     p, distance = two_samples(samples[0], samples[1])
-    _report(trial, question, p, distance, len(samples[0]), accepted)
+    _report(trial, question, p, distance, len(samples[0]))
 
 
-def _report(trial: Trial, question: Question, p: float, distance: float, draws: int, accepted: int) -> None:
+def _report(trial: Trial, question: Question, p: float, distance: float, draws: int) -> None:
     trial.record.figures = {
         "p": p,
         "alpha": ALPHA,
         "answers": draws,
-        "accepted": accepted,
         "power": POWER,
         "total_variation": distance,
     }
     trial.record.tokens += draws * _SAMPLED
     trial.note(
-        f"p = {p:.3g} of {draws} answers with {accepted} accepted drafts; at {ALPHA:g}, a total variation of "
-        f"{distance:.2f} is found with {POWER:.0%}"
+        f"p = {p:.3g} of {draws} answers; at {ALPHA:g}, a total variation of {distance:.2f} is found with {POWER:.0%}"
     )
     trial.require(p >= ALPHA, question, f"p = {p:.3g} < {ALPHA:g} that answers follow the distribution")

@@ -11,6 +11,7 @@ from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.checking.drafters import Rehearsed
 from mmspec.checking.sides import Answer, Difference, LocalSide, Question, ServerSide, Side, SkippedError
 from mmspec.core.drafter import Drafter, fork
+from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
@@ -135,11 +136,17 @@ class Trial:
         return found
 
     def expect(self, question: Question, reference: Side | None = None) -> list[Answer]:
-        """A reference's choices of a question, asked alone; by default those of plain decoding."""
-        side = reference or self.references[0]
-        key = side, question
+        """A reference's choices of a question, asked alone; by default those of plain decoding.
+
+        Raises:
+            SkippedError: it does not answer it.
+        """
+        key = reference or self.references[0], question
         if key not in self._kept:
-            self._kept[key] = side.ask(question)[0]
+            try:
+                self._kept[key] = key[0].ask(question)[0]
+            except UserError as error:
+                raise SkippedError(str(error)) from error
         return self._kept[key]
 
     def same(

@@ -17,6 +17,8 @@ from mmspec.checking.cases import CASES, OTHER, Outcomes
 from mmspec.checking.sides import LocalSide, Question
 from mmspec.checking.statistics import ALPHA, against_probabilities, two_samples
 from mmspec.checking.trial import Record
+from mmspec.drafters.ngram import Ngram
+from tests.checking import trial_of
 from tests.commandline import Run, assert_user_error, runner
 
 FAST = "prose,copy,logprobs,stop-string"
@@ -86,6 +88,22 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     check("tiny-llava", "--out", str(out), "--only", "prose")
     assert ran[4:] == ["prose"]
     assert_user_error(check("tiny-llava", "--drafter", "none", "--out", str(out)), "drafter", "choose another --out")
+
+
+def test_what_plain_decoding_refuses_is_skipped() -> None:
+    pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
+    found = run.run_case(trial_of(pipe).limited(9), "prose")
+    assert found["outcome"] == "skipped"
+    assert "the prompt must be shorter than the model's context of 9 tokens" in found["reason"]
+
+
+@pytest.mark.drafter_fails
+def test_a_drafter_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")
+    monkeypatch.setattr(Ngram, "propose", lambda self, *rest: 1 / 0)
+    found = run.run_case(trial_of(pipe), "prose")
+    assert (found["outcome"], found["accepted"]) == ("equal", 0)
+    assert found["notes"] == ["drafting stopped: Ngram: ZeroDivisionError: division by zero"]
 
 
 def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPatch) -> None:
