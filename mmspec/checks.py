@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
@@ -245,7 +246,7 @@ def _is_list_of(kind: type, values: Any) -> bool:
 FLAG = Rule("True or False", lambda value: isinstance(value, bool), word="flag")
 TEXT = Rule("text", is_text)
 TEXTS = Rule("a list of one text or more", lambda value: _is_list_of(str, value) and bool(value))
-OBJECT = Rule("an object", lambda value: isinstance(value, dict))
+OBJECT = Rule("an object", lambda value: isinstance(value, dict), word="json", parse=json.loads)
 NUMBERS = Rule(
     "a list of whole numbers, as 2,16,29 on the command line",
     lambda value: _is_list_of(int, value),

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self, overload
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -28,16 +29,20 @@ from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason, Stopper
 from mmspec.errors import Attempt, UserError, raising, returning
 from mmspec.sampling.defaults import MODELS, SOURCE, Defaults
-from mmspec.sampling.grammar import Grammars, TriggeredGrammar
+from mmspec.sampling.grammar import AfterThoughts, Grammars, TriggeredGrammar
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
+from mmspec.sampling.thoughts import Thoughts
 from mmspec.targets.packing import weights_kind
-from mmspec.targets.processor import Detokenizer, Processor, is_token_ids
+from mmspec.targets.processor import Processor, ThoughtsAndAnswer, is_token_ids
 from mmspec.targets.transformers_target import sharded
 
 Message = Mapping[str, Any]
 _BYTES, _TOKENS = whole(0), whole(1)
+_GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
+"""By processor and tokens that end answers: llguidance reads a large vocabulary in seconds."""
+
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 
@@ -48,7 +53,9 @@ class Generation:
 
     ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
     chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
-    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
+    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``. ``reasoning`` are the
+    thoughts before the text, of a call with ``reasoning="auto"`` or a format, and ``num_reasoning_tokens`` the tokens
+    of thoughts and markers.
     """
 
     text: str
@@ -57,13 +64,16 @@ class Generation:
     stats: Stats
     trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of a streamed answer; the last one has ``finish_reason`` and ``stats``. ``trees`` are those of the answer
     so far, of a call with ``trace=True``. ``logprobs`` are those of ``token_ids``, of a call with ``logprobs=K``.
-    ``seconds`` are those of the engine for the answer so far, waiting and prefill included."""
+    ``seconds`` are those of the engine for the answer so far, waiting and prefill included. ``reasoning`` and
+    ``num_reasoning_tokens`` as in ``Generation``, of this part."""
 
     text: str
     token_ids: list[int]
@@ -72,6 +82,8 @@ class Piece:
     trees: list[TreeRecord] = field(default_factory=list, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     seconds: float = 0.0
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
 
 class ActiveRequest:
@@ -83,11 +95,11 @@ class ActiveRequest:
         detokenizer: makes the text.
     """
 
-    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], detokenizer: Detokenizer) -> None:
+    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], detokenizer: ThoughtsAndAnswer) -> None:
         self._engine, self._add, self._detokenizer = engine, add, detokenizer
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
-        self._sent = 0  # tokens of earlier pieces
+        self._sent = self._thoughts = 0  # tokens of earlier pieces, and those of them that are thoughts
 
     def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns this.
@@ -112,9 +124,10 @@ class ActiveRequest:
         """The complete answer of an ended sequence. Raises the sequence's error, if any."""
         self.check()
         sequence, ids = self.sequence, self.sequence.token_ids
-        text = self._detokenizer.text(ids)
-        reason = sequence.finish_reason or "length"
-        return Generation(text, ids, reason, sequence.stats, sequence.trees or [], sequence.logprobs[: len(ids)])
+        reasoning, text = self._detokenizer.text(ids)
+        record = sequence.stats, sequence.trees or [], sequence.logprobs[: len(ids)]
+        thoughts = self._detokenizer.num_thoughts
+        return Generation(text, ids, sequence.finish_reason or "length", *record, reasoning, thoughts)
 
     def next(self) -> Piece | None:
         """The tokens since the last call; None before a character is whole."""
@@ -123,16 +136,15 @@ class ActiveRequest:
         reason = sequence.finish_reason  # before the tokens: another thread may be adding some
         self.ended = reason is not None
         self._pending += sequence.take()
-        text = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
-        if text is None:
+        texts = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
+        if texts is None:
             return None
-        stats = sequence.stats if reason else None
+        stats, thoughts = sequence.stats if reason else None, self._detokenizer.num_thoughts
         logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
-        piece = Piece(
-            text, self._pending, reason, stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        )
+        record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
+        piece = Piece(texts[1], self._pending, reason, *record, texts[0], thoughts - self._thoughts)
         self._sent += len(self._pending)
-        self._pending = []
+        self._pending, self._thoughts = [], thoughts
         return piece
 
     def cancel(self) -> None:
@@ -211,13 +223,12 @@ class Pipeline:
         """Make the parts that belong to this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
-        self._grammars: Grammars | None = None  # built by the first constrained request
         self._speculation = Speculation(self.target, drafter)
         self.engine = (DistributedEngine if sharded(self.target) else Engine).of(self.target, self.max_num_seqs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy``: all but running requests, which may go on meanwhile."""
-        left_out = ("defaults", "engine", "_grammars", "_speculation")
+        left_out = ("defaults", "engine", "_speculation")
         state = {name: value for name, value in vars(self).items() if name not in left_out} | {"adaptation": None}
         with self.engine.paused():
             return {**state, "drafter": fork(self.drafter, self.target), "budget": self.budget}
@@ -321,7 +332,6 @@ class Pipeline:
         """
         request = self.engine.admit(request)
         params, options = self.defaults.complete(request.params), request.options
-        constraint = self.grammar(params)
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])
         rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
         prompt = self.encode([request.content], **request.inputs, **rendering)
@@ -329,6 +339,8 @@ class Pipeline:
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
             raise UserError(f"the prompt must be shorter than the model's context of {limit} tokens: got {length}")
+        thoughts = self.processor.thoughts(options.reasoning, prompt.input_ids[0])
+        constraint = self.grammar(params, thoughts)
         assert params.max_new_tokens is not None
         stopper = Stopper(
             params.max_new_tokens,
@@ -339,11 +351,14 @@ class Pipeline:
             device=self.target.device,
             tokenizer=self.processor.tokenizer,
             max_time=options.max_time,
+            thoughts=thoughts,
         )
         sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
         add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request)
         decode = _answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
-        return ActiveRequest(self.engine, add, Detokenizer(decode, params.stop_strings))
+        verbatim = partial(self.processor.decode, verbatim=True)
+        texts = ThoughtsAndAnswer(decode, params.stop_strings, thoughts, verbatim)
+        return ActiveRequest(self.engine, add, texts)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
@@ -363,20 +378,25 @@ class Pipeline:
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:
         return self.activate(request).start(on_change)
 
-    def grammar(self, params: SamplingParams) -> Constraint | None:
+    def grammar(self, params: SamplingParams, thoughts: Thoughts | None = None) -> Constraint | None:
         """The grammar that constrains outputs, compiled for the tokenizer, or None.
+
+        Args:
+            thoughts: of the model, after which it begins.
 
         Raises:
             UserError: the tokenizer or its vocabulary does not serve.
         """
         if params.constraint is None:
             return None
-        if self._grammars is None:
-            self._grammars = Grammars(self.processor.tokenizer, self.target.eos_token_ids)
-        grammar, trigger = self._grammars.compile(*params.constraint), params.grammar_trigger
-        if trigger is None:
-            return grammar
-        return TriggeredGrammar(grammar, trigger, self.processor.special_token(trigger), self._grammars.tokenizer)
+        known, ends = _GRAMMARS.setdefault(self.processor, {}), tuple(self.target.eos_token_ids)
+        if ends not in known:
+            known[ends] = Grammars(self.processor.tokenizer, ends)
+        grammar: Any = known[ends].compile(*params.constraint)
+        if (trigger := params.grammar_trigger) is not None:
+            token = self.processor.special_token(trigger)
+            grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
+        return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
 
     def generate(
         self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
@@ -395,7 +415,9 @@ class Pipeline:
                 takes a text prompt as it is), ``max_time`` (seconds after the first token, at which the answer ends as
                 at ``max_new_tokens``), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat template),
                 ``answer_start`` (text that the answer goes on from), ``adapter`` (name of a LoRA adapter of
-                ``mmspec.load(adapters=...)``).
+                ``mmspec.load(adapters=...)``), ``chat_template_kwargs`` (variables of the chat template, such as
+                ``{"enable_thinking": False}``), ``reasoning`` (``"auto"``: thoughts before the answer are kept apart,
+                and a grammar begins after them).
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.

@@ -41,6 +41,7 @@ class VisionProcessor(Processor):
         chat_template: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         frames: int | None = None,
         fps: float | None = None,
         video_backend: Backend = "pyav",
@@ -53,7 +54,7 @@ class VisionProcessor(Processor):
                 several}`` each; in chat messages, ``{"type": "image"}`` and ``{"type": "video"}`` items take them in
                 order, or have a source of their own, as OpenAI's ``image_url`` and ``video_url``.
             chat_template: False takes text prompts without media as they are.
-            tools, answer_start: as for ``Processor.encode``.
+            tools, answer_start, chat_template_kwargs: as for ``Processor.encode``.
             frames: frames per video; None takes 8, or what ``fps`` gives.
             fps: sample at this rate instead, ``frames`` being the most that are taken.
             video_backend: ``"pyav"`` or ``"decord"``.
@@ -86,7 +87,8 @@ class VisionProcessor(Processor):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
             placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
-            texts.append(self._render(placed, self._user_text.marked(tools)) + answer_start)
+            marked = self._user_text.marked
+            texts.append(self._render(placed, marked(tools), marked(chat_template_kwargs)) + answer_start)
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
@@ -149,11 +151,17 @@ class VisionProcessor(Processor):
     def _takes_videos(self) -> bool:
         return getattr(self.plain, "video_processor", None) is not None
 
-    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         if getattr(self.plain, "chat_template", None):
-            return render(self.plain, messages, tools)
-        if tools:
-            raise UserError("tools need a chat template: the model's processor has none")
+            return render(self.plain, messages, tools, variables)
+        if tools or variables:
+            name = "tools" if tools else "chat_template_kwargs"
+            raise UserError(f"{name} need a chat template: the model's processor has none")
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
         items = messages[0]["content"]

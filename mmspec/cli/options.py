@@ -209,13 +209,16 @@ _DRAFTER_HELP = (
     "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
 )
 
-drafter_option = click.option(
+_DRAFTER: dict[str, Any] = {"show_default": True, "metavar": "NAME", "shell_complete": complete("drafters")}
+
+drafter_option = click.option("--drafter", default="auto", help=_DRAFTER_HELP, **_DRAFTER)
+
+drafters_option = click.option(
     "--drafter",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help=_DRAFTER_HELP,
-    shell_complete=complete("drafters"),
+    multiple=True,
+    default=["auto"],
+    help=f"{_DRAFTER_HELP} Repeatable: requests may name one, the first is the default.",
+    **_DRAFTER,
 )
 
 generation_config_option = click.option(

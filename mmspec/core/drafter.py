@@ -290,7 +290,7 @@ class Guard(Wrapper):
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self._call("observe", tree, verdict, output)
         if self.drafter.watched[0] < _WATCHED and tree.nodes > 1 and not self.rests:
-            self._watch([path for path, _ in verdict.host])
+            self._watch([path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted])
 
     def _watch(self, paths: list[list[int]]) -> None:
         """Count a step; idle rows have empty paths."""

@@ -181,6 +181,18 @@ class TokenTree:
         tree.max_depth = self.max_depth
         return tree
 
+    def without(self, rows: Sequence[int]) -> TokenTree:
+        """Trees of which some rows have the root alone."""
+        root = torch.arange(self.nodes, device=self.tokens.device) == 0
+        dropped = on_device([[row in rows] for row in range(self.batch)], root.device) & ~root
+        scores = None if self.log_probs is None else self.log_probs.masked_fill(dropped, -torch.inf)
+        tree = TokenTree(
+            self.tokens, self.parents, self.alive & ~dropped, self.draft_probs, log_probs=scores, check=False
+        )
+        tree.max_depth = self.max_depth
+        tree.drafted = [0 if row in rows else drafted for row, drafted in enumerate(self.drafted)]
+        return tree
+
     def best_chain(self) -> TokenTree:
         """Tree of each row's path of most probable children; of nodes in descending order."""
         rows, probs = [], []

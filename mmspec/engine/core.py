@@ -36,7 +36,7 @@ class BatchKey:
     """Settings that sequences must share to decode in one batch.
 
     Attributes:
-        num_draft_tokens: drafted nodes per step; None chooses adaptively.
+        num_draft_tokens: drafted nodes per step; None chooses adaptively, or belongs to sequences without drafts.
         prompt: the target's key of the prompt.
     """
 
@@ -200,8 +200,12 @@ class EngineCore:
         self._prefilling = None
         self._hold(None)
 
-    def _hold(self, key: BatchKey | None) -> None:
-        """Use the drafter of a batch key from now on, exclusively, and free the previous drafter."""
+    def _hold(self, key: BatchKey | None, drafts: bool = False) -> None:
+        """Use the drafter of a batch key from now on, exclusively, and free the previous drafter.
+
+        Args:
+            drafts: whether a sequence is drafted for.
+        """
         held = self.key.speculation if self.key else None
         new = key.speculation if key else None
         if held is not new:
@@ -213,7 +217,7 @@ class EngineCore:
         self.key = key
         self.target.features = features(new.drafter if new else None)
         if key is not None and not self.running:
-            key.speculation.budgets.calibrate(adaptive=key.num_draft_tokens is None)
+            key.speculation.budgets.calibrate(adaptive=drafts and key.num_draft_tokens is None)
 
     @property
     def _drafter(self) -> Guard | None:
@@ -258,13 +262,15 @@ class EngineCore:
             row.record(output.logits[number], path, tokens)
             emitted = row.append(path, tokens)
             # Tokens after a stop are neither emitted nor counted as accepted.
-            row.stats.record_step(drafts, tree.max_depth, min(len(path) - 1, emitted), emitted)
+            depth = tree.max_depth if row.drafts else 0
+            row.stats.record_step(drafts, depth, min(len(path) - 1, emitted), emitted)
         if drafter is not None:
             drafter.observe(tree, verdict, output)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
         proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
-        budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
+        if any(row.drafts for row in rows):
+            budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds
@@ -274,18 +280,21 @@ class EngineCore:
     def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
         """The step's trees, and whether the drafter has proposed them."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
-        if drafter is None:
+        plain = [number for number, row in enumerate(rows) if not row.drafts]
+        if drafter is None or len(plain) == len(rows):
             return root, False
         drafting = not drafter.rests and budget.drafts()
         tree = drafter.propose(self._token, budget) if drafting else root
-        tree = budget.prune(constrain(rows, tree, budget, drafter))
+        tree = constrain(rows, tree, budget, drafter)
+        tree = budget.prune(tree.without(plain) if plain and tree.nodes > 1 else tree)
         # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
         if tree.nodes == 1:
             tree = root
         else:
             tree.tokens = torch.cat([root.tokens, tree.tokens[:, 1:].clamp(0, self._vocab - 1)], dim=1)
         for number, row in enumerate(rows):
-            row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
+            if row.drafts:
+                row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
         return tree, drafting
 
     def _prepare(self) -> Budget:
@@ -347,7 +356,7 @@ class EngineCore:
         with self._lock:
             batch = self._prefilling = self.scheduler.next(len(self.running), self.key, tokens)
         if batch is not None:
-            self._hold(batch.key)
+            self._hold(batch.key, any(sequence.drafts for sequence in batch.sequences))
         return batch
 
     def _start(self, batch: PromptBatch, output: TargetOutput) -> None:

@@ -115,7 +115,7 @@ class Engine:
             prompt: one or several rows.
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
-                batched together.
+                batched together, but for 0, plain decoding, and None.
             **options: ``request``, ``logits`` and ``on_change`` of ``RequestState``.
 
         Raises:
@@ -129,11 +129,12 @@ class Engine:
         histories = prompt.histories()
         generators = sampler.generators(len(histories))
         prompts: abc.Sequence[Prompt | None] = prompt.singles if sampler.aligned else [None] * len(histories)
+        options["drafts"] = drafts = num_draft_tokens != 0
         sequences = [
             RequestState(history, sampler, stopper, index, generator, prompt=own, **options)
             for index, (history, generator, own) in enumerate(zip(histories, generators, prompts, strict=True))
         ]
-        key = BatchKey(speculation, num_draft_tokens, self.target.batch_key(prompt))
+        key = BatchKey(speculation, num_draft_tokens if drafts else None, self.target.batch_key(prompt))
         with self._changed:
             if self._closed:
                 raise RuntimeError("the interpreter is shutting down")

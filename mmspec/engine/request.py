@@ -13,6 +13,7 @@ from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.processors import TreeProcessor
+from mmspec.sampling.thoughts import REASONING
 from mmspec.targets.processor import is_token_ids
 
 _KEYS = ("prompt", "images", "videos", "params")
@@ -61,6 +62,9 @@ class DecodeOptions(Checked):
         chat_template: render prompts by the chat template, if there is one; False takes text prompts as they are.
         max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
             limit.
+        reasoning: format of the thoughts before an answer (``mmspec.sampling.thoughts``), which are then kept apart:
+            grammars, triggers and stop strings begin after them. ``"auto"`` is that of the chat template; None takes
+            thoughts for a part of the answer.
         adapter: name of a LoRA adapter of ``mmspec.load(adapters=...)``; None for the model without one.
     """
 
@@ -71,6 +75,7 @@ class DecodeOptions(Checked):
     logprobs: int | None = option(None, LOGPROBS)
     chat_template: bool = option(True, FLAG)
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
+    reasoning: str | None = option(None, REASONING)
     adapter: str | None = option(None, optional(Rule("a name", lambda value: isinstance(value, str))))
 
 

@@ -28,6 +28,7 @@ class RequestState(Sampled):
         request: that it answers; None for encoded prompts without one, of which trees and log probabilities are not
             recorded.
         logits: record the logits of each token.
+        drafts: whether tokens are drafted for it; otherwise it is decoded plainly, beside sequences with drafts.
         on_change: called in the worker thread after a step in which the sequence got tokens or ended.
 
     Attributes:
@@ -52,6 +53,7 @@ class RequestState(Sampled):
         prompt: Prompt | None = None,
         request: Request | None = None,
         logits: bool = False,
+        drafts: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(history, sampler, index, generator)
@@ -60,7 +62,7 @@ class RequestState(Sampled):
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self.added = clock()
-        self.prompt, self.request, self.on_change = prompt, request, on_change
+        self.prompt, self.request, self.drafts, self.on_change = prompt, request, drafts, on_change
         self.trees: list[TreeRecord] | None = [] if request and request.options.trace else None
         self.logprobs: list[TokenLogprob] = []
         self._top_logprobs = request.options.logprobs if request else None

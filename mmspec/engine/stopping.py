@@ -13,6 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import scores_of
+from mmspec.sampling.thoughts import Phase, Thoughts
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +31,7 @@ class Stopper:
         device: of the tokens for ``criteria``.
         tokenizer: decodes new tokens for ``stop``.
         max_time: seconds after the first token, at which rows end; None for no limit.
+        thoughts: of the model, in which ``stop`` does not count.
 
     Raises:
         UserError: stop strings without a tokenizer.
@@ -46,6 +48,7 @@ class Stopper:
         device: torch.device | None = None,
         tokenizer: Any = None,
         max_time: float | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:
         if stop and tokenizer is None:
             raise UserError("stop strings need a tokenizer: none was given")
@@ -55,7 +58,7 @@ class Stopper:
         self.stop = tuple(stop)
         self.criteria, self._device = list(criteria), device
         self.tokenizer = tokenizer
-        self.max_time = max_time
+        self.max_time, self._thoughts = max_time, thoughts
         self._began: float | None = None  # time of the first token
         added = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
         self._hidden = frozenset(token for token, text in added.items() if text.special)
@@ -95,13 +98,24 @@ class Stopper:
 
     def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
         """Whether the generated text contains a stop string near its end, with special tokens or without them."""
-        if not self.stop:
+        if not self.stop or not self._stops_after(history, prompt_length):
             return False
-        first = max(prompt_length, len(history) - self._window)
+        if self._thoughts is None:
+            return True
+        # Only now, as it takes long: whether that is in the answer, which begins after white space.
+        place, count = self._thoughts.read(history[prompt_length:])
+        begin = prompt_length + (count if place.phase is Phase.AFTER else 0)
+        while begin < len(history) and not self.tokenizer.decode(history[begin]).strip():
+            begin += 1
+        return place.answers and self._stops_after(history, begin)
+
+    def _stops_after(self, history: list[int], begin: int) -> bool:
+        """Whether the last tokens contain a stop string, of those from ``begin`` on."""
+        first = max(begin, len(history) - self._window)
         tail, shown = history[first:], [token for token in history[first:] if token not in self._hidden]
         texts = [self.tokenizer.decode(tail)]
         if len(shown) < len(tail):
-            while first > prompt_length and len(shown) < self._window:
+            while first > begin and len(shown) < self._window:
                 first -= 1
                 shown = shown if history[first] in self._hidden else [history[first], *shown]
             texts.append(self.tokenizer.decode(shown))

@@ -1,11 +1,12 @@
-"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, or after a text in
-it, such as the marker of a tool call.
+"""Structured output: grammars compiled by llguidance for a tokenizer. They begin with the output, after a text in it,
+such as the marker of a tool call, or after the model's thoughts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 from time import perf_counter as clock
 from typing import Any, TypeVar
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import compiled, library, shortened, source, trigger_pattern
+from mmspec.sampling.thoughts import MOST_BLANKS, Phase, Place, Thoughts
 
 _KEPT = 8  # compiled grammars, of at most some 100 MiB each
 _QUICK = 0.05  # seconds in which a grammar is compiled within a decode step
 _LONGEST = 1024  # bytes of a match of a pattern
+_MOST_SPELT = 256  # masks
 
 Result = TypeVar("Result")
 
@@ -76,6 +79,8 @@ class Grammars:
             reason = shortened(str(error))
             raise UserError(f"llguidance cannot read the tokenizer {type(tokenizer).__name__}: {reason}") from error
         self._lock = Lock()
+        self._texts: list[bytes] = []  # of all tokens
+        self._spelt: dict[Hashable, Tensor] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}  # the last used one at the end
 
     def compile(self, kind: str, text: str) -> Grammar:
@@ -100,6 +105,22 @@ class Grammars:
             if entry.grammar is None or entry.grammar.spent:
                 entry.grammar = self._build(kind, text)
             return entry.grammar
+
+    def spelt(
+        self, token_bytes: Callable[[int], bytes], key: Hashable, before: bytes, holds: Callable[[bytes], bool]
+    ) -> Tensor:
+        """(vocab,) bool, the tokens whose bytes, after those of ``before``, satisfy a condition.
+
+        Args:
+            token_bytes: bytes of a token; llguidance has none of the byte FF.
+            key: of the condition; masks are kept by it and ``before``.
+        """
+        self._texts = self._texts or [token_bytes(token) for token in range(self._width)]
+        if (key, before) not in self._spelt:
+            if len(self._spelt) >= _MOST_SPELT:
+                self._spelt.clear()
+            self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts])
+        return self._spelt[key, before]
 
     def _build(self, kind: str, text: str) -> Grammar:
         form = source(kind, text)
@@ -280,7 +301,7 @@ class TriggeredGrammar:
 
     def __init__(self, grammar: Grammar, trigger: str, token: int | None, tokenizer: Any) -> None:
         self._grammar, self._token, self._tokenizer = grammar, token, tokenizer
-        self.kind, self.only_ends = grammar.kind, grammar.only_ends
+        self.kind, self.only_ends, self.eos = grammar.kind, grammar.only_ends, grammar.eos
         self._trigger, self._longest = trigger_pattern(trigger), _LONGEST + len(trigger.encode())
 
     def start(self, history: list[int]) -> _TriggerState:
@@ -294,7 +315,13 @@ class TriggeredGrammar:
             return state
         if self._token is not None:
             return self._begun(b"") if token == self._token else state
-        text = state.text + self._tokenizer.decode_bytes([token])
+        return self.read(state, self._tokenizer.decode_bytes([token]))
+
+    def read(self, state: _TriggerState, more: bytes) -> _TriggerState:
+        """The state after more text, in which a trigger that is a special token is none."""
+        if self._token is not None:
+            return state
+        text = state.text + more
         found = self._trigger.search(text, max(0, len(state.text) - self._longest))
         return _TriggerState(text) if found is None else self._begun(text[found.end() :])
 
@@ -321,6 +348,125 @@ class TriggeredGrammar:
         except UserError:
             return _TriggerState(over=True)
         return _TriggerState(inner=inner)
+
+
+@dataclass(frozen=True)
+class _ThoughtState:
+    """State of a sequence.
+
+    Attributes:
+        place: in the output; before the answer has certainly begun, the bytes of ``tokens`` are part of its text.
+        tokens: that may be the answer's, or white space before it, or a marker.
+        inner: state of the answer, once it has certainly begun; may change in place.
+    """
+
+    place: Place
+    tokens: tuple[int, ...] = ()
+    inner: Any = None
+
+
+class AfterThoughts:
+    """A grammar of the answer as a ``TreeProcessor`` that leaves the thoughts before it free.
+
+    White space before the answer is free, too, up to ``MOST_BLANKS`` bytes: models write it after their thoughts. The
+    last token of an end marker may go on with nothing else, unless the answer is free at first.
+
+    Args:
+        answer: a ``TriggeredGrammar`` leaves the answer free at first.
+        spelt: ``Grammars.spelt`` of the model.
+    """
+
+    def __init__(self, answer: Grammar | TriggeredGrammar, thoughts: Thoughts, spelt: Callable[..., Tensor]) -> None:
+        self._answer: Any = answer
+        self._thoughts, self._spelt = thoughts, partial(spelt, thoughts.token_bytes)
+        self.kind, self.only_ends, self.eos = answer.kind, answer.only_ends, answer.eos
+        self._free = isinstance(answer, TriggeredGrammar)
+
+    def start(self, history: list[int]) -> _ThoughtState:
+        return _ThoughtState(self._thoughts.first)
+
+    def advance(self, state: _ThoughtState, token: int) -> _ThoughtState | None:
+        if state.inner is not None:
+            after = self._answer.advance(state.inner, token)
+            return None if after is None else replace(state, inner=after)
+        tokens, text = (*state.tokens, token), state.place.text + self._thoughts.token_bytes(token)
+        if state.place.phase is Phase.AFTER:
+            if _is_gap(text):
+                return _ThoughtState(Place(Phase.AFTER, text), tokens)
+            return self._begun(tokens)
+        place = self._thoughts.advance(state.place, token)
+        if place.phase is Phase.AFTER and self._free and place.text.strip():
+            return _ThoughtState(place, inner=self._answer.read(self._answer.start([]), place.text.lstrip()))
+        if place.phase is Phase.PLAIN:
+            return self._begun(tokens)
+        return _ThoughtState(place, tokens if place.phase is Phase.OPEN else ())
+
+    def undo(self, state: _ThoughtState, n: int) -> None:
+        self._answer.undo(state.inner, n)
+
+    def mask(self, state: _ThoughtState) -> Tensor | None:
+        if state.inner is not None or self._free:
+            return None if state.inner is None else self._answer.mask(state.inner)
+        phase, text, thoughts = state.place.phase, state.place.text, self._thoughts
+        if phase is Phase.THOUGHTS:
+            return self._ending(text)
+        opens = phase is Phase.OPEN
+        allowed = self._spelt((thoughts.form, opens), text, thoughts.opens if opens else _is_gap).clone()
+        allowed[self.eos] = False
+        if opens and not text.strip() and thoughts.start_id is not None:
+            allowed[thoughts.start_id] = True
+        inner = self._after(state.tokens)
+        if inner is not None:
+            allowed |= self._answer.mask(inner)
+        return allowed
+
+    def forced(self, state: _ThoughtState) -> list[int]:
+        """Tokens that must come next, without EOS tokens."""
+        return [] if state.inner is None else self._answer.forced(state.inner)
+
+    def allows(self, state: _ThoughtState, token: int) -> bool:
+        """Whether an output can go on with a token: not with EOS tokens, which end it."""
+        if state.inner is not None:
+            return bool(self._answer.allows(state.inner, token))
+        allowed = self.mask(state)
+        return token not in self.eos and (allowed is None or bool(allowed[token]))
+
+    def _begun(self, tokens: tuple[int, ...]) -> _ThoughtState:
+        """The state once an answer has begun with some tokens."""
+        if (inner := self._after(tokens)) is None:
+            raise UserError(f"the {self.kind} forbids token {tokens[-1]} at the beginning of the answer")
+        return _ThoughtState(Place(Phase.PLAIN), inner=inner)
+
+    def _after(self, tokens: tuple[int, ...]) -> Any:
+        """State of the answer after tokens, without white space before it where that is no part of it; None if they
+        begin no answer."""
+        blanks = 0
+        while blanks < len(tokens) and not self._thoughts.token_bytes(tokens[blanks]).strip():
+            blanks += 1
+        for first in (blanks,) if self._free else range(blanks + 1):
+            inner = self._answer.start([])
+            try:
+                for token in tokens[first:]:
+                    after = self._answer.advance(inner, token)
+                    inner = inner if after is None else after
+                return inner
+            except UserError:
+                pass
+        return None
+
+    def _ending(self, text: bytes) -> Tensor | None:
+        """The mask within thoughts: the token that ends them must not go on with a part of the answer."""
+        if self._thoughts.end_id is not None:
+            return None
+        end = self._thoughts.form.end.encode()
+        begun = next(end[:n] for n in range(len(end) - 1, -1, -1) if text.endswith(end[:n]))
+        wrong = self._spelt(end, begun, lambda text: bool(text.partition(end)[2].strip()))
+        return ~wrong if bool(wrong.any()) else None
+
+
+def _is_gap(text: bytes) -> bool:
+    """Whether this may be between thoughts and an answer."""
+    return not text.strip() and len(text) <= MOST_BLANKS
 
 
 def _lexer_error(matcher: Any) -> str:

@@ -14,7 +14,7 @@ from transformers.generation import logits_process as hf
 from mmspec.errors import UserError
 from mmspec.ops.transfer import on_device
 from mmspec.sampling.aligned import Alignment
-from mmspec.sampling.grammar import BeyondEndError, Grammar, TriggeredGrammar
+from mmspec.sampling.grammar import AfterThoughts, BeyondEndError, Grammar, TriggeredGrammar
 from mmspec.sampling.processors import TreeProcessor, Warper, copy_for_row, tree_form
 
 # Processors that combine rows of scores, call the model, or use encoder inputs.
@@ -30,7 +30,7 @@ _UNSUPPORTED = (
 )
 
 Processor = hf.LogitsProcessor | TreeProcessor
-Constraint = Grammar | TriggeredGrammar
+Constraint = Grammar | TriggeredGrammar | AfterThoughts
 
 _BLOCK = 64  # random numbers per row and draw
 

@@ -6,7 +6,7 @@ import asyncio
 import html
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -21,8 +21,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mmspec.drafters.registry import PLAIN, registered_name
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.thoughts import thought_format
 from mmspec.serving.errors import APIError, as_api_error
 from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
@@ -49,6 +51,7 @@ from mmspec.serving.schemas import (
     parse,
 )
 from mmspec.serving.tools import AUTO, ToolPlanner
+from mmspec.targets.processor import template_variables
 
 _log = logging.getLogger("mmspec.serving")
 _CLIENT_GONE = 499  # nginx' status; nobody receives it
@@ -69,7 +72,10 @@ def create_app(
     origins: Sequence[str] = (),
     names: Sequence[str] = (),
     tool_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     allow_urls: bool = False,
+    drafters: Mapping[str, Pipeline] | None = None,
     scrape: Callable[[], Awaitable[Collector]] | None = None,
     slots: Admission | None = None,
 ) -> FastAPI:
@@ -82,18 +88,29 @@ def create_app(
         origins: origins of web pages that may call the server.
         names: what requests may call the model, the first one in responses; by default the pipeline's name.
         tool_parser: format of tool calls; see ``tool_format``.
+        reasoning_parser: format of thoughts; see ``mmspec.sampling.thoughts``.
+        chat_template_kwargs: variables of the chat template that requests do not set.
         allow_urls: download images and videos from public addresses.
+        drafters: ``pipe``, and others over its target, by names of their drafters that requests may choose.
         scrape: collects the metrics that ``GET /metrics`` returns; None for this application's own.
         slots: lets requests in; None for slots of its own.
     """
-    pipe = pipe.limited(limits.max_model_len) if limits.max_model_len else pipe
+    pipes = dict(drafters or {registered_name(pipe.drafter) or PLAIN: pipe})
+    if limits.max_model_len:
+        pipes = {name: one.limited(limits.max_model_len) for name, one in pipes.items()}
+    pipe = next(iter(pipes.values()))
     slots = slots or Slots(limits.max_running, limits.max_waiting)
     names = tuple(names) or (pipe.name,)
-    metrics = Metrics(names[0], lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
+    counts = (lambda: slots.running, lambda: slots.waiting, lambda: pipe.engine.threads.count)
+    metrics = Metrics(names[0], *counts, {*pipes, PLAIN})
     media = MediaReader(pipe.io, limits, allow_urls=allow_urls)
-    runner = RequestRunner(pipe, media, GrammarChecker(), slots, metrics, limits.request_timeout)
+    runner = RequestRunner(pipes, media, GrammarChecker(), slots, metrics, limits.request_timeout)
     stored = StoredResponses(limits.max_stored, _STORED_SECONDS)
-    builder = JobBuilder(pipe, limits, names, ToolPlanner(pipe.io, tool_parser), media, stored)
+    tools = ToolPlanner(pipe.io, tool_parser)
+    variables = template_variables(pipe.io.plain, chat_template_kwargs) if chat_template_kwargs else {}
+    thoughts = thought_format(reasoning_parser, pipe.io.chat_template_text())
+    reasoning = None if thoughts is None else thoughts.name
+    builder = JobBuilder(pipe, limits, names, tools, media, stored, reasoning, variables, list(pipes))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

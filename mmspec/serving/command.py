@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.checks import Rule
+from mmspec.checks import OBJECT, Rule
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
@@ -19,7 +19,7 @@ from mmspec.cli.options import (
     check_api_key,
     derived,
     device_map_option,
-    drafter_option,
+    drafters_option,
     generation_config_option,
     listen_options,
     mmproj_option,
@@ -29,6 +29,7 @@ from mmspec.cli.options import (
 )
 from mmspec.errors import UserError
 from mmspec.jobs import ENGINES, rank, ranks
+from mmspec.sampling.thoughts import AUTO, FORMATS, REASONING
 from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
@@ -41,7 +42,7 @@ _ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda tex
 @mmproj_option
 @device_map_option
 @trust_option
-@drafter_option
+@drafters_option
 @generation_config_option
 @listen_options(8000)
 @API_KEY.declared
@@ -74,6 +75,22 @@ _ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda tex
     default="auto",
     show_default=True,
     help="How the model writes tool calls; auto: as its chat template does.",
+)
+@click.option(
+    "--reasoning-parser",
+    type=Value(REASONING),
+    default=AUTO,
+    show_default=True,
+    metavar="NAME",
+    help=f"How the model marks thoughts: {', '.join(one.name for one in FORMATS)}, a name of vLLM's, or none; auto: as "
+    "its chat template does.",
+)
+@click.option(
+    "--chat-template-kwargs",
+    type=Value(OBJECT),
+    default="{}",
+    metavar="JSON",
+    help='Variables of the chat template that requests do not set, such as {"enable_thinking": false}.',
 )
 @click.option(
     "--prefix-cache",
@@ -124,11 +141,15 @@ def serve(
     adapt = adapt_of(options)
     if adapt is not None and adapt.folder is not None and engine == "ray":
         raise UserError("--adapt-folder is written by one process: expected --engine local, received ray")
+    options["drafter"], *others = options["drafter"]
+    if others and (adapt is not None or ranks() > 1):
+        reason = "--adapt" if adapt is not None else "a model that is sharded over ranks"
+        raise UserError(f"{reason} goes with one --drafter: got {1 + len(others)}")
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
     adapters = dict(options.pop("adapters"))
     loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, prefix_cache, adapt)
+    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -142,18 +163,18 @@ def serve(
 def _here(settings: ServerSettings, host: str, port: int) -> None:
     with steps_shown():
         _log.info("importing torch and transformers")
-        from mmspec.drafters.registry import registered_name
         from mmspec.serving.server import listen, loading, run
 
     with listen(host, port) as listening:
         with loading(listening), steps_shown():
-            pipe = settings.pipeline()
+            pipes = settings.pipelines()
+            pipe = next(iter(pipes.values()))
             pipe.follow()
-        drafter, dtype = registered_name(pipe.drafter) or "none", settings.loading["dtype"]
+        drafters, dtype = f"drafter{'s' * (len(pipes) > 1)} {', '.join(pipes)}", settings.loading["dtype"]
         dtype = str(pipe.target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-        what = f"model {pipe.name}, drafter {drafter}, {dtype} on {pipe.target.device}"
+        what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipe), settings.limits, listening, pipe.engine)
+        run(settings.app(pipes), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmspec.drafters.registry import PLAIN
 from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.errors import APIError
 from mmspec.serving.metrics import per_request
-from mmspec.serving.schemas import GenerationRequest
+from mmspec.serving.schemas import REASONING_FIELDS, GenerationRequest
 from mmspec.serving.tools import CallReader
 from mmspec.targets.processor import Processor
 
@@ -25,9 +26,16 @@ _LEAST = -9999.0  # JSON has no infinity
 
 @dataclass
 class Choice:
-    """A choice that is complete, or grows."""
+    """A choice that is complete, or grows.
+
+    Attributes:
+        thoughts: before the text.
+        thought_tokens: tokens of the thoughts.
+    """
 
     text: str = ""
+    thoughts: str = ""
+    thought_tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats | None = None
     finish_reason: str | None = None
@@ -38,6 +46,8 @@ class Choice:
 
     def append(self, piece: Piece) -> None:
         self.text += piece.text
+        self.thoughts += piece.reasoning
+        self.thought_tokens += piece.num_reasoning_tokens
         self.logprobs += piece.logprobs
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
 
@@ -69,6 +79,7 @@ class WireFormat(ABC):
         io: of the model, for the bytes of tokens.
         asked: the request.
         before: text before each choice's own.
+        drafter: the name that figures show.
     """
 
     prefix: str
@@ -77,9 +88,11 @@ class WireFormat(ABC):
     end = b"data: [DONE]\n\n"
     """What ends a stream."""
 
-    def __init__(self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, io: Processor, asked: GenerationRequest, before: Sequence[str], drafter: str = PLAIN
+    ) -> None:
         self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
-        self._include_usage = asked.include_usage
+        self._include_usage, self._drafter = asked.include_usage, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.choices = [Choice(text) for text in before]
 
@@ -88,7 +101,7 @@ class WireFormat(ABC):
         choices = [
             {
                 "index": index,
-                **self._content(index, choice.text),
+                **self._content(index, choice),
                 "logprobs": self._logprobs_of(choice.logprobs, choice),
                 "finish_reason": self._finish_reason(index),
             }
@@ -108,7 +121,7 @@ class WireFormat(ABC):
         """Chunks of a choice's piece. Without ``include_usage``, that of the last piece contains the figures."""
         choice = self.choices[index]
         choice.append(piece)
-        delta = {**self._delta(index, piece.text), "logprobs": self._logprobs_of(piece.logprobs, choice)}
+        delta = {**self._delta(index, piece), "logprobs": self._logprobs_of(piece.logprobs, choice)}
         chunk = self._chunk({"index": index, **delta, "finish_reason": self._finish_reason(index)})
         ended = all(choice.finish_reason is not None for choice in self.choices)
         if not self._include_usage:
@@ -133,19 +146,20 @@ class WireFormat(ABC):
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": asked.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in self.choices)},
         }
-        return {"usage": usage, "metrics": per_request(whole)}
+        return {"usage": usage, "metrics": per_request(whole, self._drafter)}
 
     def _finish_reason(self, index: int) -> str | None:
         """Why a choice has ended, if it has."""
         return self.choices[index].finish_reason
 
     @abstractmethod
-    def _content(self, index: int, text: str) -> Mapping[str, Any]:
+    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
         """Fields of a whole choice that contain its text."""
 
     @abstractmethod
-    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
+    def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
         """Fields of a chunk's choice that contain the new text."""
 
     @abstractmethod
@@ -170,21 +184,25 @@ class ChatFormat(WireFormat):
         for index in range(len(self.choices)):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
-    def _content(self, index: int, text: str) -> Mapping[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if self._readers is not None:
-            read = self._readers[index].feed(text, final=True).to_dict()
+            read = self._readers[index].feed(choice.text, final=True).to_dict()
             calls = read.get("tool_calls", [])
             for call in calls:
                 del call["index"]
             message["content"] = read.get("content", None if calls else "")
             message |= {"tool_calls": calls} if calls else {}
+        if choice.thoughts:
+            message |= {"content": message["content"] or None, **dict.fromkeys(REASONING_FIELDS, choice.thoughts)}
         return {"message": message}
 
-    def _delta(self, index: int, text: str) -> Mapping[str, Any]:
-        if self._readers is None:
-            return {"delta": {"content": text}}
-        return {"delta": self._readers[index].feed(text, final=self._finish_reason(index) is not None).to_dict()}
+    def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
+        delta: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, piece.reasoning) if piece.reasoning else {}
+        if self._readers is not None:
+            final = piece.finish_reason is not None
+            return {"delta": delta | self._readers[index].feed(piece.text, final=final).to_dict()}
+        return {"delta": delta | ({"content": piece.text} if piece.text or not delta else {})}
 
     def _finish_reason(self, index: int) -> str | None:
         reason = super()._finish_reason(index)
@@ -218,10 +236,11 @@ class TextFormat(WireFormat):
             if choice.text:
                 yield self._chunk({"index": index, "text": choice.text, "logprobs": None, "finish_reason": None})
 
-    def _content(self, index: int, text: str) -> Mapping[str, Any]:
-        return {"text": text}
+    def _content(self, index: int, choice: Choice) -> Mapping[str, Any]:
+        return {"text": choice.text}
 
-    _delta = _content
+    def _delta(self, index: int, piece: Piece) -> Mapping[str, Any]:
+        return {"text": piece.text}
 
     def _logprobs_of(self, tokens: Sequence[TokenLogprob], choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:

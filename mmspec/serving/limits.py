@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from mmspec.checks import Checked, option, whole
+from mmspec.checks import FLAG, Checked, option, whole
 
 SPARE_REQUESTS = 64
 """Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
@@ -20,6 +20,8 @@ class Limits(Checked):
     max_body: int = option(32, whole(1), "MiB of a request's body and of a downloaded file.")
     max_characters: int = option(500_000, whole(1), "Characters of a request's prompts.")
     max_tokens: int = option(2048, whole(1), "Generated tokens of a choice, at most and by default.")
+    max_draft_tokens: int = option(64, whole(0, 512), "Draft tokens per step that a request may ask for.")
+    fixed_speculation: bool = option(False, FLAG, "Refuse the fields speculative and num_draft_tokens of requests.")
     max_model_len: int = option(0, whole(0), "Tokens of prompt and output together; 0 is the model's limit.")
     max_images: int = option(8, whole(0), "Images of a request.")
     max_videos: int = option(2, whole(0), "Videos of a request.")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
@@ -24,6 +24,7 @@ _PER_REQUEST = (
     "num_rejected_outputs",
     "drafter_error",
 )
+_SPECULATION = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _BETWEEN = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 
@@ -34,6 +35,7 @@ class Metrics:
     Args:
         model: label of all metrics.
         threads: number of threads that steps on a CPU compute with now.
+        drafters: their names.
 
     Attributes:
         first_token: seconds from a request's arrival to a choice's first token.
@@ -46,6 +48,7 @@ class Metrics:
         running: Callable[[], float],
         waiting: Callable[[], float],
         threads: Callable[[], float],
+        drafters: Collection[str],
     ) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model}
@@ -61,7 +64,7 @@ class Metrics:
             Gauge(f"vllm:{name}", what, ["model_name"], registry=self.registry).labels(model).set_function(value)
 
         self._counters = [
-            (field, counter(name, what).labels(**self._labels))
+            (field, counter(name, what, *["drafter"] * (field in _SPECULATION)))
             for field, name, what in (
                 ("num_spec_steps", "spec_decode_num_drafts", "Verify steps."),
                 ("num_draft_tokens", "spec_decode_num_draft_tokens", "Draft tokens: nodes of the trees."),
@@ -72,8 +75,11 @@ class Metrics:
                 ("num_generated_tokens", "generation_tokens", "Generated tokens."),
             )
         ]
+        for drafter in drafters:
+            for field, one in self._counters:
+                self._of(field, one, drafter)  # which begins at zero
         per_position = "Accepted draft tokens by their depth in the tree, from 0."
-        self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "position")
+        self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "drafter", "position")
         self._ended = counter("request_success", "Choices that have ended.", "finished_reason")
         self.first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _FIRST)
         steps = "Time between a choice's decode steps."
@@ -82,14 +88,21 @@ class Metrics:
         gauge("num_requests_waiting", "Choices that wait for a slot.", waiting)
         gauge("num_torch_threads", "Threads of torch: fewer beside other programs.", threads)
 
-    def ended(self, stats: Stats, reason: str) -> None:
-        """Record a choice that has ended."""
+    def ended(self, stats: Stats, reason: str, drafter: str) -> None:
+        """Record a choice that has ended.
+
+        Args:
+            drafter: its name; label of the counters of speculation.
+        """
         for field, counter in self._counters:
-            counter.inc(getattr(stats, field))
+            self._of(field, counter, drafter).inc(getattr(stats, field))
         for position in range(len(stats.acceptance_histogram) - 1):
             accepted = sum(stats.acceptance_histogram[position + 1 :])
-            self._accepted.labels(**self._labels, position=str(position)).inc(accepted)
+            self._accepted.labels(**self._labels, drafter=drafter, position=str(position)).inc(accepted)
         self._ended.labels(**self._labels, finished_reason=reason).inc()
+
+    def _of(self, field: str, counter: Counter, drafter: str) -> Counter:
+        return counter.labels(**self._labels, **({"drafter": drafter} if field in _SPECULATION else {}))
 
 
 class ReplicaMetrics(Collector):
@@ -113,6 +126,6 @@ class ReplicaMetrics(Collector):
         return merged.values()
 
 
-def per_request(stats: Stats) -> dict[str, object]:
+def per_request(stats: Stats, drafter: str) -> dict[str, object]:
     """``metrics`` of a response."""
-    return {"speculative_decoding": {name: getattr(stats, name) for name in _PER_REQUEST}}
+    return {"speculative_decoding": {"drafter": drafter, **{name: getattr(stats, name) for name in _PER_REQUEST}}}

@@ -23,7 +23,7 @@ _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middlewar
 
 class Replica:
     def __init__(self, settings: ServerSettings) -> None:
-        self._app = settings.app(settings.pipeline(), scrape=self._scrape)
+        self._app = settings.app(settings.pipelines(), scrape=self._scrape)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,6 +33,7 @@ from mmspec.serving.schemas import (
     MediaPart,
     TextPart,
     ToolCall,
+    Variables,
     Variant,
     VideoPart,
     checked,
@@ -95,13 +97,26 @@ class FunctionCallOutput(Variant):
     output: _Content
 
 
-Item = Annotated[Message | FunctionCall | FunctionCallOutput, Field(discriminator="type")]
+class _Thought(TextPart):
+    type: Literal["reasoning_text"]  # type: ignore[assignment]
+
+
+class Reasoning(Variant):
+    """Thoughts of the model before the next message or call."""
+
+    ignored: ClassVar = ("id", "status", "summary", "encrypted_content")
+    type: Literal["reasoning"]
+    content: list[_Thought] = Field([], max_length=MOST_ITEMS)
+
+
+Item = Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 
 def chat_messages(items: Sequence[Item], instructions: str | None = None) -> list[ChatMessage]:
-    """The messages of a chat request: calls belong to the assistant's message before them. Items are valid already.
+    """The messages of a chat request: calls belong to the assistant's message before them, thoughts to the one after
+    them. Items are valid already.
 
     Raises:
         APIError: there are too many.
@@ -111,7 +126,12 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
     found = [message(role="system", content=system)] if instructions else []
     for item in items:
         if isinstance(item, Message):
-            found.append(message(role=item.role, content=item.content))
+            goes_on = item.role == "assistant" and found and not (found[-1].content or found[-1].tool_calls)
+            begun = found.pop() if goes_on and found[-1].thoughts else message(role=item.role)
+            found.append(begun.model_copy(update={"content": item.content}))
+        elif isinstance(item, Reasoning):
+            if thoughts := "".join(part.text for part in item.content):
+                found.append(message(role="assistant", content=[], reasoning_content=thoughts))
         elif isinstance(item, FunctionCallOutput):
             found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
@@ -163,13 +183,18 @@ _CHOICE = Rule(
 _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
 
 
+class _ReasoningConfig(Fields):
+    ignored: ClassVar = ("context", "generate_summary", "mode", "summary")  # thoughts are sent as they are
+    effort: str | None = None
+
+
 class ResponsesRequest(GenerationRequest):
     """``POST /v1/responses``."""
 
     limit_name = "max_output_tokens"
     ignored = (
         *(name for name in IGNORED if name not in ("metadata", "user")),
-        *("access_programs", "image", "max_tool_calls", "reasoning"),
+        *("access_programs", "image", "max_tool_calls"),
     )
     neutral: ClassVar = {"background": (False,), "truncation": ("disabled",)}
     refused: ClassVar = {
@@ -190,6 +215,8 @@ class ResponsesRequest(GenerationRequest):
     tools: list[FunctionTool] = Field([], max_length=MOST_ITEMS)
     tool_choice: Annotated[Any, checked("tool_choice", _CHOICE)] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Variables = Field({})
+    reasoning: _ReasoningConfig = _ReasoningConfig()
     include: list[str] = Field([])
     top_logprobs: Annotated[Any, checked("top_logprobs", LOGPROBS)] = None
     previous_response_id: str | None = None
@@ -205,6 +232,10 @@ class ResponsesRequest(GenerationRequest):
         if not isinstance(given, list):
             return given
         return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        return self.reasoning.effort
 
     @property
     def alternatives(self) -> int | None:
@@ -228,7 +259,7 @@ class ResponsesRequest(GenerationRequest):
             mode="json",
             include={
                 *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id"),
-                *("store", "tool_choice", "tools", "top_logprobs", "user"),
+                *("reasoning", "store", "tool_choice", "tools", "top_logprobs", "user"),
             },
         )
         values = {
@@ -241,9 +272,15 @@ class ResponsesRequest(GenerationRequest):
 
 Event = dict[str, Any]
 
+_WRITTEN: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "reasoning": ("rs", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+    "message": ("msg", {"role": "assistant"}, {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}),
+}
+"""Prefix of ids, fields and content of items of text."""
+
 
 class ResponsesFormat(ChatFormat):
-    """``response``: an output of messages and function calls, and the events by which it grows.
+    """``response``: an output of thoughts, messages and function calls, and the events by which it grows.
 
     The whole response is built from the same events.
 
@@ -269,7 +306,7 @@ class ResponsesFormat(ChatFormat):
 
     def whole(self) -> dict[str, Any]:
         choice = self.choices[0]
-        for _ in self._grow(choice.text, choice.logprobs):
+        for _ in self._grow(choice.thoughts, choice.text, choice.logprobs[choice.thought_tokens :]):
             pass
         return self._ended()
 
@@ -279,7 +316,7 @@ class ResponsesFormat(ChatFormat):
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Event]:
         self.choices[index].append(piece)
-        yield from self._grow(piece.text, piece.logprobs)
+        yield from self._grow(piece.reasoning, piece.text, piece.logprobs[piece.num_reasoning_tokens :])
         if piece.finish_reason is not None:
             response = self._ended()
             yield self._event(f"response.{response['status']}", response=response)
@@ -311,34 +348,44 @@ class ResponsesFormat(ChatFormat):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             }
         }
 
-    def _grow(self, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
-        """Events of a text that is new in the output; the last events if the answer has ended."""
+    def _grow(self, thoughts: str, text: str, logprobs: Iterable[Any]) -> Iterator[Event]:
+        """Events of what is new in the output; the last events if the answer has ended.
+
+        Args:
+            logprobs: of the tokens after the thoughts.
+        """
         final = self.choices[0].finish_reason is not None
+        if thoughts:
+            yield from self._write("reasoning", thoughts)
         delta = Delta(text) if self._readers is None else self._readers[0].feed(text, final=final)
-        if delta.content or (final and not delta.calls and not self._output):
-            yield from self._say(
-                delta.content, (self._logprobs_of(list(logprobs), self.choices[0]) or {}).get("content", [])
-            )
+        last = self._growing["type"] if self._growing else None if self._output else "message"
+        if delta.content or (final and not delta.calls and last == "message"):  # an end of sequence, or no output
+            found = (self._logprobs_of(list(logprobs), self.choices[0]) or {}).get("content", [])
+            yield from self._write("message", delta.content, logprobs=found)
         for call in delta.calls.values():
             yield from self._call(call)
         if final:
             yield from self._close(self._status())
 
-    def _say(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        if self._growing is None or self._growing["type"] != "message":
-            yield from self._open("msg", {"type": "message", "role": "assistant", "content": []})
-            part = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
-            yield self._item_event("response.content_part.added", content_index=0, part=dict(part))
+    def _write(self, kind: str, text: str, **lists: list[Any]) -> Iterator[Event]:
+        """Events of text in an item of thoughts or a message; ``lists`` grow with it."""
+        prefix, fields, part = _WRITTEN[kind]
+        if self._growing is None or self._growing["type"] != kind:
+            yield from self._open(prefix, {"type": kind, **deepcopy(fields), "content": []})
+            part = deepcopy(part)
+            yield self._item_event("response.content_part.added", content_index=0, part=deepcopy(part))
             self._item["content"].append(part)
-        self._item["content"][0]["text"] += text
-        self._item["content"][0]["logprobs"] += logprobs
+        (part,) = self._item["content"]
+        part["text"] += text
+        for name, more in lists.items():
+            part[name] += more
         if text:
-            yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+            yield self._item_event(f"response.{part['type']}.delta", content_index=0, delta=text, **lists)
 
     def _call(self, call: Mapping[str, Any]) -> Iterator[Event]:
         function = call["function"]
@@ -365,10 +412,10 @@ class ResponsesFormat(ChatFormat):
         if self._growing is None:
             return
         item, self._growing["status"] = self._growing, status
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
-            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
-            yield self._item_event("response.output_text.done", **done)
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._item_event(f"response.{part['type']}.done", content_index=0, **done)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -415,7 +462,7 @@ class StoredResponses:
         Args:
             asked: the items before the response's; a call that was cut short is not among the latter.
         """
-        answered = [one for one in response["output"] if one["type"] == "message" or one["status"] == "completed"]
+        answered = [one for one in response["output"] if one["type"] != "function_call" or one["status"] == "completed"]
         items = [*asked, *ITEMS.validate_python(answered)]
         size = len(json.dumps(response)) + len(ITEMS.dump_json(items))
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
 
+from mmspec.drafters.registry import PLAIN
 from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
 from mmspec.sampling.grammar import BeyondEndError
@@ -29,6 +31,7 @@ from mmspec.serving.schemas import (
     ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
     conversation,
 )
@@ -50,6 +53,7 @@ class GenerationJob:
         constraint: the grammar of the outputs, which has not been checked yet.
         media: images and videos, of a request with one prompt.
         keywords: further keywords of ``Pipeline.stream``.
+        drafter: the name of one of the server's.
         trigger: the text after which the grammar begins; None for the beginning of the output.
         schemas: the schemas of tools and outputs that the grammar was made of, by what errors call them.
     """
@@ -60,8 +64,14 @@ class GenerationJob:
     n: int
     media: Sequence[Medium]
     keywords: Mapping[str, Any]
+    drafter: str
     trigger: str | None = None
     schemas: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> str:
+        """The drafter's name, or ``"none"`` for plain decoding."""
+        return PLAIN if self.keywords.get("num_draft_tokens") == 0 else self.drafter
 
     @property
     def choices(self) -> int:
@@ -87,6 +97,9 @@ class JobBuilder:
     Args:
         names: what requests may call the model; responses use the first one.
         stored: responses that later requests continue.
+        reasoning: format of the model's thoughts; None if it has none.
+        variables: of the chat template, by default.
+        drafters: names of those that requests may choose, the default first.
 
     Raises:
         APIError: of each method, for requests beyond the limits, or for another model.
@@ -100,9 +113,13 @@ class JobBuilder:
         tools: ToolPlanner,
         media: MediaReader,
         stored: StoredResponses,
+        reasoning: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        drafters: Sequence[str] = (PLAIN,),
     ) -> None:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
-        self._stored = stored
+        self._stored, self._variables, self._drafters = stored, variables or {}, drafters
+        self._reasoning = {"reasoning": reasoning} if reasoning else {}
         self._adapters = adapter_names(pipe)
 
     def check_model(self, name: str | None) -> None:
@@ -120,16 +137,14 @@ class JobBuilder:
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a chat request, and the format of its response."""
         job, plan = self._chat(asked, asked.messages)
-        return job, ChatFormat(self._answers(asked.model)[0], self._pipe.io, asked, [""] * job.n, reader=plan.reader)
+        return job, ChatFormat(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of a response, and the format of its response."""
         earlier = self._stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
-        form = ResponsesFormat(
-            self._answers(asked.model)[0], self._pipe.io, asked, [""], reader=plan.reader, about=about
-        )
+        form = ResponsesFormat(*self._form(asked, job, [""]), reader=plan.reader, about=about)
         if asked.store:
             form.on_end = lambda response: self._stored.add(response, [*earlier, *asked.input])
         return job, form
@@ -145,9 +160,23 @@ class JobBuilder:
         schema = None if constraint is None else constraint[1]
         plan = self._tools.plan(functions, asked.tool_choice, several=asked.parallel_tool_calls, schema=schema)
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
-        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1]}
+        variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
+        variables |= asked.chat_template_kwargs
+        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
+        if "answer_start" not in keywords:  # there, a call begins at once
+            keywords |= self._reasoning
         prompts = [plan.messages(turns)]
-        return GenerationJob(prompts, sampling, constraint, asked.n, media, keywords, plan.trigger, plan.schemas), plan
+        common = (prompts, sampling, constraint, asked.n, media, keywords, asked.drafter(self._limits, self._drafters))
+        return GenerationJob(*common, plan.trigger, plan.schemas), plan
+
+    def _form(self, asked: GenerationRequest, job: GenerationJob, texts: Sequence[str]) -> tuple[Any, ...]:
+        """Arguments of a format of responses."""
+        return self._answers(asked.model)[0], self._pipe.io, asked, texts, job.drafts
+
+    def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Keywords for the chat template."""
+        variables = {**self._variables, **variables}
+        return {"chat_template_kwargs": variables} if variables else {}
 
     def _conversation(
         self, messages: Sequence[ChatMessage], functions: Sequence[Mapping[str, Any]]
@@ -162,12 +191,13 @@ class JobBuilder:
         self._check_characters(asked.prompt, "prompt")
         keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
         sampling = asked.sampling(self._limits, self._pipe.defaults.served)
-        job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords)
+        drafter = asked.drafter(self._limits, self._drafters)
+        job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)
         if job.choices > self._limits.max_running:
             most = self._limits.max_running
             raise APIError(400, f"a request may have at most {most} choices: got {job.choices}", "prompt")
         before = [self._prompt_text(prompt) if asked.echo else "" for prompt in job.prompts for _ in range(job.n)]
-        return job, TextFormat(self._answers(asked.model)[0], self._pipe.io, asked, before)
+        return job, TextFormat(*self._form(asked, job, before))
 
     def _prompt_text(self, prompt: Any) -> str:
         if isinstance(prompt, str):
@@ -188,7 +218,8 @@ class JobBuilder:
             if media:
                 raise APIError(400, f"tokens are those of texts: got {media[0].kind}_url", media[0].param)
             plan = self._tools.plan(functions, "auto")
-            tokens = io.encode([{"prompt": plan.messages(messages)}], **plan.keywords).input_ids[0].tolist()
+            keywords = {**plan.keywords, **self._rendering(asked.chat_template_kwargs)}
+            tokens = io.encode([{"prompt": plan.messages(messages)}], **keywords).input_ids[0].tolist()
         names = io.tokenizer.convert_ids_to_tokens(tokens) if asked.return_token_strs else None
         limit = {"max_model_len": self._pipe.context_limit}
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
@@ -203,6 +234,14 @@ class JobBuilder:
         most, found = self._limits.max_characters, sum(map(len, texts))
         if found > most:
             raise APIError(400, f"prompts must have at most {most} characters: got {found}", param)
+
+
+def effort_variables(effort: str | None, template: str) -> dict[str, Any]:
+    """Variables of a chat template for ``reasoning_effort``: those that it reads."""
+    if effort == "none" and re.search(r"\benable_thinking\b", template):
+        return {"enable_thinking": False}
+    reads = effort is not None and re.search(r"\breasoning_effort\b", template)
+    return {"reasoning_effort": effort} if reads else {}
 
 
 class Admission(Protocol):
@@ -366,20 +405,20 @@ class RequestRunner:
     """Runs requests: a choice has a slot from the check of its grammar and the reading of its media to its last token.
 
     Args:
-        pipe: answers; its ``max_num_seqs`` is at least as many.
+        pipes: by drafter; they answer, and their ``max_num_seqs`` is at least as many.
         seconds: in which a request must end; 0 is no limit.
     """
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipes: Mapping[str, Pipeline],
         media: MediaReader,
         grammars: GrammarChecker,
         slots: Admission,
         metrics: Metrics,
         seconds: float = 0,
     ) -> None:
-        self.pipe, self.media, self.grammars, self.slots, self.metrics = pipe, media, grammars, slots, metrics
+        self.pipes, self.media, self.grammars, self.slots, self.metrics = pipes, media, grammars, slots, metrics
         self._seconds = seconds
 
     def close(self) -> None:
@@ -453,7 +492,7 @@ class RequestRunner:
         try:
             if params.seed is not None and number:
                 params = replace(params, seed=(params.seed + number) % (1 << 64))
-            stream = self.pipe.astream(job.prompts[prompt], **media, params=params, **job.keywords)
+            stream = self.pipes[job.drafter].astream(job.prompts[prompt], **media, params=params, **job.keywords)
             async with aclosing(stream):  # type: ignore[type-var]
                 async for piece in stream:
                     now = clock()
@@ -463,7 +502,7 @@ class RequestRunner:
                         self.metrics.next_tokens.observe(now - before)
                     before = now
                     if piece.stats is not None:
-                        self.metrics.ended(piece.stats, str(piece.finish_reason))
+                        self.metrics.ended(piece.stats, str(piece.finish_reason), job.drafts)
                     pieces.put_nowait((index, piece))
         except BeyondEndError as error:
             pieces.put_nowait((index, APIError(400, error.message("min_tokens", job.grammar), "min_tokens")))

@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from mmspec.checks import Rule, nearest, shown, whole
+from mmspec.checks import OBJECT, Rule, nearest, shown, whole
+from mmspec.engine.request import NUM_DRAFT_TOKENS
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -168,6 +169,9 @@ def _api_error(error: Any) -> APIError:
     return APIError(400, message, path or None)
 
 
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+"""Names of an assistant's thoughts in messages: DeepSeek's, and that of current versions of vLLM."""
+
 CACHE_BREAKPOINT = "prompt_cache_breakpoint"
 """Field of parts that is ignored: all prefixes of prompts are kept."""
 
@@ -268,6 +272,8 @@ class ChatMessage(Fields):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same in vLLM's API
 
     @model_validator(mode="before")
     @classmethod
@@ -287,7 +293,8 @@ class ChatMessage(Fields):
 
     @model_validator(mode="after")
     def _of_its_role(self) -> ChatMessage:
-        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        of_assistants = ("tool_calls", "reasoning_content", "reasoning")
+        for name, role in (*((name, "assistant") for name in of_assistants), ("tool_call_id", "tool")):
             if getattr(self, name) is not None and self.role != role:
                 raise ValueError(f"{name} goes with the role {role}")
         return self
@@ -297,7 +304,12 @@ class ChatMessage(Fields):
         """What a chat template may write of the message."""
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-        return [*parts, *chain(*called), self.tool_call_id or "", self.name or ""]
+        return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.thoughts or ""]
+
+    @property
+    def thoughts(self) -> str | None:
+        """An assistant's."""
+        return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
         """What a chat template's message has beside role and content: arguments of calls are objects there."""
@@ -310,7 +322,8 @@ class ChatMessage(Fields):
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # of its function; names of speakers are ignored
-        values = {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
+        values: dict[str, Any] = dict.fromkeys(REASONING_FIELDS, self.thoughts)
+        values |= {"tool_calls": calls or None, "tool_call_id": self.tool_call_id, "name": name}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -382,6 +395,9 @@ def named_function(choice: Any) -> str | None:
     return function.get("name") if isinstance(function, dict) else None
 
 
+Variables = Annotated[Any, checked("chat_template_kwargs", OBJECT)]
+"""Variables of the chat template."""
+
 CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
@@ -424,6 +440,7 @@ def grammar_of_format(kind: str, schema: dict[str, Any] | None) -> tuple[str, st
     return "json_schema", JSON_SCHEMA.check("json_schema", {"type": "object"} if schema is None else schema)
 
 
+_SPECULATIVE = Rule("true, false or the name of a drafter", lambda value: isinstance(value, bool | str))
 MAX_TOKENS, _MIN_TOKENS = SamplingParams.rule("max_new_tokens"), SamplingParams.rule("min_new_tokens")
 _OTHERWISE = ("max_new_tokens", "min_new_tokens", "grammar_trigger", *KINDS)  # by fields of OpenAI's and vLLM's
 _SAMPLING = [one.name for one in fields(SamplingParams) if one.name not in _OTHERWISE]
@@ -450,6 +467,8 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    speculative: Annotated[Any, checked("speculative", _SPECULATIVE)] = None
+    num_draft_tokens: Annotated[Any, checked("num_draft_tokens", NUM_DRAFT_TOKENS)] = None
     t_max_predict_ms: Annotated[Any, checked("t_max_predict_ms", whole(0))] = 0
 
     @model_validator(mode="before")
@@ -490,7 +509,30 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of ``Pipeline.stream`` beside ``params``."""
-        return {"logprobs": self.alternatives, "max_time": self.t_max_predict_ms / 1000 or None}
+        drafts = 0 if self.speculative is False else self.num_draft_tokens
+        times = {"max_time": self.t_max_predict_ms / 1000 or None}
+        return {"logprobs": self.alternatives, "num_draft_tokens": drafts, **times}
+
+    def drafter(self, limits: Limits, names: Sequence[str]) -> str:
+        """The name of the request's drafter.
+
+        Args:
+            names: of the drafters that are loaded, the default first.
+
+        Raises:
+            APIError: there is no such drafter, or the server's limits leave no choice.
+        """
+        asked = self.speculative
+        for name, value in (("speculative", asked), ("num_draft_tokens", self.num_draft_tokens)):
+            if value is not None and limits.fixed_speculation:
+                raise APIError(400, f"{name} is chosen by this server: expected none, got {shown(value)}", name)
+        if isinstance(asked, str) and asked not in names:
+            expected = ", ".join(("true", "false", *map(repr, names)))
+            raise APIError(400, f"speculative must be one of {expected}: got {shown(asked)}", "speculative")
+        if (given := self.num_draft_tokens or 0) > (most := 0 if asked is False else limits.max_draft_tokens):
+            beside = " beside speculative: false" if asked is False else ""
+            raise APIError(400, f"num_draft_tokens must be at most {most}{beside}: got {given}", "num_draft_tokens")
+        return asked if isinstance(asked, str) else names[0]
 
     def sampling(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``SamplingParams`` of the first choice, without ``constraint``, which takes long to check.
@@ -524,8 +566,13 @@ class ChatCompletionRequest(GenerationRequest):
 
     limit_name = "max_completion_tokens"
     # A prediction is for speed alone; responses are stored by /v1/responses only.
-    ignored = (*IGNORED, "prediction", "reasoning_effort", "store", "verbosity")
-    neutral: ClassVar = {"functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],)}
+    ignored = (*IGNORED, "prediction", "store", "verbosity")
+    neutral: ClassVar = {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+    }
     refused: ClassVar = {
         "audio": "answers are text",
         "function_call": "tool_choice replaces it",
@@ -541,6 +588,8 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
     tool_choice: Annotated[Any, checked("tool_choice", CHOICE)] = "auto"
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Variables = Field({})
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> ChatCompletionRequest:
@@ -597,6 +646,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_ITEMS)
     tools: list[Tool] = Field([], max_length=MOST_ITEMS)
+    chat_template_kwargs: Variables = Field({})
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 

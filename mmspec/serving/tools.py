@@ -13,7 +13,7 @@ from typing import Any
 from mmspec.errors import UserError
 from mmspec.sampling.syntax import json_rule
 from mmspec.serving.errors import APIError
-from mmspec.serving.schemas import named_function
+from mmspec.serving.schemas import REASONING_FIELDS, named_function
 from mmspec.targets.processor import Processor
 
 
@@ -174,7 +174,8 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
             for call in message.get("tool_calls", ()):
                 called = {name: call["function"][name] for name in ("name", "arguments")}
                 content = _joined(content, f"<tool_call>\n{_json(called)}\n</tool_call>")
-            found.append({"role": role, "content": content})
+            thoughts = {name: message[name] for name in REASONING_FIELDS if name in message}
+            found.append({"role": role, "content": content, **thoughts})
         before = role
     if tools:
         text = _PROMPT.format(tools="\n".join(map(_json, tools)))

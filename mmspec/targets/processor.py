@@ -7,18 +7,24 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import Any, ClassVar, Self
 
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from mmspec.checks import OBJECT
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
+from mmspec.sampling.thoughts import Phase, Place, Thoughts, thought_format
 from mmspec.targets.support import from_pretrained
 
 _MARK = "\ue0a1"  # a private-use character
-_RENDERED = ("tool_calls", "tool_call_id", "name")  # what templates write of a message beside its role and content
+_RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
+"""What templates write of a message beside its role and content."""
+
+_MARKER_TOKENS = 32  # at most, of a marker of thoughts and the white space after it
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
 
@@ -27,18 +33,40 @@ def is_token_ids(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def render(plain: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+def template_variables(plain: Any, given: Any) -> dict[str, Any]:
+    """Variables for the chat template of a tokenizer or processor, without those that it does not name: processors
+    take them for options of their own.
+
+    Raises:
+        UserError: they are no mapping, or one has a name that rendering itself uses.
+    """
+    own = {"messages", *signature(plain.apply_chat_template).parameters}
+    for name in OBJECT.check("chat_template_kwargs", given):
+        if name in own:
+            raise UserError(f"chat_template_kwargs must not have names that rendering itself uses: got {name}")
+    return {name: value for name, value in given.items() if name in str(plain.chat_template)}
+
+
+def render(
+    plain: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
 
     Args:
         tools: functions that the model may call, as JSON schemas in OpenAI's form.
+        variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
         UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
-            raise anything.
+            raise anything. Or one of the variables has a name that transformers uses.
     """
+    given = {"tools": tools} if tools else {}
+    if variables:
+        given |= template_variables(plain, variables)
     with explained("the model's chat template does not accept the messages", Exception):
-        given = {"tools": tools} if tools else {}
         text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
     return text
 
@@ -71,7 +99,7 @@ class Processor:
     """
 
     auto_class: ClassVar[Any] = AutoTokenizer
-    options: ClassVar[Sequence[str]] = ("tools", "answer_start")
+    options: ClassVar[Sequence[str]] = ("tools", "answer_start", "chat_template_kwargs")
     reads_media: ClassVar[bool] = False
 
     def __init__(self, plain: Any = None) -> None:
@@ -93,6 +121,7 @@ class Processor:
         chat_template: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Prompt:
         """Encode requests as a left-padded batch, on the CPU.
@@ -104,6 +133,7 @@ class Processor:
             tools: functions that the model may call, as JSON schemas in OpenAI's form, for the chat template.
             answer_start: text after the chat template's prompt, in which special tokens are such: the answer goes on
                 from it.
+            chat_template_kwargs: variables of the chat template, such as ``enable_thinking``.
             **options: of the media (none for text).
 
         Raises:
@@ -113,7 +143,8 @@ class Processor:
             raise UserError(f"unknown option for a text model: got {', '.join(options)}")
         if any(request.get("images") or request.get("videos") for request in requests):
             raise UserError("the model reads text only: images or videos were given")
-        rows = [self._token_ids(request["prompt"], chat_template, tools, answer_start) for request in requests]
+        settings = (chat_template, tools, answer_start, chat_template_kwargs)
+        rows = [self._token_ids(request["prompt"], *settings) for request in requests]
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -148,6 +179,7 @@ class Processor:
         chat_template: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         answer_start: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         tokenizer = self.tokenizer
         if is_token_ids(prompt):
@@ -163,12 +195,13 @@ class Processor:
         if not isinstance(prompt, str) and not template:
             why = "the tokenizer has none" if chat_template else "got chat_template=False"
             raise UserError(f"chat messages need a chat template: {why}")
-        if tools and not template:
-            raise UserError("tools need a chat template: there is none")
+        if (tools or variables) and not template:
+            raise UserError(f"{'tools' if tools else 'chat_template_kwargs'} need a chat template: there is none")
         text = self._user_text.mark(prompt if isinstance(prompt, str) else [_of_text(message) for message in prompt])
         if template:
             messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            text = render(tokenizer, messages, self._user_text.marked(tools)) + answer_start
+            marked = self._user_text.marked
+            text = render(tokenizer, messages, marked(tools), marked(variables)) + answer_start
         ids = self._encoded(text, add_special_tokens=not template)
         if not ids:
             raise UserError("the prompt must not be empty")
@@ -190,6 +223,21 @@ class Processor:
         if isinstance(template, Mapping):
             template = template.get("tool_use") or template.get("default", "")
         return str(template)
+
+    def thoughts(self, reasoning: str | None, prompt: torch.Tensor) -> Thoughts | None:
+        """Where the thoughts of the output after a prompt are; None if there are none.
+
+        Args:
+            reasoning: format, see ``thought_format``.
+            prompt: (length,) int64; whether it ends with a marker shows whether thoughts have begun or are over.
+        """
+        form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
+        if form is None:
+            return None
+        end = self.tokenizer.decode(prompt[-_MARKER_TOKENS:].tolist()).rstrip()
+        if end.endswith(form.end):
+            return None
+        return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
 
     def special_token(self, text: str) -> int | None:
         """The id of the special token of this name, if there is one."""
@@ -248,21 +296,23 @@ class Detokenizer:
     Args:
         decode: token ids to text.
         stop: stop strings, which are not part of the text.
+        trims: leave out white space at both ends.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, stop
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), *, trims: bool = False) -> None:
+        self._decode, self._stop, self._trims = decode, stop, trims
         self._streamed = ""
 
     def text(self, token_ids: list[int], *, final: bool = True) -> str:
         """Text of the answer so far; unless ``final``, without an end that later tokens may still change."""
         text = self._decode(token_ids)
         text = text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=len(text))]
-        if final:
-            return text
-        held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        text = text[: len(text) - held]
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
+        if not final:
+            held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+            text = text[: len(text) - held]
+            if text.endswith("\N{REPLACEMENT CHARACTER}"):
+                return ""
+        return text.strip() if self._trims else text
 
     def new_text(self, token_ids: list[int], *, final: bool) -> str | None:
         """Text that the last tokens of the answer add to the text streamed before; None before a character is whole.
@@ -276,6 +326,64 @@ class Detokenizer:
             return None
         new, self._streamed = text[len(self._streamed) :], text
         return new
+
+
+class ThoughtsAndAnswer:
+    """Streaming detokenizer of an output: of its thoughts, and of the answer after them. White space between is left
+    out.
+
+    Args:
+        decode: tokens of an answer to text.
+        stop: stop strings of the answer.
+        thoughts: None where the output is an answer from its first token on.
+        verbatim: token ids to text, with all white space.
+
+    Attributes:
+        num_thoughts: tokens of the thoughts, markers included, of the tokens that the last call was given.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
+        thoughts: Thoughts | None,
+        verbatim: Callable[[list[int]], str],
+    ) -> None:
+        self._thoughts, self._verbatim = thoughts, verbatim
+        self._read = self.num_thoughts = 0
+        self._rest = ""  # of the answer, in the last token of the marker
+        self._place = Place(Phase.PLAIN) if thoughts is None else thoughts.first
+        self._answer = Detokenizer(
+            decode if thoughts is None else lambda token_ids: (self._rest + decode(token_ids)).lstrip(), stop
+        )
+        start = thoughts.form.start if thoughts and self._place.phase is Phase.OPEN else ""
+        ends = (thoughts.form.end,) if thoughts and thoughts.end_id is None else ()
+        self._thought = Detokenizer(lambda ids: verbatim(ids).lstrip().removeprefix(start), ends, trims=True)
+
+    def text(self, token_ids: list[int]) -> tuple[str, str]:
+        """Thoughts and answer of a complete output."""
+        thoughts, answer = self._split(token_ids, final=True)
+        return self._thought.text(thoughts) if thoughts else "", self._answer.text(answer)
+
+    def new_text(self, token_ids: list[int], *, final: bool) -> tuple[str, str] | None:
+        """What the last tokens add to thoughts and answer; None before a character is whole. Arguments as of
+        ``Detokenizer.new_text``."""
+        over = self._place.answers
+        thoughts, answer = self._split(token_ids, final)
+        thought = None if over else self._thought.new_text(thoughts, final=final or self._place.answers)
+        text = self._answer.new_text(answer, final=final)
+        return None if thought is None and text is None else (thought or "", text or "")
+
+    def _split(self, token_ids: list[int], final: bool) -> tuple[list[int], list[int]]:
+        """Tokens of thoughts and answer; as long as it is open which of them begins, neither."""
+        if self._thoughts is not None and not self._place.answers:
+            self._place, count = self._thoughts.read(token_ids[self._read :], self._place)
+            self._read += count
+            self.num_thoughts = self._read if self._place.phase in (Phase.THOUGHTS, Phase.AFTER) else 0
+            if self._place.text and self._place.phase is Phase.AFTER:
+                self._rest = self._verbatim(token_ids[: self._read]).partition(self._thoughts.form.end)[2]
+        thoughts = self.num_thoughts
+        return token_ids[:thoughts], token_ids[thoughts:] if final or self._place.answers else []
 
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -465,6 +465,49 @@ def test_sequences_that_differ_wait_for_each_other(by):
     finished(engine, rows, prompts)
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_plain_sequences_decode_beside_drafted_ones(drawn):
+    """In one batch, also where they join later; without drafts of their own, and without an effect on budgets."""
+    target, seen = Stacking(table_model(VOCAB)), []
+
+    class Watching(Budget):
+        def observe(self, nodes, *rest):
+            seen.append(nodes)
+
+    prompts, asked, counts = [[1, 2], [3, 3], [4, 5], [6, 6]], [None, 0, None, 0], [6, 14, 9, 20]
+    truth = [said_plainly(target.table, one, 40) for one in prompts]
+    probs = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)).softmax(-1)
+    drafter = Drawn(probs, 3) if drawn else Oracle(truth, vocab=VOCAB, spoil=0.2)
+    budget = Watching(5)
+    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=8)
+    stoppers = [Stopper(count) for count in counts]
+    rows = scheduled(engine, prompts[:2], stoppers[:2], asked[:2])
+    engine.core.step()
+    engine.core.step()
+    rows += scheduled(engine, prompts[2:], stoppers[2:], asked[2:])
+    while not all(row.done for row in rows):
+        engine.core.step()
+    assert [row.token_ids for row in rows] == [one[:count] for one, count in zip(truth, counts, strict=True)]
+    assert [shape[0] for shape, *_ in target.prefills] == [2, 2]
+    drafted = [row.stats.num_draft_tokens for row in rows]
+    assert [bool(one) for one in drafted] == [True, False, True, False]
+    assert [row.stats.num_spec_tokens > 0 for row in rows] == [True, False, True, False]
+    assert [row.stats.num_spec_steps for row in rows][1::2] == [13, 19]
+    alone = [nodes for batch, nodes in target.passes if batch <= 2][-6:]
+    assert alone == [1] * 6  # nothing is drafted for plain sequences alone
+    assert max(nodes for _, nodes in target.passes) > 1
+    assert len(seen) < len(target.passes)
+
+
+def test_plain_sequences_need_no_calibration():
+    engine, asked = SteppedEngine(TableTarget(table_model(VOCAB)), Ngram(), lambda *_: Budget(2)), []
+    engine.speculation.budgets.calibrate = lambda adaptive: asked.append(adaptive)
+    for nodes in (0, None):
+        (row,) = scheduled(engine, [[1, 2]], nodes=[nodes])
+        engine.wait(lambda row=row: row.done)
+    assert asked == [False, True]
+
+
 def test_prompts_that_cannot_be_stacked_are_prefilled_in_their_order(monkeypatch):
     monkeypatch.setattr(Prompt, "stack", staticmethod(lambda prompts: None))
     target, engine = stacking()

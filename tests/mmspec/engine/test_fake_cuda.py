@@ -16,7 +16,7 @@ from mmspec.sampling import defaults
 from mmspec.sampling.batch_sampler import BatchSampler
 from mmspec.sampling.sampler import Sampled, Sampler
 from tests import matrix
-from tests.decoding import decode
+from tests.decoding import SteppedEngine, decode
 from tests.tiny import byte_tokenizer, shared_model
 from tests.tiny.models import text_inputs
 
@@ -60,6 +60,28 @@ def test_an_answer(name, kind, batch, params, monkeypatch):
         assert device.copies == 0
         running.close()
     assert device.captured
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", "ngram"), ("llava", "msd")])
+def test_answers_with_and_without_drafts(name, kind, monkeypatch):
+    model = copy.deepcopy(shared_model(name))
+    drafter = matrix.drafter_of(kind, model, "captured")
+    with fake_cuda(monkeypatch) as device:
+        to_cuda(model)
+        target = plugins.target_class(model.config)(model)
+        drafter.attach(target)
+        engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(5, 3))
+        prompt = Prompt(on_fake_cuda(text_inputs(3)["input_ids"]))
+        rows = engine.add(prompt, Sampler(), Stopper(12))
+        rows[1].drafts = False
+        for _ in range(4):
+            engine.core.step()
+            reads, copies = dict(device.reads), device.copies
+            device.reads.clear()
+            device.copies = 0
+        assert (reads, copies) == ({"tolist": 1}, 0)
+        assert [row.stats.num_draft_tokens > 0 for row in rows] == [True, False, True]
+        engine.remove(rows)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llava", "msd"), ("llava", "recycle"), ("bamba", "small")])

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 pytest.importorskip("llguidance")
 
 import mmspec
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError, pipeline, plugins
 from mmspec.drafters.recycle import Recycle
 from mmspec.sampling import grammar as module
 from mmspec.sampling.grammar import Grammars
@@ -376,6 +376,7 @@ def test_a_limit_reached_within_an_output(monkeypatch):
     keywords = {"grammar": text, "temperature": 1.0, "seed": 1, "max_new_tokens": 40}
     full = pipe.generate("a", **keywords)
     monkeypatch.setitem(LIMITS, "step_max_items", 5)
+    pipeline._GRAMMARS.clear()
     errors = set()
     for drafter in (None, Recycle()):
         one = mmspec.Pipeline(pipe.target, pipe.processor, drafter)
@@ -386,8 +387,17 @@ def test_a_limit_reached_within_an_output(monkeypatch):
         errors.add(str(error.value))
     assert len(errors) == 1
     monkeypatch.undo()
-    one._grammars = None  # those that were compiled under the limit
+    pipeline._GRAMMARS.clear()  # those that were compiled under the limit
     assert one.generate("a", **keywords).token_ids == full.token_ids
+
+
+def test_a_vocabulary_is_read_once_for_all_drafters(monkeypatch):
+    pipe, read = mmspec.load(byte_model(), None, processor=byte_tokenizer()), []
+    monkeypatch.setattr(pipeline, "Grammars", lambda *given: read.append(given) or Grammars(*given))
+    pipeline._GRAMMARS.clear()
+    for drafter in (None, Recycle()):
+        assert mmspec.Pipeline(pipe.target, pipe.processor, drafter).generate("a", regex="b{3}").text == "bbb"
+    assert len(read) == 1
 
 
 def test_a_limit_depends_on_the_tokens_alone(monkeypatch):

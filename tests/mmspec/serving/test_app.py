@@ -45,9 +45,11 @@ def test_an_answer_is_that_of_the_pipeline(server: Served, pipe: Pipeline) -> No
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, alone.finish_reason, None)
     prompt = alone.stats.num_prompt_tokens
     counts = {"prompt_tokens": prompt, "completion_tokens": 16, "total_tokens": prompt + 16}
-    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0}}
+    assert body["usage"] == counts | details
     figures = body["metrics"]["speculative_decoding"]
-    assert set(figures) == set(_PER_REQUEST)
+    assert set(figures) == {"drafter", *_PER_REQUEST}
+    assert figures["drafter"] == "flash"
     assert figures["drafter_error"] == ""
     assert figures["num_spec_steps"] + figures["num_accepted_draft_tokens"] == 15  # the first is the prefill's
 
@@ -224,7 +226,8 @@ def test_models_health_and_metrics(server: Served) -> None:
         ("spec_decode_num_draft_tokens", "num_draft_tokens"),
         ("spec_decode_num_accepted_tokens", "num_accepted_draft_tokens"),
     ):
-        added = after[f"vllm:{name}_total"] - before.get(f"vllm:{name}_total", 0)
+        added = after[f"vllm:{name}_total/flash"] - before[f"vllm:{name}_total/flash"]
+        assert after[f"vllm:{name}_total/none"] == before[f"vllm:{name}_total/none"]
         assert added == sum(answer["metrics"]["speculative_decoding"][field] for answer in answers) > 0
     by_position = {key: value for key, value in after.items() if "per_pos_total" in key}
     accepted = sum(value - before.get(key, 0) for key, value in by_position.items())

@@ -25,7 +25,7 @@ MOST = 1 << 20
 
 
 def builder(limits: Limits = LIMITS) -> JobBuilder:
-    pipe: Any = SimpleNamespace()
+    pipe: Any = SimpleNamespace(target=None)
     parts: Any = (SimpleNamespace(), SimpleNamespace())
     return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
 

@@ -1,0 +1,263 @@
+"""Thoughts before an answer, end to end: grammars and stop strings begin after them, at every node of a tree.
+
+The reference looks for the markers in the whole output each time, as text, and decodes plainly.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers.generation import logits_process as hf
+
+pytest.importorskip("llguidance")
+
+from mmspec.errors import UserError
+from mmspec.eval.decoding.oracle import Oracle
+from mmspec.sampling.thoughts import FORMATS, NAMES, thought_format
+from mmspec.targets.processor import ThoughtsAndAnswer
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
+from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, target, tokenizer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLANKS, NEW = 8, 60
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+KINDS: dict[str, Any] = {
+    "json_schema": SCHEMA,
+    "regex": "(yes|no), [a-c]{2,5}",
+    "grammar": 'start: "{" /[0-9]{2,3}/ "}"',
+}
+
+
+@cache
+def byte_by_symbol() -> dict[str, int]:
+    """Bytes of texts by the characters that stand for them in a byte-level vocabulary; others, in no text, lack."""
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    codes = (code for code in (*range(0x800), *range(0x800, 0x110000, 0x400)) if not 0xD800 <= code < 0xE000)
+    texts = ((split(chr(code))[0][0], chr(code).encode()) for code in codes)
+    return {symbol: byte for symbols, text in texts for symbol, byte in zip(symbols, text, strict=True)}
+
+
+@cache
+def bytes_of(spelling: str, token: int) -> bytes:
+    text: str = tokenizer(spelling).convert_ids_to_tokens(token)
+    if token in tokenizer(spelling).added_tokens_decoder:
+        return text.encode()
+    return bytes(byte_by_symbol().get(symbol, 0xFF) for symbol in text)
+
+
+def parts(spelling: str, mode: str, said: list[int]) -> tuple[str | None, list[int]]:
+    """Thoughts, None if there are none, and the tokens after them; the text of a special token is a byte of its own."""
+    start, end = (one.encode() for one in MARKERS[spelling])
+    if mode == "closed":
+        return None, said
+    thoughts, begun = b"", mode == "begun"
+    thought = begun
+    for n in range(len(said) + 1):
+        text = b"".join(bytes_of(spelling, token) for token in said[:n])
+        if not begun and not re.match(rb"\s*" + re.escape(start), text):
+            continue
+        thought = True
+        thoughts = re.sub(rb"<s>|</s>|<pad>|\[THINK\]", b"", text.strip().removeprefix(b"" if begun else start))
+        if end in thoughts:
+            return thoughts.partition(end)[0].decode(errors="replace").strip(), said[n:]
+    return (thoughts.decode(errors="replace").strip(), []) if thought else (None, said)
+
+
+def in_thoughts(spelling: str, mode: str, said: list[int]) -> bool:
+    thoughts, _ = parts(spelling, mode, said)
+    text = b"".join(bytes_of(spelling, token) for token in said)
+    return thoughts is not None and MARKERS[spelling][1].encode() not in text
+
+
+def allowed(spelling: str, mode: str, form: str, said: list[int]) -> list[int] | None:
+    """What may come after some tokens: a grammar that does not begin with white space."""
+    start, end = (one.encode() for one in MARKERS[spelling])
+    vocab = {token: bytes_of(spelling, token) for token in range(3, len(tokenizer(spelling)))}
+    text = b"".join(bytes_of(spelling, token) for token in said)
+    if in_thoughts(spelling, mode, said):
+        return [END, 0, 1, *(t for t, more in vocab.items() if not re.search(re.escape(end) + rb"\s*\S", text + more))]
+    thoughts, rest = parts(spelling, mode, said)
+    blank = [bytes_of(spelling, token) for token in rest]
+    blanks = next((n for n, one in enumerate(blank) if one.strip()), len(rest)) if mode != "closed" else 0
+    found = set(allowed_tokens(tokenizer(spelling), [END], form, rest[blanks:]) or ())
+    after = b"".join(blank)
+    if thoughts is not None:
+        after = text.partition(end)[2]
+    for token, more in vocab.items():
+        one = after + more
+        if mode != "closed" and not one.strip() and len(one) <= BLANKS:
+            found.add(token)
+        if mode == "open" and thoughts is None and len(one) - len(one.lstrip()) <= BLANKS:
+            marker = one.lstrip()
+            begins = start.startswith(marker) or marker.startswith(start)
+            if marker == start if spelling == "special" else begins:
+                found.add(token)
+    return sorted(found)
+
+
+def plainly(spelling: str, mode: str, kind: str, wanted: list[int], seed: int | None) -> list[int]:
+    prompt, model = prompt_of(spelling, mode), target(spelling).model
+    form = source(kind, KINDS[kind])
+    chain: list[Any] = [masking(lambda said, _: allowed(spelling, mode, form, said), len(prompt))]
+    chain.append(hf.SequenceBiasLogitsProcessor(model.generation_config.sequence_bias))
+    return decode_plainly(model, {"input_ids": torch.tensor([prompt])}, chain, NEW, seed, [END])
+
+
+OUTPUTS = {
+    "begun": ["So {1}, no.{end}\n\n{answer}", "{{{end}{answer}", "a < b </th{end} x", "only thoughts"],
+    "open": [
+        *("{start}\nSo {1}.{end}\n\n{answer}", "\n{start}x{end}{answer}", "{start}never"),
+        *("{answer}", "No.", "\n\n{answer}"),
+    ],
+    "closed": ["{answer}", "{start}x{end}{answer}"],
+}
+ANSWERS = {"json_schema": json.dumps({"a": "y"}), "regex": "yes, abc", "grammar": "{42}"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", OUTPUTS)
+@pytest.mark.parametrize("spelling", MARKERS)
+def test_grammars_begin_after_thoughts(spelling: str, mode: str, kind: str) -> None:
+    """Whatever is drafted across the markers, and where the model wants to leave the grammar."""
+    start, end = MARKERS[spelling]
+    tree_sizes = []
+    for number, form in enumerate(OUTPUTS[mode]):
+        text = form.replace("{start}", start).replace("{end}", end).replace("{answer}", ANSWERS[kind])
+        wanted = ids_of(spelling, text)
+        script(spelling, mode, wanted)
+        for seed in (None, 4):
+            expected = plainly(spelling, mode, kind, wanted, seed)
+            sampling = {} if seed is None else {"temperature": 1.0, "seed": seed}
+            pipe = pipeline(spelling, Oracle([[*expected, *wanted]], vocab=len(tokenizer(spelling)), seed=number))
+            options = {"chat_template_kwargs": {"mode": mode}, "reasoning": "auto", kind: KINDS[kind], **sampling}
+            answer = pipe.generate(PROMPT, nodes=12, max_new_tokens=NEW, **options)
+            assert answer.token_ids == expected, text
+            thoughts, rest = parts(spelling, mode, expected)
+            assert answer.reasoning == (thoughts or "")
+            assert answer.num_reasoning_tokens == (0 if thoughts is None else len(expected) - len(rest))
+            after = tokenizer(spelling).decode([token for token in rest if token != END], skip_special_tokens=True)
+            assert answer.text == (after if mode == "closed" else after.lstrip())
+            if answer.finish_reason == "stop" and answer.text:
+                assert valid(kind, answer.text)
+            pieces = list(pipe.stream(PROMPT, nodes=12, max_new_tokens=NEW, **options))
+            assert "".join(piece.text for piece in pieces) == answer.text
+            assert "".join(piece.reasoning for piece in pieces) == answer.reasoning
+            assert sum(piece.num_reasoning_tokens for piece in pieces) == answer.num_reasoning_tokens
+            tree_sizes.append(answer.stats.mean_acceptance_length)
+    assert max(tree_sizes) > 2
+
+
+def valid(kind: str, text: str) -> bool:
+    if kind == "json_schema":
+        return json.loads(text)["a"] in ("x", "y")
+    return re.fullmatch(KINDS["regex"] if kind == "regex" else r"\{[0-9]{2,3}\}", text) is not None
+
+
+@pytest.mark.parametrize(("mode", "blank"), [("begun", "\n\n"), ("open", "")])
+@pytest.mark.parametrize("spelling", MARKERS)
+def test_texts_do_not_depend_on_where_pieces_end(spelling: str, mode: str, blank: str) -> None:
+    """With parts of markers, and characters of several tokens, in thoughts and answer."""
+    start, end = MARKERS[spelling]
+    begun = "" if mode == "begun" else f"\n{start}"
+    thoughts, answer = f"A < b é {end[:-2]} {start}", f"{{Ulm {end} é STOP"
+    ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}{blank}{answer}")
+    processor, prompt = pipeline(spelling).processor, torch.tensor(prompt_of(spelling, mode))
+
+    def detokenizer(stop: tuple[str, ...] = ()) -> ThoughtsAndAnswer:
+        found = processor.thoughts("auto", prompt)
+        return ThoughtsAndAnswer(processor.decode, stop, found, partial(processor.decode, verbatim=True))
+
+    hidden = spelling == "special"  # decoding leaves no text of special tokens
+    expected = tuple(text if not hidden else text.replace(start, "").replace(end, "") for text in (thoughts, answer))
+    expected = expected[0].strip(), expected[1]
+    assert detokenizer().text(ids) == expected
+    assert detokenizer(("STOP",)).text(ids) == (expected[0], expected[1].removesuffix("STOP"))
+    for first in range(len(ids)):
+        for second in range(first, len(ids), 3):
+            reader = detokenizer()
+            pieces = [reader.new_text(ids[:n], final=False) for n in range(1, first)]
+            pieces += [reader.new_text(ids[:second], final=False), reader.new_text(ids, final=True)]
+            read = zip(*(piece for piece in pieces if piece), strict=True)
+            assert tuple(map("".join, read)) == expected
+
+
+def test_what_begins_like_a_marker_is_an_answer_at_the_end() -> None:
+    processor = pipeline("text").processor
+    thoughts = processor.thoughts("auto", torch.tensor(prompt_of("text", "open")))
+    reader = ThoughtsAndAnswer(processor.decode, (), thoughts, partial(processor.decode, verbatim=True))
+    ids = ids_of("text", "<thi")
+    assert reader.new_text(ids, final=False) is None
+    assert reader.new_text(ids, final=True) == ("", "<thi")
+    assert reader.num_thoughts == 0
+
+
+def test_outputs_may_be_rejected_after_thoughts() -> None:
+    """With rejection in place of masks; the model writes white space before its answer."""
+    wanted = ids_of("added", "Hm.</think>\n\nyes, ab")
+    script("added", "begun", wanted)
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "qwen3", "regex": KINDS["regex"]}
+    answer = pipeline("added").generate(PROMPT, **options, temperature=1.0, seed=1, grammar_aligned=True)
+    assert (answer.reasoning, answer.text) == ("Hm.", "yes, ab")
+
+
+def test_white_space_of_the_grammar_is_its_own() -> None:
+    """Only what precedes it is left out."""
+    script("added", "begun", ids_of("added", "Hm.</think>\n yes"))
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
+    answer = pipeline("added").generate(PROMPT, regex=" (yes|no)", **options)
+    assert (answer.text, answer.token_ids[answer.num_reasoning_tokens :]) == ("yes", [*ids_of("added", "\n yes"), END])
+
+
+def test_an_end_of_sequence_that_is_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = ids_of("added", "\n")
+    monkeypatch.setattr(TransformersTarget, "eos_token_ids", [END, line])
+    script("added", "begun", ids_of("added", "Hm.</think>\nyes"))
+    options = {"chat_template_kwargs": {"mode": "begun"}, "reasoning": "auto"}
+    answer = pipeline("added").generate(PROMPT, regex="(yes|no)", **options)
+    assert re.fullmatch("yes|no", answer.text)
+
+
+def test_a_trigger_counts_after_thoughts() -> None:
+    wanted = ids_of("added", "CALL no.</think>\nNo CALL 7a")
+    script("added", "begun", wanted)
+    options = {"chat_template_kwargs": {"mode": "begun"}, "regex": "[ 0-9]{3}", "grammar_trigger": "CALL"}
+    answer = pipeline("added").generate(PROMPT, **options, reasoning="auto", max_new_tokens=60)
+    assert answer.reasoning == "CALL no."
+    assert re.fullmatch("No CALL 7[ 0-9]", answer.text)
+    at_once = pipeline("added").generate(PROMPT, **options, max_new_tokens=60)
+    assert re.fullmatch("CALL[ 0-9]{3}", at_once.text)
+    script("added", "begun", ids_of("added", "CALL no.</think>\n\nCALL 7a"))
+    at_start = {**options, "grammar_trigger": "^CALL"}  # of the answer, white space aside
+    answer = pipeline("added").generate(PROMPT, **at_start, reasoning="auto", max_new_tokens=60)
+    assert re.fullmatch("CALL 7[ 0-9]", answer.text)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ m.content.split('</think>')[-1] }}{{ '<think>\n' if think }}", "think"),
+        ("{{ '[THINK]' + m.reasoning + '[/THINK]' }}", "mistral"),
+        ("{{ '<seed:think>' }}", "seed_oss"),
+        ("{{ m.content }}", None),
+        ("", None),
+    ],
+)
+def test_formats_of_templates(template: str, name: str | None) -> None:
+    found = thought_format("auto", template)
+    assert (found and found.name) == name
+    assert thought_format("deepseek_r1", template) is thought_format("think", template) is FORMATS[0]
+    assert thought_format("none", template) is thought_format(None, template) is None
+
+
+def test_names() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    with pytest.raises(UserError, match=r"^reasoning must be None or one of auto, none, think, .*: got 'x'$"):
+        pipeline("text").generate("a", reasoning="x")

@@ -1,0 +1,205 @@
+"""Speculation by the request: plain decoding, drafters of several that are loaded, limits, metrics by drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from time import sleep
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from prometheus_client import CollectorRegistry, generate_latest
+
+from mmspec.engine.stats import Stats
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from mmspec.serving import command
+from mmspec.serving.limits import Limits
+from mmspec.serving.metrics import Metrics, ReplicaMetrics
+from mmspec.serving.settings import ServerSettings
+from tests.served import SCENE, Served, data_uri, events, question, served
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = ["flash", "recycle@chain", "none"]
+LOADING = {"model": "tiny-llava", "drafter": "flash", "device": "cpu", "dtype": "float32"}
+LOADING |= {"trust_remote_code": False, "generation_config": "auto"}
+PROMPTS = ["Describe the image.", "one two one two one two one", "What is in a picture?"]
+
+
+@pytest.fixture(scope="module")
+def pipes() -> dict[str, Pipeline]:
+    return ServerSettings(LOADING, Limits(max_draft_tokens=20), {}, prefix_cache=64, others=NAMES[1:]).pipelines()
+
+
+@pytest.fixture(scope="module")
+def running(pipes: dict[str, Pipeline]) -> Iterator[Served]:
+    with served(pipes["flash"], Limits(max_draft_tokens=20), drafters=pipes) as server:
+        yield server
+
+
+def asked(number: int, **fields: Any) -> dict[str, Any]:
+    image = [data_uri(SCENE)] if number == 0 else []
+    return question(PROMPTS[number], *image, max_tokens=24, **fields)
+
+
+def answer(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    body = response.json()
+    return body["choices"][0]["message"]["content"], body["metrics"]["speculative_decoding"]
+
+
+def counted(server: Served) -> dict[tuple[str, str], float]:
+    """Values of the counters of speculation by name and drafter."""
+    found: dict[tuple[str, str], float] = {}
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if line.startswith("vllm:spec_decode") and "_total{" in line:
+            labels = dict(one.split("=") for one in line.partition("{")[2].partition("}")[0].split(","))
+            key = line.partition("_total")[0].removeprefix("vllm:spec_decode_num_"), labels["drafter"].strip('"')
+            found[key] = found.get(key, 0) + float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def test_answers_are_those_of_plain_decoding(running: Served, pipes: dict[str, Pipeline]) -> None:
+    """One by one and all at once, with a shared prefix cache; the counters of each drafter add up."""
+    assert list(pipes) == NAMES
+    assert len({pipe.engine for pipe in pipes.values()}) == 1
+    before, choices = counted(running), [True, False, *NAMES, None]
+    plain = [
+        pipes["none"].generate(PROMPTS[n], **({"images": str(SCENE)} if n == 0 else {}), max_new_tokens=24)
+        for n in range(3)
+    ]
+    jobs = [(number, choice) for choice in choices for number in range(3)]
+    start = Barrier(6)
+
+    def ask(job: tuple[int, Any]) -> tuple[str, dict[str, Any]]:
+        start.wait()
+        return answer(running.post(asked(job[0], speculative=job[1])))
+
+    alone = [answer(running.post(asked(number, speculative=choice))) for number, choice in jobs]
+    with ThreadPoolExecutor(6) as threads:
+        together = list(threads.map(ask, jobs))
+    for (number, choice), *found in zip(jobs, alone, together, strict=True):
+        name = {True: "flash", False: "none", None: "flash"}.get(choice, choice)
+        for text, figures in found:
+            assert text == plain[number].text, (choice, number)
+            assert figures["drafter"] == name
+            assert figures["num_draft_tokens"] == 0 or name != "none"
+    after = counted(running)
+    fields = {
+        "drafts": "num_spec_steps",
+        "draft_tokens": "num_draft_tokens",
+        "accepted_tokens": "num_accepted_draft_tokens",
+    }
+    for name in NAMES:
+        own = [figures for _, figures in (*alone, *together) if figures["drafter"] == name]
+        for counter, field in fields.items():
+            added = after[counter, name] - before.get((counter, name), 0)
+            assert added == sum(one[field] for one in own)
+            assert (added > 0) == (name != "none" or counter == "drafts"), (name, counter)
+        positions = after.get(("accepted_tokens_per_pos", name), 0) - before.get(("accepted_tokens_per_pos", name), 0)
+        assert positions == sum(one["num_accepted_draft_tokens"] for one in own)
+
+
+def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pipeline], monkeypatch: Any) -> None:
+    """In one batch, where requests of another drafter wait for the first to end."""
+    core, batches = pipes["flash"].engine.core, []
+    decode, step = core._decode, core.step
+
+    def watched() -> None:
+        assert core.key is not None
+        batches.append((core.key.speculation, [row.drafts for row in core.running]))
+        decode()
+
+    monkeypatch.setattr(core, "_decode", watched)
+    monkeypatch.setattr(core, "step", lambda: (sleep(0.02), step()))  # until all three have come
+    bodies = [
+        asked(1, speculative=one) | {"max_tokens": 80, "ignore_eos": True} for one in (True, False, "recycle@chain")
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        for response in threads.map(running.post, bodies):
+            answer(response)
+    assert any(sorted(rows) == [False, True] for _, rows in batches)
+    assert {len(rows) for speculation, rows in batches if speculation is pipes["recycle@chain"]._speculation} == {1}
+
+
+def test_draft_tokens_of_a_request(running: Served, pipes: dict[str, Pipeline]) -> None:
+    for number in (0, 5, 20):
+        text, figures = answer(running.post(asked(1, num_draft_tokens=number)))
+        expected = pipes["flash"].generate(PROMPTS[1], max_new_tokens=24, num_draft_tokens=number)
+        assert (text, figures["num_draft_tokens"]) == (expected.text, expected.stats.num_draft_tokens)
+        assert figures["drafter"] == ("flash" if number else "none")
+    streamed = events(running.post(asked(1, speculative="recycle@chain", num_draft_tokens=3, stream=True)))
+    assert streamed[-1]["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
+    body = {"model": "tiny-llava", "input": PROMPTS[1], "speculative": False, "temperature": 0, "max_output_tokens": 24}
+    response = running.post(body, "responses").json()
+    assert response["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    body = {"model": "tiny-llava", "prompt": "one two", "speculative": "recycle@chain", "max_tokens": 4}
+    assert running.post(body, "completions").json()["metrics"]["speculative_decoding"]["drafter"] == "recycle@chain"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"speculative": "eagle"},
+            "speculative must be one of true, false, 'flash', 'recycle@chain', 'none': got 'eagle'",
+        ),
+        ({"num_draft_tokens": 21}, "num_draft_tokens must be at most 20: got 21"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens must be None or a whole number >= 0: got -1"),
+        (
+            {"speculative": False, "num_draft_tokens": 3},
+            "num_draft_tokens must be at most 0 beside speculative: false: got 3",
+        ),
+    ],
+)
+def test_mistakes(running: Served, fields: dict[str, Any], message: str) -> None:
+    response = running.post(asked(1, **fields))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["message"], error["param"]) == (message, list(fields)[-1])
+
+
+def test_metrics_of_replicas_keep_the_drafter() -> None:
+    found = {}
+    for replica, steps in (("one", 3), ("two", 5)):
+        metrics = Metrics("tiny", lambda: 0, lambda: 0, lambda: 1, ["a", "none"])
+        metrics.ended(Stats(num_spec_steps=steps), "stop", "a")
+        found[replica] = list(metrics.registry.collect())
+    registry = CollectorRegistry()
+    registry.register(ReplicaMetrics(found))
+    lines = generate_latest(registry).decode().splitlines()
+    counted = {line for line in lines if line.startswith("vllm:spec_decode_num_drafts_total{")}
+    form = 'vllm:spec_decode_num_drafts_total{{drafter="{}",model_name="tiny",replica="{}"}} {}'
+    expected = {("a", "one", 3.0), ("a", "two", 5.0), ("none", "one", 0.0), ("none", "two", 0.0)}
+    assert counted == {form.format(*one) for one in expected}
+
+
+def test_an_operators_choice(pipes: dict[str, Pipeline]) -> None:
+    with served(pipes["flash"], Limits(fixed_speculation=True), drafters=pipes) as server:
+        for name, value in (("speculative", False), ("speculative", "none"), ("num_draft_tokens", 4)):
+            error = server.post(asked(1, **{name: value})).json()["error"]
+            assert error["message"] == f"{name} is chosen by this server: expected none, got {value!r}"
+        assert answer(server.post(asked(1)))[1]["drafter"] == "flash"
+
+
+def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[ServerSettings] = []
+    monkeypatch.setattr(command, "_here", lambda settings, host, port: given.append(settings))
+    for options in ([], ["--drafter", "a"], ["--drafter", "a", "--drafter", "b", "--max-draft-tokens", "9"]):
+        assert CliRunner().invoke(command.serve, options).exit_code == 0
+    assert [(one.loading["drafter"], list(one.others)) for one in given] == [("auto", []), ("a", []), ("a", ["b"])]
+    assert given[-1].limits.max_draft_tokens == 9
+    result = CliRunner().invoke(command.serve, ["--drafter", "a", "--drafter", "b", "--adapt"])
+    assert str(result.exception) == "--adapt goes with one --drafter: got 2"
+
+
+def test_names_of_drafters() -> None:
+    with pytest.raises(UserError, match=r"^unknown drafter"):
+        ServerSettings({**LOADING, "model": "tiny-hybrid"}, Limits(), {}, others=["ngrams"]).pipelines()
+    settings = ServerSettings({**LOADING, "model": "tiny-hybrid", "drafter": "ngram"}, Limits(), {}, others=["ngram"])
+    with pytest.raises(UserError, match=r"^drafters must have different names: got ngram, ngram$"):
+        settings.pipelines()
