@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter as clock
 from typing import Any
@@ -156,7 +156,8 @@ def first_difference(
     if at == shorter or params.do_sample:
         speculative_token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (speculative, plain))
         return Difference(at, speculative_token, plain_token, None)
-    prompt = pipe.encode([request])
+    inputs = {name: keywords[name] for name in pipe.processor.options if keywords.get(name) is not None}
+    prompt = replace(pipe.encode([request], **inputs), adapter=keywords.get("adapter"))
     scores = next_token_scores(pipe.target, prompt, plain[:at], pipe.defaults.processors(params, prompt.input_ids))
     if (grammar := pipe.grammar(params)) is not None:
         allowed = Matcher(grammar, []).allowed(plain[:at], (), len(scores))

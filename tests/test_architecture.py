@@ -33,7 +33,7 @@ LAYERS = [
     {"pipeline"},
     {"compare", "hook", "loading"},
     {"mmspec"},
-    {"training"},
+    {"checking", "training"},
     {"cli"},
     {"serving"},
     {"__main__"},

@@ -49,6 +49,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec tune --model smollm2 --prompts prompts.txt",
         "mmspec tune --model smollm2 --prompts prompts.txt --minutes 10 --drafters recycle,ngram",
     ),
+    "check": (
+        "mmspec check smollm2",
+        "mmspec check --url http://127.0.0.1:8000 --against http://127.0.0.1:8001",
+    ),
     "calibrate": ("mmspec calibrate --model smollm2", "mmspec calibrate --model smollm2 --dtype int8 --refresh"),
     "info": ("mmspec info", "mmspec info smollm2 --drafters"),
     "clean": ("mmspec clean", "mmspec clean --json"),
@@ -74,7 +78,7 @@ class Command(click.Command):
         "Options": (
             *("model", "models", "target", "prompt", "prompts", "drafter", "drafters", "tasks", "methods"),
             *("max_new_tokens", "temperature", "minutes", "host", "port", "api_key", "compare", "refresh"),
-            *("out", "resume", "as_json", "listing", "layout"),
+            *("url", "against", "only", "out", "resume", "as_json", "listing", "layout"),
         ),
         "Loading": ("mmproj", "device", "dtype", "device_map", "trust_remote_code", "generation_config", "threads"),
         "Images and videos": (
@@ -147,6 +151,7 @@ _SECTIONS = {
         "datastore": "Index texts on disk, to draft from.",
     },
     "Evaluate": {
+        "check": "Check that drafts change no answer of your model, or of a server.",
         "eval": "Measure quality, acceptance and speed.",
         "tune": "Find the fastest drafter for your prompts.",
         "calibrate": "Measure the time of verify passes by tree size.",

@@ -229,6 +229,17 @@ generation_config_option = click.option(
     help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
 )
 
+_ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda text: tuple(text.split("=", 1)))
+
+adapter_option = click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    type=Value(_ADAPTER),
+    metavar="NAME=FOLDER",
+    help="A LoRA adapter of peft; repeatable.",
+)
+
 adapt_options = stack(
     click.option("--adapt", is_flag=True, help="Let drafters learn from all requests while none is running."),
     derived(AdaptOptions, prefix="adapt_"),

@@ -60,6 +60,7 @@ BUILTIN = {
         "generate": "mmspec.cli.generate:generate",
         "info": "mmspec.cli.info:info",
         "calibrate": "mmspec.cli.calibrate:calibrate",
+        "check": "mmspec.cli.check:check",
         "clean": "mmspec.cli.clean:clean",
         "train": "mmspec.cli.commands:train",
         "caption": "mmspec.vision.cli.caption:caption",

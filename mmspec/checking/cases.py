@@ -1,0 +1,427 @@
+"""Cases of a check: requests whose answers speculative decoding may get wrong, each with what it proves."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import log
+from time import monotonic
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from mmspec.checking.drafters import NowAndThen, Rehearsed
+from mmspec.checking.sides import Answer, Question, SkippedError
+from mmspec.checking.statistics import ALPHA, POWER, against_probabilities, two_samples
+from mmspec.checking.trial import Trial
+from mmspec.compare import next_token_scores
+from mmspec.core.drafter import Drafter
+from mmspec.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case; ``run`` asks and records, and raises ``SkippedError`` where it cannot."""
+
+    name: str
+    proves: str
+    run: Callable[[Trial], None]
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, proves: str) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+    """Register a function as a case."""
+
+    def register(run: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        CASES[name] = Case(name, proves, run)
+        return run
+
+    return register
+
+
+_NOTICE = (
+    "The library opens at nine and closes at six. Books are lent for four weeks. Maps are lent for four weeks. "
+    "Films are lent for one week. The library opens at nine on weekdays and closes at six on weekdays."
+)
+_COPY = f"Repeat this text word for word:\n{_NOTICE}"
+_STORY = "Tell a short story about a fox who meets a crow in winter."
+_CODE = "Write a Python function that returns the n-th Fibonacci number, with a docstring and an example."
+_LIST = "List twelve fruits as a numbered list, one on each line."
+_RAIN = "Explain in a few sentences how rain forms."
+_COUNT = "Count from 1 to 30, separated by commas."
+_SQL = "Write an SQL query that counts the orders of each customer in the table orders."
+_POEM = "Write four lines about the sea."
+_EIGHT = (_STORY, _CODE, _LIST, _COPY, _RAIN, _COUNT, _SQL, _POEM)
+_TOSSES = "Go on with these tosses of a coin at random: heads, tails, heads, heads, tails, tails, heads, tails, tails,"
+_IMAGE = "Describe the image in detail."
+_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
+_TOOL = (
+    '[{"type": "function", "function": {"name": "get_weather", "description": "The weather of a city today.", '
+    '"parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]'
+)
+_LONGEST_CONTEXT = 4096  # tokens that a prompt is made for, to reach the end of the model's context
+_SAMPLED, _TOP_K = 4, 3  # tokens of an answer, and candidates of each, whose sequences are enumerated
+_DRAWS, _FEWEST_DRAWS, _AT_ONCE, _DRAW_SECONDS = 2048, 256, 32, 40.0
+_SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
+
+
+@case("prose", "Continuous text has the tokens of plain decoding.")
+def _prose(trial: Trial) -> None:
+    trial.same(Question.user(_STORY), Question.user(_RAIN))
+
+
+@case("code", "Code, of which much is predictable, has the tokens of plain decoding.")
+def _code(trial: Trial) -> None:
+    trial.same(Question.user(_CODE, max_tokens=64), Question.user(_SQL))
+
+
+@case("list", "A list, whose lines repeat a pattern, has the tokens of plain decoding.")
+def _list(trial: Trial) -> None:
+    trial.same(Question.user(_LIST), Question.user(_COUNT, max_tokens=64))
+
+
+@case("copy", "Long accepted drafts, of text copied from the prompt, leave the right state.")
+def _copy(trial: Trial) -> None:
+    trial.same(Question.user(_COPY, max_tokens=96))
+
+
+@case("rehearsed", "Drafts that are right for a while and then wrong are cut at the right token, at every depth.")
+def _rehearsed(trial: Trial) -> None:
+    for text in (_STORY, _LIST, _COPY):
+        question = Question.user(text, max_tokens=64)
+        trial.compare(question, [trial.rehearsed(question)])
+
+
+@case("now-and-then", "Steps with and without drafts alternate: an accepted draft leaves the state of plain decoding.")
+def _now_and_then(trial: Trial) -> None:
+    trial.same(Question.user(_COPY), Question.user(_LIST), side=trial.variant(NowAndThen))
+
+
+@case("tree-sizes", "Trees of all sizes, chains, and sizes chosen for speed give the same tokens.")
+def _tree_sizes(trial: Trial) -> None:
+    def chain(drafter: Drafter) -> Drafter:
+        drafter.draft_chains(7)
+        return drafter
+
+    sides = [trial.variant(size=size) for size in (1, 3, 32, None)]
+    try:
+        sides.append(trial.variant(chain, size=7))
+    except ValueError as error:
+        trial.note(str(error))
+    for side in sides:
+        trial.same(Question.user(_COPY), Question.user(_CODE), side=side)
+
+
+@case("prefix", "A prompt that begins like an earlier one, or is the same, gets the answer of a new prompt.")
+def _prefix(trial: Trial) -> None:
+    side = trial.caching()
+    first, longer = Question.user(_COPY), Question.user(f"{_COPY} The library is closed in August.")
+    for group in ([first], [first], [longer], [first], [longer, first, Question.user(f"{_COPY} It has a garden.")]):
+        trial.same(*group, side=side, together=True)
+    ((last,),) = trial.ask(first, side=side)
+    if not last.cached:
+        trial.note("no prefix was kept")
+
+
+@case("sessions", "Turns of several conversations at once, with kept prefixes, do not mix.")
+def _sessions(trial: Trial) -> None:
+    side = trial.caching()
+    questions = [Question.user(text, max_tokens=32) for text in (_COPY, _LIST, _STORY)]
+    for following in ("Go on.", "Repeat your last answer word for word.", "Say it once more."):
+        answers = trial.same(*questions, side=side, together=True)
+        turn = Question.user(following, max_tokens=32)
+        questions = [question.then(one.text, turn) for question, one in zip(questions, answers, strict=True)]
+
+
+@case("abort", "An aborted stream leaves nothing behind for the request beside it, nor for the same request again.")
+def _abort(trial: Trial) -> None:
+    side = trial.caching()
+    aborted = Question.user(_COPY, min_tokens=96, max_tokens=112)  # so long that it is running when it is aborted
+    other = Question.user(_LIST, max_tokens=64)
+    expected = trial.expect(other)[0]
+    for pieces in (1, 3):
+        streams = [iter(side.stream(question)) for question in (aborted, other)]
+        parts = [part for _, part in zip(range(pieces), zip(*streams, strict=False), strict=False)]
+        streams[0].close()  # type: ignore[attr-defined]
+        rest = [*(second for _, second in parts), *streams[1]]
+        tokens = tuple(token for part in rest for token in part.tokens or ())
+        text, reason = ("".join(getattr(part, name) for part in rest) for name in ("text", "finish_reason"))
+        trial.compare(other, [replace(expected, text=text, finish_reason=reason, tokens=tokens or None)])
+        trial.same(aborted, side=side)
+
+
+@case("batch", "Eight requests at once get the answers that each gets alone.")
+def _batch(trial: Trial) -> None:
+    lengths = (48, 64, 32, 48, 24, 64, 40, 16)
+    trial.same(
+        *(Question.user(text, max_tokens=length) for text, length in zip(_EIGHT, lengths, strict=True)), together=True
+    )
+
+
+@case("choices", "Choices of one request are independent: with a seed, each is the answer to its own seed.")
+def _choices(trial: Trial) -> None:
+    greedy = Question.user(_LIST, max_tokens=24, n=2)
+    trial.compare(greedy, trial.ask(greedy)[0])
+    question = Question.user(_STORY, max_tokens=16, n=4, temperature=1.0, seed=11, top_logprobs=0)
+    (found,) = trial.ask(question)
+    logprob = sum(step[1] for step in found[0].steps) if found[0].steps else -1e3
+    same = len({one.text for one in found}) == 1 and (len(found) - 1) * logprob < log(ALPHA)
+    trial.require(not same, question, f"all choices are the same, which has the probability e^{3 * logprob:.0f}")
+    question = replace(question, top_logprobs=None)
+    if not trial.is_local:
+        return
+    pairs = [(one, trial.expect(replace(question, n=1, seed=11 + i))[0]) for i, one in enumerate(found)]
+    others = [Question.user(text, max_tokens=16, temperature=1.0, seed=5) for text in _EIGHT]
+    pairs += [(one, trial.expect(asked)[0]) for (one,), asked in zip(trial.ask(*others), others, strict=True)]
+    unequal = sum(one.tokens != own.tokens for one, own in pairs)
+    trial.record.tokens += sum(own.length for one, own in pairs if one.tokens == own.tokens)
+    # A draw at the boundary of two tokens is decided by rounding: in float32 that of one answer in a thousand.
+    allowed = 1 if trial.bound < 1e-3 else len(pairs) // 2
+    text = f"{unequal} of {len(pairs)} answers with a seed differ, at most {allowed} by rounding"
+    trial.require(unequal <= allowed, question, text)
+    if 0 < unequal <= allowed:
+        trial.note(text)
+
+
+@case("logprobs", "Log probabilities are those of plain decoding, of accepted drafts too.")
+def _logprobs(trial: Trial) -> None:
+    for text in (_COPY, _STORY):
+        trial.same(Question.user(text, max_tokens=32, top_logprobs=5), rehearse=True)
+
+
+@case("min-tokens", "An answer has its least length, also where drafts end it before, and ends at a stop string.")
+def _min_tokens(trial: Trial) -> None:
+    for text in ("Say yes.", "What is 2 + 2? Answer with one number.", _COPY, _RAIN, _POEM):
+        plain = Question.user(text, max_tokens=96)
+        answer = trial.expect(plain)[0]
+        if answer.finish_reason == "stop":
+            break
+    else:
+        raise SkippedError("no answer ended within 96 tokens")
+    least = answer.length + 6
+    question = replace(plain, min_tokens=least, max_tokens=least + 10)
+    (own,) = trial.same(question, rehearse=True)
+    trial.require(own.length >= least or not trial.is_local, question, f"plain decoding ends after {own.length} tokens")
+    if own.length < least:
+        raise SkippedError("the other server ignores min_tokens")
+    if len(stops := _stops(own.text)) > 0:
+        trial.same(replace(question, stop=stops[0]), rehearse=True)
+
+
+@case("stop-string", "A stop string within an accepted draft ends the answer before it.")
+def _stop_string(trial: Trial) -> None:
+    for text in (_COPY, _CODE, _COUNT):
+        plain = Question.user(text, max_tokens=64)
+        whole = trial.expect(plain)[0].text
+        for stop in _stops(whole):
+            question = replace(plain, stop=stop)
+            (own,) = trial.same(question, rehearse=True)
+            if own.text.strip() != whole[: whole.find(stop)].strip():
+                trial.note(f"the reference does not stop before {stop!r}")
+
+
+def _stops(text: str) -> list[str]:
+    """Parts of an answer, from its middle, at which it would end there for the first time."""
+    places = (len(text) * share // 8 for share in (2, 4, 5, 6))
+    found = (text[place : place + 4] for place in places)
+    return list(dict.fromkeys(stop for stop in found if len(stop) == 4 and stop.strip() and "\ufffd" not in stop))
+
+
+@case("markers", "Markers of reasoning and of tool calls within a draft have their effect.")
+def _markers(trial: Trial) -> None:
+    if trial.is_local and not any(marker in trial.pipe.processor.chat_template_text() for marker in _MARKERS):
+        raise SkippedError("the chat template has no markers of reasoning or of tool calls")
+    weather = Question.user("What is the weather in Paris today? Call the function.", tools=_TOOL, max_tokens=96)
+    trial.same(weather, Question.user("Is 91 a prime number? Think step by step.", max_tokens=96), rehearse=True)
+
+
+@case("context-limit", "An answer ends where the context does, also within an accepted draft.")
+def _context_limit(trial: Trial) -> None:
+    question = Question.user(_COPY, max_tokens=None)
+    if trial.is_local:
+        whole, prompt = trial.expect(replace(question, max_tokens=48))[0].length, trial.tested.count(question)
+        for room in (room for room in (1, 2, 3, 5, 8) if room < whole):
+            limited = trial.limited(prompt + room)
+            limited.same(question, rehearse=True)
+            for found in (limited.ask(question)[0][0], limited.rehearsed(question), limited.expect(question)[0]):
+                text = f"prompt and answer have {prompt + found.length} tokens, the context {prompt + room}"
+                trial.require(found.length == room, question, text)
+    limits = [side.limit for side in (trial.tested, trial.references[0]) if side.limit is not None]
+    if limits and min(limits) <= _LONGEST_CONTEXT:
+        trial.same(_filling(trial, min(limits), 20), rehearse=True)
+    elif not trial.is_local:
+        raise SkippedError(f"the context is not known, or longer than {_LONGEST_CONTEXT} tokens")
+
+
+def _filling(trial: Trial, limit: int, room: int) -> Question:
+    """A question that leaves about so many tokens of the context."""
+    line = "nine ten one two three four five six seven eight "
+    few, more = (trial.tested.count(Question.user(f"{_COUNT}\n{line * count}")) for count in (1, 11))
+    count = max(int(10 * (limit - room - few) / (more - few)) + 1, 1)
+    return Question.user(f"{_COUNT}\n{line * count}", max_tokens=None)
+
+
+@case("image-large", "A large image has the answer of plain decoding.")
+def _image_large(trial: Trial) -> None:
+    trial.same(Question.user(_IMAGE, _images(trial)[0]), rehearse=True)
+
+
+@case("images-two", "Each of two images is in its place, also in a batch with other requests.")
+def _images_two(trial: Trial) -> None:
+    first, second = _images(trial)[:2]
+    questions = [Question.user(_IMAGE, first, second), Question.user(_IMAGE, second), Question.user(_LIST)]
+    trial.same(*questions, together=True)
+    trial.same(questions[0], rehearse=True)
+
+
+@case("image-turns", "An image of the second turn is seen, also after the same words about another image.")
+def _image_turns(trial: Trial) -> None:
+    side, (first, second) = trial.caching(), _images(trial)[:2]
+    for image in (first, second, first):
+        question = Question.user("Look at the next image.", max_tokens=8)
+        answer = trial.same(question, side=side)[0]
+        following = Question.user(_IMAGE, image, max_tokens=32)
+        turn = question.then(answer.text, following)
+        answer = trial.same(turn, side=side)[0]
+        trial.same(turn.then(answer.text, Question.user("What else is in it?", max_tokens=24)), side=side)
+
+
+def _images(trial: Trial) -> list[str]:
+    """At least two: the user's own, and drawings. The first is large, unless it is the user's."""
+    if trial.is_local and not trial.pipe.processor.reads_media:
+        raise SkippedError("the model reads text only")
+    return [*trial.images, _drawing(1, 1344, 896), _drawing(2, 448, 336)]
+
+
+def _drawing(seed: int, width: int, height: int) -> str:
+    """Coloured shapes, as the data URI of a PNG file."""
+    from PIL import Image, ImageDraw
+
+    rng, image = random.Random(seed), Image.new("RGB", (width, height), "white")
+    draw, size = ImageDraw.Draw(image), height // 3
+    for place in rng.sample(range(9), 4):
+        x, y = width * (place % 3) // 3, height * (place // 3) // 3
+        shape = rng.choice((draw.ellipse, draw.rectangle))
+        shape(
+            (x + size // 8, y + size // 8, x + size * 7 // 8, y + size * 7 // 8), rng.choice(("red", "blue", "green"))
+        )
+    file = io.BytesIO()
+    image.save(file, "png")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+@case("adapters", "Switching LoRA adapters leaves nothing of the one before.")
+def _adapters(trial: Trial) -> None:
+    sides = (trial.tested, trial.references[0])
+    names = [name for name in sides[0].adapters if name in sides[1].adapters]
+    if not names:
+        raise SkippedError("there are no adapters")
+    side = trial.caching()
+    for name in (None, *names[:3], None, *names[:3]):
+        trial.same(Question.user(_LIST, max_tokens=32, adapter=name), side=side, rehearse=True)
+
+
+@case("sampling", "Sampled answers follow the distribution of the model.")
+def _sampling(trial: Trial) -> None:
+    question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K, top_p=1.0)
+    if trial.is_local:
+        _enumerate(trial, question)
+    else:
+        _compare_samples(trial, question)
+
+
+def _enumerate(trial: Trial, question: Question) -> None:
+    """Compare with the probabilities of all sequences, computed from plain decoding's scores; half of the answers are
+    drafted by the user's drafter, half by the most probable answer."""
+    outcomes = Outcomes(trial.pipe, trial.request(question), question, trial.bound)
+    best = max((one for one in outcomes.probs if OTHER not in one), key=lambda one: outcomes.probs[one])
+    sides = [trial.tested, trial.drafted(Rehearsed(best))]
+    counts: Counter[tuple[int, ...]] = Counter()
+    start = monotonic()
+    for number in range(_DRAWS // _AT_ONCE):
+        seeds = range(1000 + number * _AT_ONCE, 1000 + (number + 1) * _AT_ONCE)
+        found = trial.ask(*(replace(question, seed=seed) for seed in seeds), side=sides[number % 2])
+        counts.update(outcomes.of(one.tokens or ()) for (one,) in found)
+        if sum(counts.values()) >= _FEWEST_DRAWS and monotonic() - start > _DRAW_SECONDS:
+            break
+    p, distance = against_probabilities(counts, outcomes.probs)
+    _report(trial, question, p, distance, sum(counts.values()))
+
+
+OTHER = -1
+"""The last token of an outcome: the least probable candidate, or one that rounding may put in its place."""
+
+
+class Outcomes:
+    """Answers to a question whose tokens and candidates are few, and their probabilities.
+
+    Args:
+        bound: where the least probable candidate's logit exceeds that of the next token by no more than this, rounding
+            decides which of the two is a candidate: what begins with either is one outcome.
+    """
+
+    def __init__(self, pipe: Pipeline, request: dict[str, Any], question: Question, bound: float) -> None:
+        params, prompt = pipe.defaults.complete(question.params()), pipe.encode([request])
+        processors = pipe.defaults.processors(params, prompt.input_ids)
+        self._candidates: dict[tuple[int, ...], dict[int, float]] = {}
+        self.probs: dict[tuple[int, ...], float] = {(): 1.0}
+        for _ in range(question.max_tokens or 0):
+            longer: dict[tuple[int, ...], float] = {}
+            for tokens, probability in self.probs.items():
+                if tokens[-1:] == (OTHER,) or (tokens and tokens[-1] in pipe.target.eos_token_ids):
+                    longer[tokens] = probability
+                    continue
+                logits = next_token_scores(pipe.target, prompt, tokens, LogitsProcessorList())
+                history = torch.tensor([prompt.histories()[0] + list(tokens)], device=logits.device)
+                scores = processors(history, logits[None].clone())[0].double().softmax(-1)  # type: ignore[arg-type]
+                kept = scores > 0
+                found = {token: float(scores[token]) for token in kept.nonzero().flatten().tolist()}
+                if logits[kept].min() - logits.masked_fill(kept, -torch.inf).max() <= bound:
+                    found[OTHER] = found.pop(min(found, key=lambda token: float(logits[token])))
+                self._candidates[tokens] = found
+                longer |= {(*tokens, token): probability * share for token, share in found.items()}
+            self.probs = longer
+
+    def of(self, answer: tuple[int, ...]) -> tuple[int, ...]:
+        """The outcome that an answer is, or the answer itself if it has no probability."""
+        for place, token in enumerate(answer):
+            found = self._candidates[answer[:place]]
+            if token not in found:
+                return (*answer[:place], OTHER) if OTHER in found else answer
+        return answer
+
+
+def _compare_samples(trial: Trial, question: Question) -> None:
+    """Compare answers of two servers by a permutation test."""
+    samples: list[list[str]] = []
+    for side in (trial.tested, trial.references[0]):
+        answers: list[Answer] = []
+        for _ in range(_SERVER_DRAWS // _SERVER_AT_ONCE):
+            asked = [question] * _SERVER_AT_ONCE
+            found = trial.ask(*asked) if side is trial.tested else side.ask(*asked)
+            answers += [one for choices in found for one in choices]
+        samples.append([one.text for one in answers])
+    p, distance = two_samples(samples[0], samples[1])
+    _report(trial, question, p, distance, len(samples[0]))
+
+
+def _report(trial: Trial, question: Question, p: float, distance: float, draws: int) -> None:
+    trial.record.figures = {
+        "p": p,
+        "alpha": ALPHA,
+        "answers": draws,
+        "power": POWER,
+        "total_variation": distance,
+    }
+    trial.record.tokens += draws * _SAMPLED
+    trial.note(
+        f"p = {p:.3g} of {draws} answers; at {ALPHA:g}, a total variation of {distance:.2f} is found with {POWER:.0%}"
+    )
+    trial.require(p >= ALPHA, question, f"p = {p:.3g} < {ALPHA:g} that answers follow the distribution")

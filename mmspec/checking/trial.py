@@ -1,0 +1,242 @@
+"""One run of a case: asks both sides, compares their answers, and records the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.checking.drafters import Rehearsed
+from mmspec.checking.sides import Answer, Difference, LocalSide, Question, ServerSide, Side, SkippedError
+from mmspec.core.drafter import Drafter, fork
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.0625}
+"""Largest logit margin of a tie, by the dtype of activations. Of the half precisions: four spacings of numbers from 16
+to 32, where the largest logits of most models are. Of float32: fifty, as sums over thousands of terms are rounded."""
+
+SIZE = 12
+"""Draft tokens per step, where a case does not choose others: always drafted, whether or not that pays."""
+
+_PREFIXES = 1 << 28  # bytes
+
+
+@dataclass
+class Record:
+    """What a case has shown so far.
+
+    Attributes:
+        differences: JSON objects; ``margin`` is None where no rounding explains a difference.
+        tokens: compared, up to first differences.
+        accepted: drafts of the tested side; None if that is not known.
+        rehearsed: accepted drafts of known answers, in addition.
+        notes: what else to know.
+        figures: of a statistical test.
+    """
+
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    accepted: int | None = None
+    rehearsed: int = 0
+    notes: dict[str, None] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def outcome(self, bound: float) -> str:
+        """``"equal"``, ``"tie"`` or ``"different"``."""
+        margins = [difference["margin"] for difference in self.differences]
+        if not margins:
+            return "equal"
+        return "tie" if all(margin is not None and margin <= bound for margin in margins) else "different"
+
+
+class Trial:
+    """What a case asks and records with.
+
+    Args:
+        tested: the speculating side.
+        references: plain decoding first. Their greedy answers are kept.
+        bound: largest margin of a tie.
+        images: data URIs of the user's own.
+
+    Attributes:
+        record: of the case that is running.
+    """
+
+    def __init__(self, tested: Side, references: Sequence[Side], bound: float, images: Sequence[str] = ()) -> None:
+        self.tested, self.references, self.bound, self.images = tested, references, bound, images
+        self.record = Record()
+        self._kept: dict[tuple[Side, Question], list[Answer]] = {}
+
+    @property
+    def pipe(self) -> Pipeline:
+        """The tested pipeline.
+
+        Raises:
+            SkippedError: the tested side is a server.
+        """
+        if not isinstance(self.tested, LocalSide):
+            raise SkippedError("needs the model in this process")
+        return self.tested.pipe
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.tested, LocalSide)
+
+    def request(self, question: Question) -> dict[str, Any]:
+        """A question as the tested pipeline's request."""
+        assert isinstance(self.tested, LocalSide)
+        return self.tested.request(question)
+
+    def drafted(self, drafter: Drafter | None, size: int | None = SIZE, **options: Any) -> LocalSide:
+        """A side with another drafter; further arguments as of ``LocalSide``."""
+        pipe = self.pipe
+        fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=pipe.generation_config)
+        return LocalSide(fresh, size=size, **options).limited(self.tested.limit)
+
+    def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
+        """A side with a changed copy of the drafter; further arguments as of ``LocalSide``.
+
+        Raises:
+            SkippedError: the tested side is a server.
+        """
+        copied = fork(self.pipe.drafter, self.pipe.target)
+        return self.drafted(None if copied is None else change(copied), **options)
+
+    def caching(self) -> Side:
+        """A side that speculates and keeps prefixes; servers decide themselves."""
+        if not self.is_local:
+            return self.tested
+        if not hasattr(self.pipe.target, "prefix_cache"):
+            raise SkippedError("the target keeps no prefixes")
+        return self.variant(prefixes=PrefixCache(_PREFIXES))
+
+    def limited(self, limit: int) -> Trial:
+        """A trial with a lower context limit, and the same record."""
+        other = copy(self)
+        other.tested, *other.references = (
+            side.limited(limit) for side in (self.tested, *self.references) if isinstance(side, LocalSide)
+        )
+        return other
+
+    def ask(self, *questions: Question, side: Side | None = None) -> list[list[Answer]]:
+        """The tested side's choices of questions, which are asked at the same time."""
+        side = side or self.tested
+        found = side.ask(*questions)
+        known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Rehearsed)
+        for answer in (answer for choices in found for answer in choices):
+            if known:
+                self.record.rehearsed += answer.accepted or 0
+            elif answer.accepted is not None:
+                self.record.accepted = (self.record.accepted or 0) + answer.accepted
+            if answer.failure:
+                self.note(f"drafting stopped: {answer.failure}")
+        return found
+
+    def expect(self, question: Question, reference: Side | None = None) -> list[Answer]:
+        """A reference's choices of a question, asked alone; by default those of plain decoding.
+
+        Raises:
+            SkippedError: it does not answer it.
+        """
+        key = reference or self.references[0], question
+        if key not in self._kept:
+            try:
+                self._kept[key] = key[0].ask(question)[0]
+            except UserError as error:
+                raise SkippedError(str(error)) from error
+        return self._kept[key]
+
+    def same(
+        self, *questions: Question, side: Side | None = None, together: bool = False, rehearse: bool = False
+    ) -> list[Answer]:
+        """Compare answers of the tested side with those of all references.
+
+        Args:
+            side: in place of the tested one.
+            together: ask the tested side all questions at the same time.
+            rehearse: decode with drafts of the known answer, too.
+
+        Returns:
+            The first choices of plain decoding.
+        """
+        expected = [self.expect(question)[0] for question in questions]
+        for group in [questions] if together else [(question,) for question in questions]:
+            for question, found in zip(group, self.ask(*group, side=side), strict=True):
+                self.compare(question, found)
+        for question in questions if rehearse and self.is_local else ():
+            self.compare(question, [self.rehearsed(question)])
+        return expected
+
+    def rehearsed(self, question: Question) -> Answer:
+        """The answer of a pipeline whose drafts are plain decoding's own answer, now and then with errors."""
+        ((found,),) = self.ask(question, side=self.drafted(Rehearsed(self.expect(question)[0].tokens or ())))
+        return found
+
+    def compare(self, question: Question, found: Sequence[Answer]) -> None:
+        """Compare the choices of a question with those of all references."""
+        for reference in self.references:
+            try:
+                expected = self.expect(question, reference)
+            except SkippedError as error:
+                if str(error):
+                    self.note(str(error))
+                continue
+            for one, own in zip(found, expected, strict=False):  # generate has one
+                difference = reference.difference(question, one, own)
+                if difference is not None:
+                    self.add(question.text, reference.name, difference)
+                if reference is self.references[0]:
+                    same = own.length if difference is None else difference.position or 0
+                    self.record.tokens += same
+                    self._compare_scores(question, one, own, same)
+
+    def _compare_scores(self, question: Question, found: Answer, own: Answer, count: int) -> None:
+        """Compare log probabilities, if they were asked for."""
+        if question.top_logprobs is None:
+            return
+        tolerance = max(self.bound, 1e-3)
+        if found.tokens is not None:
+            lengths = f"{len(found.steps)} log probabilities of {len(found.tokens)} tokens"
+            self.require(len(found.steps) == len(found.tokens), question, lengths)
+        for place, (step, other) in enumerate(zip(found.steps[:count], own.steps, strict=False)):
+            pairs = [(step[1], other[1]), *zip(*([p for _, p in one[2]] for one in (step, other)), strict=False)]
+            error = max(abs(a - b) for a, b in pairs)
+            missing = len(step[2]) < min(len(other[2]), question.top_logprobs)
+            text = f"log probabilities of token {place} differ by {error:.3g}, at most {tolerance:.3g} is expected"
+            text = f"token {place} has {len(step[2])} alternatives" if missing else text
+            if missing or error > tolerance:
+                self.require(False, question, text)
+                return
+
+    def require(self, holds: bool, question: Question, text: str) -> None:
+        """Record a difference that no rounding explains, unless something holds."""
+        if not holds:
+            self.add(question.text, "the rule", Difference(None, text, "", None))
+
+    def add(self, question: str, against: str, difference: Difference) -> None:
+        found = asdict(difference)
+        shown = {name: value[:80] for name, value in found.items() if isinstance(value, str)}
+        self.record.differences.append({"question": question, "against": against, **found, **shown})
+
+    def note(self, text: str) -> None:
+        self.record.notes[text] = None
+
+    def close(self) -> None:
+        """Close the connections to servers."""
+        for side in (self.tested, *self.references):
+            if isinstance(side, ServerSide):
+                side.close()
+
+    def begin(self) -> None:
+        """Begin a case."""
+        self.record = Record()
+        self._before = self.tested.total_accepted() if isinstance(self.tested, ServerSide) else None
+
+    def end(self) -> Record:
+        """The record of the case, completed by what a server has counted meanwhile."""
+        if self.record.accepted is None and isinstance(self.tested, ServerSide) and self._before is not None:
+            self.record.accepted = (self.tested.total_accepted() or 0) - self._before
+        return self.record

@@ -1,0 +1,242 @@
+"""``mmspec check`` of embedded models: its report, and how it goes on; outcomes; tests of samples."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmspec
+from mmspec.checking import run
+from mmspec.checking.cases import CASES, OTHER, Outcomes
+from mmspec.checking.sides import LocalSide, Question
+from mmspec.checking.statistics import ALPHA, against_probabilities, two_samples
+from mmspec.checking.trial import Record
+from mmspec.drafters.ngram import Ngram
+from tests.checking import trial_of
+from tests.commandline import Run, assert_user_error, runner
+
+FAST = "prose,copy,logprobs,stop-string"
+
+
+@pytest.fixture
+def check(capfd: pytest.CaptureFixture[str]) -> Run:
+    return runner(capfd, "check")
+
+
+@pytest.mark.parametrize("model", ["tiny-llava", "tiny-hybrid"])
+def test_the_report(model: str, check: Run) -> None:
+    status, out, err = check(model, "--only", FAST, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert "prose" in err
+    assert list(found) == ["model", "drafter", "versions", "cases"]
+    assert (found["model"], found["drafter"]) == (model, "flash")
+    assert {"mmspec", "torch", "transformers", "dtype", "device"} <= found["versions"].keys()
+    assert [one["name"] for one in found["cases"]] == FAST.split(",")
+    for one in found["cases"]:
+        assert one["outcome"] == "equal", one
+        assert one["tokens"] > 10
+        assert one["accepted"] > 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["tiny-llava", "tiny-hybrid"])
+def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
+    status, out, _ = check(model, "--out", str(tmp_path / "report.json"))
+    assert status == 0, out
+    cases = json.loads((tmp_path / "report.json").read_text())["cases"]
+    assert [one["name"] for one in cases] == list(CASES)
+    images = ("image-large", "images-two", "image-turns") if model == "tiny-hybrid" else ()
+    skipped = {"markers", "adapters", *images}
+    assert {one["name"] for one in cases if one["outcome"] != "equal"} == skipped
+    for one in (one for one in cases if one["name"] not in skipped):
+        assert one["tokens"] > 15
+        assert (one["accepted"] or 0) + one["rehearsed"] > 10
+    assert sum(one["seconds"] for one in cases) < 180
+
+
+def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, ran = tmp_path / "report.json", []
+    run_case = run.run_case
+
+    def counting(trial: Any, name: str) -> dict[str, Any]:
+        assert len(json.loads(out.read_text())["cases"]) == len(ran) if ran else not out.exists()
+        ran.append(name)
+        if name == "adapters":
+            raise KeyboardInterrupt
+        return run_case(trial, name)
+
+    monkeypatch.setattr(run, "run_case", counting)
+    names = ("--only", "prose,markers,adapters", "--out", str(out))
+    assert check("tiny-llava", *names)[0] == 130
+    assert ran == ["prose", "markers", "adapters"]
+    monkeypatch.setattr(run, "run_case", lambda trial, name: ran.append(name) or run_case(trial, name))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(run, "CASES", {name: CASES[name] for name in ("prose", "markers", "adapters")})
+    status, table, _ = check("tiny-llava", "--out", str(out))
+    assert status == 0
+    assert ran[3:] == ["adapters"]
+    rows = [line for line in table.splitlines() if line.startswith("│")]
+    assert [line.split()[1] for line in rows] == ["prose", "markers", "adapters"]
+    assert "markers: the chat template has no markers of reasoning or of tool calls" in table
+    assert table.splitlines()[-1].startswith("1 equal, 2 skipped: ")
+    check("tiny-llava", "--out", str(out), "--only", "prose")
+    assert ran[4:] == ["prose"]
+    assert_user_error(check("tiny-llava", "--drafter", "none", "--out", str(out)), "drafter", "choose another --out")
+
+
+def test_what_plain_decoding_refuses_is_skipped() -> None:
+    pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32")
+    found = run.run_case(trial_of(pipe).limited(9), "prose")
+    assert found["outcome"] == "skipped"
+    assert "the prompt must be shorter than the model's context of 9 tokens" in found["reason"]
+
+
+@pytest.mark.drafter_fails
+def test_a_drafter_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")
+    monkeypatch.setattr(Ngram, "propose", lambda self, *rest: 1 / 0)
+    found = run.run_case(trial_of(pipe), "prose")
+    assert (found["outcome"], found["accepted"]) == ("equal", 0)
+    assert found["notes"] == ["drafting stopped: Ngram: ZeroDivisionError: division by zero"]
+
+
+def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    difference = {
+        "question": "Q",
+        "against": "plain decoding",
+        "position": 3,
+        "found": "a",
+        "expected": "b",
+        "margin": 2.0,
+    }
+    changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
+    changed |= {"seconds": 0.1, "differences": [difference], "notes": []}
+    monkeypatch.setattr(run, "run_case", lambda trial, name: changed)
+    status, out, _ = check("tiny-llava", "--only", "prose")
+    assert status == 1
+    assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
+    assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
+
+
+def test_the_list(check: Run) -> None:
+    status, out, _ = check("--list")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == list(CASES)
+
+
+def test_mistakes(check: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    assert_user_error(check("--url", "http://127.0.0.1:1"), "--url and --against go together")
+    assert_user_error(check("--only", "prose,prse"), "cases must be of prose", "got prse")
+    assert_user_error(check("--media", str(tmp_path / "notes.txt")), "--media: expected images", "notes.txt")
+    assert_user_error(check("--url", "http://127.0.0.1:1", "--against", "http://127.0.0.1:1"), "expected a server")
+
+
+@pytest.mark.parametrize(
+    ("margins", "outcome"),
+    [([], "equal"), ([1e-5, 9e-5], "tie"), ([1e-5, 2e-4], "different"), ([1e-5, None], "different")],
+)
+def test_outcomes(margins: list[float | None], outcome: str) -> None:
+    assert Record([{"margin": margin} for margin in margins]).outcome(1e-4) == outcome
+
+
+def test_probabilities_of_answers() -> None:
+    """Against a pass of the model over each answer, without a cache."""
+    pipe = mmspec.load("tiny-hybrid", None, device="cpu", dtype="float32")
+    question = Question.user("List four.", max_tokens=3, temperature=1.5, top_k=2)
+    request = LocalSide(pipe).request(question)
+    outcomes = Outcomes(pipe, request, question, bound=0.0)
+    found = outcomes.probs
+    assert sum(found.values()) == pytest.approx(1)
+    assert all(outcomes.of(answer) == answer for answer in found)
+    prompt = pipe.encode([request]).input_ids
+    for answer, probability in found.items():
+        ids = torch.cat([prompt, torch.tensor([answer])], dim=1)
+        with torch.no_grad():
+            logits = pipe.model(ids).logits[0, prompt.shape[1] - 1 : -1].double()
+        own = 1.0
+        for row, token in zip(logits, answer, strict=True):
+            two = row.topk(2)
+            own *= float((two.values / 1.5).softmax(0)[two.indices.tolist().index(token)])
+        assert own == pytest.approx(probability, rel=1e-3)
+    with torch.no_grad():
+        first, second, third = pipe.model(prompt).logits[0, -1].topk(3).indices.tolist()
+    merged = Outcomes(pipe, request, question, bound=100.0)
+    assert sum(merged.probs.values()) == pytest.approx(1)
+    begun = sum(probability for answer, probability in found.items() if answer[0] == second)
+    assert merged.probs[OTHER,] == pytest.approx(begun)
+    for token in (second, third):
+        assert merged.of((token, 5, 5)) == (OTHER,)
+    assert merged.of((first, third, 5)) == (first, OTHER)
+    assert outcomes.of((first, third, 5)) == (first, third, 5)
+    assert (first, third, 5) not in found
+
+
+PROBS = {number: (number + 1) / 55 for number in range(10)}
+
+
+def drawn(rng: random.Random, count: int, probs: dict[int, float]) -> list[int]:
+    return rng.choices(list(probs), list(probs.values()), k=count)
+
+
+def test_chi_square() -> None:
+    """Tables of the distribution: 9 degrees of freedom, 21.666 for 0.01; 1 degree, 3.841 for 0.05."""
+    fair = dict.fromkeys(range(10), 0.1)
+    counts = dict.fromkeys(range(10), 100) | {0: 100 + 32.913, 1: 100 - 32.913}  # 2 * 32.913**2 / 100 = 21.666
+    assert against_probabilities(counts, fair)[0] == pytest.approx(0.01, rel=1e-3)  # type: ignore[arg-type]
+    shift = (3.841 * 25) ** 0.5
+    assert against_probabilities({0: 50 + shift, 1: 50 - shift}, {0: 0.5, 1: 0.5})[0] == pytest.approx(0.05, rel=1e-3)  # type: ignore[arg-type]
+    assert against_probabilities({0: 99, 7: 1}, {0: 1.0, 7: 0.0})[0] == 0
+
+
+def test_what_the_tests_find() -> None:
+    """Distributions at the stated distance are found in about 95 % of samples, at least; equal ones are not."""
+    rng = random.Random(7)
+    p, distance = against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)
+    assert p > ALPHA
+    assert 0.05 < distance < 0.2
+    # The direction that is hardest to find: d in proportion to p, with signs.
+    signs = [1 if number in (9, 6, 4, 2, 1) else -1 for number in range(10)]
+    up = sum(PROBS[number] for number in range(10) if signs[number] > 0)
+    other = {
+        number: value * (1 + distance / up if signs[number] > 0 else 1 - distance / (1 - up))
+        for number, value in PROBS.items()
+    }
+    assert sum(abs(other[number] - PROBS[number]) for number in PROBS) / 2 == pytest.approx(distance)
+    runs = [against_probabilities(Counter(drawn(rng, 1000, other)), PROBS)[0] < ALPHA for _ in range(400)]
+    assert 0.92 < sum(runs) / 400 < 0.99
+    assert sum(against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)[0] < 0.01 for _ in range(1000)) < 25
+
+
+def test_two_samples() -> None:
+    rng = random.Random(3)
+    equal = [two_samples(drawn(rng, 200, PROBS), drawn(rng, 200, PROBS))[0] for _ in range(12)]
+    assert min(equal) > 1e-3
+    assert sum(equal) / 12 > 0.25
+    fair = dict.fromkeys(range(10), 0.1)
+    p, distance = two_samples(drawn(rng, 300, PROBS), drawn(rng, 300, fair))
+    assert p < ALPHA
+    assert 0.1 < distance < 0.35
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+@pytest.mark.filterwarnings("ignore:.*(tied layer|embedding layers):UserWarning")
+def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal; and a state of another adapter's request, which is kept as if it were of the same, is found."""
+    peft = pytest.importorskip("peft")
+    model = mmspec.load("tiny-hybrid", None, device="cpu").model
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["in_proj", "o_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    options = ("tiny-hybrid", "--adapter", f"law={tmp_path}", "--only", "adapters", "--json")
+    status, out, _ = check(*options)
+    (found,) = json.loads(out)["cases"]
+    assert (status, found["outcome"]) == (0, "equal"), found
+    assert found["tokens"] > 60
+    monkeypatch.setattr("mmspec.targets.lora.Adapters.key", lambda self, name: None)
+    assert check(*options)[0] == 1

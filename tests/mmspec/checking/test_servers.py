@@ -1,0 +1,235 @@
+"""Two servers compared: this project's own with itself, and with servers that are wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+
+import mmspec
+from mmspec.checking import cases
+from mmspec.checking.cases import CASES
+from mmspec.checking.run import run_case
+from mmspec.checking.sides import Answer, Question, ServerSide
+from mmspec.checking.trial import Trial
+from mmspec.cli import main
+from mmspec.errors import UserError
+from mmspec.pipeline import Pipeline
+from tests.served import Served, served
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+FEW = ("prose", "sessions", "markers", "logprobs")
+LOCAL = ("rehearsed", "now-and-then", "tree-sizes", "adapters")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Served, Served]]:
+    """One that speculates, and one that does not."""
+    pipe = mmspec.load("tiny-llava", device="cpu", dtype="float32", prefix_cache=1 << 26)
+    with served(pipe) as drafted, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
+        yield drafted, plain
+
+
+@pytest.fixture(autouse=True)
+def _fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "_SERVER_DRAWS", 80)
+
+
+def result(url: str, against: str, name: str) -> dict[str, Any]:
+    """Of a case."""
+    sides = ServerSide("tested", url, None, None), ServerSide("other", against, None, None, scored=True)
+    with closing(Trial(sides[0], [sides[1]], 1e-4)) as trial:
+        return run_case(trial, name)
+
+
+@contextmanager
+def wrong(url: str, request: Change = dict, reply: Change = dict) -> Iterator[str]:
+    """A server that passes requests on, and changes them or their replies."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(httpx.get(f"{url}{self.path}"))  # models, metrics
+
+        def do_POST(self) -> None:
+            body = request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._answer(httpx.post(f"{url}{self.path}", json=body, timeout=60), reply)
+
+        def _answer(self, found: httpx.Response, change: Change = dict) -> None:
+            is_json = found.headers["content-type"] == "application/json"
+            content = json.dumps(change(found.json())).encode() if is_json and found.is_success else found.content
+            self.send_response(found.status_code)
+            self.send_header("Content-Type", found.headers["content-type"])
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            """Nothing on standard error."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def without(name: str) -> Change:
+    return lambda body: {key: value for key, value in body.items() if key != name}
+
+
+def without_images(body: dict[str, Any]) -> dict[str, Any]:
+    """In all turns but the first."""
+    first, *later = body["messages"]
+    texts = [one if isinstance(one["content"], str) else {**one, "content": one["content"][-1:]} for one in later]
+    return {**body, "messages": [first, *texts]}
+
+
+def greedy(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "temperature": 0}
+
+
+def with_first_choice(reply: dict[str, Any]) -> dict[str, Any]:
+    choices = [{**reply["choices"][0], "index": index} for index in range(len(reply["choices"]))]
+    return {**reply, "choices": choices}
+
+
+def with_later_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
+    """Those of the token after."""
+    for choice in reply["choices"]:
+        if choice.get("logprobs"):
+            content = choice["logprobs"]["content"]
+            numbers = [one["logprob"] for one in content]
+            for one, number in zip(content, [*numbers[1:], 0.0], strict=True):
+                one["logprob"] = number
+    return reply
+
+
+def without_alternatives(reply: dict[str, Any]) -> dict[str, Any]:
+    """Of the third token."""
+    for choice in reply["choices"]:
+        if choice.get("logprobs"):
+            choice["logprobs"]["content"][2]["top_logprobs"] = []
+    return reply
+
+
+def with_other_word(reply: dict[str, Any]) -> dict[str, Any]:
+    """Where an answer is long."""
+    for choice in reply["choices"]:
+        words = choice["message"]["content"].split(" ")
+        if len(words) > 9:
+            words[8] = "wrong"
+        choice["message"]["content"] = " ".join(words)
+    return reply
+
+
+WRONG = [
+    ("prose", {"reply": with_other_word}),
+    ("stop-string", {"request": without("stop")}),
+    ("min-tokens", {"request": without("min_tokens")}),
+    ("image-turns", {"request": without_images}),
+    ("choices", {"reply": with_first_choice}),
+    ("logprobs", {"reply": with_later_logprobs}),
+    ("logprobs", {"reply": without_alternatives}),
+    ("sampling", {"request": greedy}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), WRONG, ids=[name for name, _ in WRONG])
+def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers: tuple[Served, Served]) -> None:
+    with wrong(servers[0].url, **changes) as url:
+        found = result(url, servers[1].url, name)
+    assert found["outcome"] == "different", found
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in CASES if name not in LOCAL]
+)
+def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Served, Served]) -> None:
+    found = result(servers[0].url, f"{servers[1].url}/v1/", name)
+    assert found["outcome"] == "equal", found
+    assert found["tokens"] > 15
+    assert found["accepted"] > 0
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_cases_that_need_the_model_here_are_skipped(name: str, servers: tuple[Served, Served]) -> None:
+    found = result(servers[0].url, servers[1].url, name)
+    assert found["outcome"] == "skipped"
+    assert found["reason"]
+
+
+def test_what_a_server_refuses_is_skipped_with_its_message(servers: tuple[Served, Served]) -> None:
+    with wrong(servers[0].url, lambda body: {**body, "temperature": -1}) as url:
+        found = result(url, servers[1].url, "prose")
+    assert (found["outcome"], found["reason"]) == (
+        "skipped",
+        "tested refuses: temperature must be 0 or >= 0.0001: got -1",
+    )
+
+
+def test_an_error_of_a_server_fails_a_case(servers: tuple[Served, Served]) -> None:
+    with wrong(servers[0].url, reply=lambda reply: {**reply, "choices": None}) as url:
+        assert result(url, servers[1].url, "prose")["outcome"] == "failed"
+
+
+def answer(*steps: tuple[str, float, dict[str, float]], text: str = "") -> Answer:
+    found = [(token.encode(), p, tuple((other.encode(), q) for other, q in top.items())) for token, p, top in steps]
+    return Answer(text or "".join(token for token, _, _ in steps), "stop", steps=tuple(found))
+
+
+def test_margins_are_those_of_the_other_texts_token(servers: tuple[Served, Served]) -> None:
+    side = ServerSide("other", servers[1].url, None, None)
+    own = answer(
+        ("A ", -0.1, {"A ": -0.1, "The ": -2.5}),
+        ("cat", -0.7, {"cat": -0.7, "car": -0.9, "c": -3.0}),
+        (" sat", -0.2, {" sat": -0.2, " ran": -2.0}),
+    )
+    question = Question.user("What?")
+    for text, position, margin in (
+        ("A car ran", 1, 0.2),
+        ("A cow", 1, 2.3),
+        ("A dog", 1, None),
+        ("The cat sat", 0, 2.4),
+        ("A cat ran", 2, 1.8),
+        ("A cat", 2, 1.8),
+        ("A cat sat down", 3, None),
+    ):
+        found = side.difference(question, Answer(text, "stop"), own)
+        assert found is not None
+        assert found.position == position
+        assert found.margin == (None if margin is None else pytest.approx(margin)), text
+    side.close()
+    cut = side.difference(question, Answer("A cat", "length"), own)
+    assert cut is not None
+    assert cut.margin is None
+    assert side.difference(question, Answer("A cat sat", "stop"), own) is None
+    assert side.difference(question, Answer("A cat sat", "length"), own) is not None
+
+
+def test_the_command_between_servers(servers: tuple[Served, Served], capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--url", servers[0].url, "--against", servers[1].url, "--only", "list,stop-string", "--json"]
+    assert main(["check", *options]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert set(found) == {"model", "drafter", "versions", "cases"}
+    assert (found["model"], found["drafter"]) == ("tiny-llava", None)
+    assert [(one["name"], one["outcome"]) for one in found["cases"]] == [("list", "equal"), ("stop-string", "equal")]
+    with wrong(servers[0].url, without("stop")) as url:
+        assert main(["check", "--url", url, *options[2:]]) == 1
+    assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
+
+
+def test_what_is_no_server() -> None:
+    for url in ("http://127.0.0.1:1", "nonsense", "ftp://127.0.0.1"):
+        with pytest.raises(UserError, match="expected a server with OpenAI's API"):
+            ServerSide("tested", url, None, None)
