@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from mmspec.checks import OBJECT, Rule
+from mmspec.checks import OBJECT
 from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
@@ -16,6 +16,7 @@ from mmspec.cli.options import (
     Value,
     adapt_of,
     adapt_options,
+    adapter_option,
     check_api_key,
     derived,
     device_map_option,
@@ -34,7 +35,6 @@ from mmspec.serving.limits import Limits, host_names, is_loopback, server_url
 from mmspec.serving.settings import ServerSettings
 
 _log = logging.getLogger("mmspec.serve")
-_ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda text: tuple(text.split("=", 1)))
 
 
 @click.command(cls=Command)
@@ -61,14 +61,7 @@ _ADAPTER = Rule("NAME=FOLDER", lambda text: all(text.partition("=")), lambda tex
     metavar="NAME",
     help="What requests call the model instead of --model; repeatable, responses have the first.",
 )
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    type=Value(_ADAPTER),
-    metavar="NAME=FOLDER",
-    help="A LoRA adapter of peft, which requests call as a model; repeatable.",
-)
+@adapter_option
 @click.option(
     "--tool-parser",
     type=click.Choice(("auto", "hermes", "llama3_json", "mistral", "generic")),
