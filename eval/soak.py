@@ -22,7 +22,7 @@ from mmspec.eval.harness.prompts import mixed_requests
 from mmspec.eval.harness.timing import peak_memory_of, reset_peak_memory_of, resident_memory_of
 from mmspec.eval.serving import chat_body, serving
 
-_TIMEOUT = 300.0  # seconds, for each request
+_TIMEOUT = 3600.0  # seconds, for each request
 _LEFT_AFTER = 3  # lines of a stream that its client leaves
 _PAUSE = 2.0  # seconds between the last answer and the reading
 _TOOL = {
@@ -139,6 +139,7 @@ def main(
             if resident is None or peak is None:
                 raise UserError("the memory of a process is read from /proc: this system has none")
             rows.append({"minutes": now, "resident": resident, "peak": peak, "requests": len(bodies), "wrong": wrong})
+            click.echo(f"{now:.1f} minutes: {resident >> 20} MiB, peak {peak >> 20} MiB", err=True)
     highest = compare_settled(rows, settled)
     columns: list[Column] = [
         ("minutes", "{minutes:.1f}"),
