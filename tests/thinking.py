@@ -28,6 +28,9 @@ TEMPLATE = (
     "{{ '(' + m.reasoning_content + ')' if m.reasoning_content }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
     "{% if mode == 'begun' %}START\n{% elif mode == 'closed' or enable_thinking == false %}START\n\nEND\n\n{% endif %}"
 )
+CONTEXT = 96
+"""Tokens that a scripted token depends on: more than a call and its copy in thoughts have in common."""
+
 PROMPT: Any = [{"role": "user", "content": "Which?"}]
 
 
@@ -68,9 +71,9 @@ def ids_of(spelling: str, text: str) -> list[int]:
 
 def script(spelling: str, mode: str, wanted: list[int], **more: Any) -> None:
     """Bias the model towards an output after the prompt of ``prompt_of``."""
-    prompt = prompt_of(spelling, mode, **more)
-    whole = [*prompt[-20:], *wanted, END]
-    keys = [tuple(whole[at - 20 : at + 1]) for at in range(20, len(whole))]
+    prompt = prompt_of(spelling, mode, **more)[-CONTEXT:]
+    whole = [*prompt, *wanted, END]
+    keys = [tuple(whole[max(at - CONTEXT, 0) : at + 1]) for at in range(len(prompt), len(whole))]
     target(spelling).model.generation_config.sequence_bias = dict.fromkeys(keys, 60.0)
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any
 
-from mmspec.checks import FLAG, Checked, Rule, is_text, nearest, number, option, optional, shown, whole
+from mmspec.checks import FLAG, TEXT, Checked, Rule, is_text, nearest, number, option, optional, shown, whole
 from mmspec.errors import Attempt, UserError, raising
 from mmspec.sampling.logprobs import LOGPROBS
 from mmspec.sampling.params import SamplingParams
@@ -76,7 +76,7 @@ class DecodeOptions(Checked):
     chat_template: bool = option(True, FLAG)
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
     reasoning: str | None = option(None, REASONING)
-    adapter: str | None = option(None, optional(Rule("a name", lambda value: isinstance(value, str))))
+    adapter: str | None = option(None, optional(TEXT))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,10 @@ FORMATS = (
     ThoughtFormat("exaone_deep", "<thought>", "</thought>"),
 )
 NAMES = (AUTO, NONE, *(name for one in FORMATS for name in (one.name, *one.aliases)))
-REASONING = Rule(f"None or one of {', '.join(NAMES)}", lambda value: value is None or value in NAMES)
+REASONING = Rule(
+    f"None or {' or '.join(map(repr, (AUTO, NONE, *(one.name for one in FORMATS))))}",  # and vLLM's names
+    lambda value: value is None or value in NAMES,
+)
 
 
 def thought_format(name: str | None, template: str) -> ThoughtFormat | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
 
 from mmspec import plugins
@@ -32,6 +33,9 @@ def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: boo
     Raises:
         UserError: the folder needs code of its own, which is not allowed.
     """
+    if options.get("local_files_only") and issubclass(auto_class, _BaseAutoModelClass):
+        # Where peft is installed, transformers looks for an adapter, too.
+        options = {**options, "adapter_kwargs": {"local_files_only": True, "cache_dir": options.get("cache_dir")}}
     try:
         with bars_on_terminals():
             return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 from click.testing import CliRunner
@@ -40,3 +43,25 @@ def test_a_small_run() -> None:
     for row in result["loads"]:
         assert row["wrong"] == 0 < row["resident"] <= row["peak"]
         assert row["requests"] == 7
+
+
+def test_refused_streams_are_wrong() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Nothing on standard error."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            assert asyncio.run(soak.send(url, [{"stream": True}, {}, {"stream": True}], 2)) == 3
+        finally:
+            server.shutdown()
+            thread.join()

@@ -13,8 +13,8 @@ import torch
 
 import mmspec
 from mmspec.checking import run
-from mmspec.checking.cases import CASES, OTHER, Outcomes
-from mmspec.checking.sides import LocalSide, Question
+from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
+from mmspec.checking.sides import LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, against_probabilities, two_samples
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
@@ -240,3 +240,15 @@ def test_adapters(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found["tokens"] > 60
     monkeypatch.setattr("mmspec.targets.lora.Adapters.key", lambda self, name: None)
     assert check(*options)[0] == 1
+
+
+@pytest.mark.parametrize("error", ["skipped", "failed"])
+def test_a_difference_counts_although_the_case_ends_early(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(trial) -> None:
+        trial.require(False, Question.user("Q"), "it is wrong")
+        raise SkippedError("no more") if error == "skipped" else RuntimeError("no more")
+
+    monkeypatch.setattr(run, "CASES", {"wrong": Case("wrong", "", wrong)})
+    found = run.run_case(trial_of(mmspec.load("tiny-llava", "ngram", device="cpu", dtype="float32")), "wrong")
+    assert found["outcome"] == "different"
+    assert "no more" in found["reason"]

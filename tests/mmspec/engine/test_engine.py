@@ -625,3 +625,23 @@ def test_prompts_of_any_number_of_chunks(length, busy):
     assert steps == (-(-length // 8) if busy else 1)
     finished(engine, [row], [prompt])
     engine.remove(other)
+
+
+def test_budgets_learn_beside_plain_sequences() -> None:
+    seen: list[int] = []
+
+    class Watching(Budget):
+        def observe(self, nodes, *rest) -> None:
+            seen.append(nodes)
+
+    target = Stacking(table_model(VOCAB))
+    truth = [said_plainly(target.table, one, 40) for one in ([1, 2], [3, 3])]
+    budget = Watching(5)
+    engine = SteppedEngine(target, Oracle(truth, vocab=VOCAB), lambda batch, nodes: budget, max_num_seqs=8)
+    rows = scheduled(engine, [[1, 2], [3, 3]], [Stopper(12), Stopper(12)], [None, 0])
+    together = 0
+    while not rows[0].done:
+        engine.core.step()
+        together += 1
+    assert max(seen) > 1
+    assert len(seen) >= together - 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,3 +322,19 @@ def test_large_caches_of_huge_pages_grow(system, monkeypatch):
         assert torch.equal(values, -keys)
     large = hasattr(cpu.mmap, "MADV_HUGEPAGE")
     assert not large or cache.kv.tensors[0].data_ptr() % cpu.PAGE == 0
+
+
+@pytest.mark.parametrize(("name", "number"), [("MALLOC_ARENA_MAX", -8), ("MALLOC_TRIM_THRESHOLD_", -1)])
+def test_settings_of_the_environment_stay(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names as glibc reads them: only thresholds end with an underscore."""
+    for one in [one for one in os.environ if one.startswith("MALLOC_")]:
+        monkeypatch.delenv(one)
+    numbers: list[int] = []
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda one, value: numbers.append(one)))
+    cpu.give_back_freed_memory()
+    assert number in numbers
+    numbers.clear()
+    monkeypatch.setenv(name, "4")
+    cpu.give_back_freed_memory()
+    assert len(numbers) == 2
+    assert number not in numbers

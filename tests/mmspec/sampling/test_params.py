@@ -61,6 +61,11 @@ def pipe() -> Pipeline:
     return Pipeline(TransformersTarget(byte_model()), Processor(tokenizer), None, max_num_seqs=8)
 
 
+def test_all_options_are_changed() -> None:
+    """Or have tests of overlapping calls of their own: ``targets/test_lora.py``, ``sampling/test_thoughts.py``."""
+    assert {field.name for field in fields(DecodeOptions)} - CHANGES.keys() == {"adapter", "reasoning"}
+
+
 def facts(answer: Generation) -> tuple[Any, ...]:
     logprobs = [(one.token_id, len(one.top)) for one in answer.logprobs]
     return answer.token_ids, answer.text, answer.finish_reason, logprobs, len(answer.trees)
@@ -92,7 +97,7 @@ def test_rows_with_different_parameters(pipe: Pipeline, name: str, base: Samplin
 
 
 @pytest.mark.parametrize("base", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("name", [field.name for field in fields(DecodeOptions)])
+@pytest.mark.parametrize("name", [field.name for field in fields(DecodeOptions) if field.name in CHANGES])
 def test_calls_with_different_options(pipe: Pipeline, name: str, base: SamplingParams) -> None:
     """Calls overlap: streams that have begun, of which neither is finished."""
     asked = [{}, {name: CHANGES[name]}, {}, {name: CHANGES[name]}]

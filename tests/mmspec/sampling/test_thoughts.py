@@ -259,5 +259,22 @@ def test_formats_of_templates(template: str, name: str | None) -> None:
 
 def test_names() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    with pytest.raises(UserError, match=r"^reasoning must be None or one of auto, none, think, .*: got 'x'$"):
+    with pytest.raises(UserError, match=r"^reasoning must be None or .auto. or .none. or .think. or .*: got 'x'$"):
         pipeline("text").generate("a", reasoning="x")
+
+
+def test_masks_of_one_grammar_are_not_those_of_another() -> None:
+    """Of one model, where thoughts may begin: what is kept of the markers' masks knows no grammar."""
+    pipe, options = pipeline("added"), {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
+    script("added", "open", ids_of("added", "{42}"))
+    assert pipe.generate(PROMPT, grammar='start: "{" /[0-9]{2,3}/ "}"', **options).text == "{42}"
+    assert re.fullmatch("yes|no", pipe.generate(PROMPT, regex="yes|no", **options).text)
+
+
+@pytest.mark.parametrize("answer", ["Ulm.", "\n\nUlm."])
+def test_a_stop_string_at_the_beginning_of_an_answer_without_thoughts(answer: str) -> None:
+    script("added", "open", ids_of("added", f"{answer} It is there."))
+    options = {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
+    found = pipeline("added").generate(PROMPT, stop="Ulm", max_new_tokens=30, **options)
+    assert (found.text, found.finish_reason) == ("", "stop")
+    assert found.token_ids == ids_of("added", answer.removesuffix("."))

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
 
+import mmspec
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
@@ -20,7 +21,7 @@ from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import Metrics, ReplicaMetrics
 from mmspec.serving.settings import ServerSettings
-from tests.served import SCENE, Served, data_uri, events, question, served
+from tests.served import SCENE, Served, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,8 +121,11 @@ def test_plain_requests_decode_with_others(running: Served, pipes: dict[str, Pip
         asked(1, speculative=one) | {"max_tokens": 80, "ignore_eos": True} for one in (True, False, "recycle@chain")
     ]
     with ThreadPoolExecutor(3) as threads:
-        for response in threads.map(running.post, bodies):
-            answer(response)
+        responses = [threads.submit(running.post, body) for body in bodies[:2]]
+        assert eventually(lambda: any(len(rows) == 2 for _, rows in batches))
+        responses.append(threads.submit(running.post, bodies[2]))
+        for response in responses:
+            answer(response.result())
     assert any(sorted(rows) == [False, True] for _, rows in batches)
     assert {len(rows) for speculation, rows in batches if speculation is pipes["recycle@chain"]._speculation} == {1}
 
@@ -203,3 +207,15 @@ def test_names_of_drafters() -> None:
     settings = ServerSettings({**LOADING, "model": "tiny-hybrid", "drafter": "ngram"}, Limits(), {}, others=["ngram"])
     with pytest.raises(UserError, match=r"^drafters must have different names: got ngram, ngram$"):
         settings.pipelines()
+
+
+def test_the_limit_of_the_context_is_that_of_every_drafter() -> None:
+    pipe = mmspec.load("tiny-llava", "flash", device="cpu", dtype="float32")
+    pipes = {"flash": pipe, "none": Pipeline(pipe.target, pipe.io, None, pipe.name)}
+    with served(pipe, Limits(max_model_len=60), drafters=pipes) as server:
+        for name in pipes:
+            body = question("Describe the image.", max_tokens=200, speculative=name, ignore_eos=True)
+            usage = server.post(body).json()["usage"]
+            assert usage["total_tokens"] == 60, name
+            error = server.post(question("one two " * 60, speculative=name)).json()["error"]["message"]
+            assert "context of 60 tokens" in error, name
