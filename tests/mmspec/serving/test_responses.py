@@ -188,7 +188,7 @@ def test_an_error_after_the_first_event(pipe: Pipeline, monkeypatch: pytest.Monk
     long: Any = {**GREEDY, "max_output_tokens": 500, "temperature": 5}
     with served(pipe) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         monkeypatch.setattr(pipe.engine.core, "step", broken)
-        *_, last = client.responses.create(**long, input="A", stream=True)
+        *_, last = client.responses.create(**long, input="A", stream=True, extra_body={"ignore_eos": True})
     assert last.type == "response.failed"
     assert last.response.error.message == "internal error (ValueError): details are in the server's log"
 
