@@ -36,7 +36,7 @@ from mmspec.sampling.sampler import Constraint, Sampler
 from mmspec.sampling.thoughts import Thoughts
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.processor import Processor, ThoughtsAndAnswer, is_token_ids
-from mmspec.targets.transformers_target import sharded
+from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 Message = Mapping[str, Any]
 _BYTES, _TOKENS = whole(0), whole(1)
@@ -366,13 +366,17 @@ class Pipeline:
         """Queue encoded prompts on the engine, to be drafted by this pipeline's drafter; see ``Engine.add``."""
         return self.engine.add(prompt, sampler, stopper, self._speculation, num_draft_tokens, **options)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of LoRA adapters that requests may choose."""
+        return self.target.adapters.names if isinstance(self.target, TransformersTarget) else ()
+
     def _with_adapter(self, prompt: Prompt, name: str | None) -> Prompt:
         if name is None:
             return prompt
-        adapters = getattr(self.target, "adapters", None)
-        if adapters is None:
+        if not isinstance(self.target, TransformersTarget):
             raise UserError(f"adapters need a model of transformers: got {name!r} for {type(self.target).__name__}")
-        adapters.check(name)
+        self.target.adapters.check(name)
         return replace(prompt, adapter=name)
 
     def _begin(self, request: Request, on_change: Callable[[], None] = lambda: None) -> ActiveRequest:

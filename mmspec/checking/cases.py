@@ -152,7 +152,7 @@ def _abort(trial: Trial) -> None:
         streams[0].close()  # type: ignore[attr-defined]
         rest = [*(second for _, second in parts), *streams[1]]
         tokens = tuple(token for part in rest for token in part.tokens or ())
-        text, reason = ("".join(getattr(part, name) for part in rest) for name in ("text", "finish_reason"))
+        text, reason = "".join(part.text for part in rest), "".join(part.finish_reason for part in rest)
         trial.compare(other, [replace(expected, text=text, finish_reason=reason, tokens=tokens or None)])
         trial.same(aborted, side=side)
 

@@ -30,7 +30,7 @@ class NowAndThen(Wrapper):
 
 
 class Rehearsed(Drafter):
-    """Drafts a known answer: in turn 1 to 6 right tokens, then wrong ones; in two of three steps beside wrong siblings.
+    """Drafts a known answer: 1 to 6 tokens of it, then wrong ones, in most steps with wrong siblings.
 
     Drafts are thus accepted and rejected at all depths whatever the user's drafter does.
 

@@ -149,7 +149,7 @@ class LocalSide:
 
     def __init__(self, pipe: Pipeline, prefixes: PrefixCache | None = None, size: int | None = None) -> None:
         self.pipe, self.limit = pipe, pipe.context_limit
-        self.adapters: Sequence[str] = getattr(getattr(pipe.target, "adapters", None), "names", ())
+        self.adapters: Sequence[str] = pipe.adapters
         self._prefixes, self._size = prefixes, size
 
     def request(self, question: Question) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class ServerSide:
         self._client.close()
 
     def total_accepted(self) -> int | None:
-        """All draft tokens that were accepted so far, from vLLM's metrics; None if they are not there."""
+        """Draft tokens accepted since the server's start, by vLLM's metrics; None without such metrics."""
         with suppress(httpx.HTTPError, ValueError):
             lines = self._client.get("/metrics", timeout=30).text.splitlines()
             counts = [line.split()[-1] for line in lines if line.startswith(_ACCEPTED)]

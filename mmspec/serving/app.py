@@ -39,7 +39,6 @@ from mmspec.serving.runner import (
     JobBuilder,
     RequestRunner,
     Slots,
-    adapter_names,
 )
 from mmspec.serving.schemas import (
     ChatCompletionRequest,
@@ -123,7 +122,7 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     _add_generation(app, runner, builder, limits.body_bytes)
-    _add_models(app, pipe, (*names, *adapter_names(pipe)), builder.check_model)
+    _add_models(app, pipe, (*names, *pipe.adapters), builder.check_model)
     app.get("/v1/responses/{name}")(stored.get)
     app.delete("/v1/responses/{name}")(stored.delete)
 

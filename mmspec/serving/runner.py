@@ -85,12 +85,6 @@ class GenerationJob:
         return "tools or response_format" if "response_format" in self.schemas else "tools"
 
 
-def adapter_names(pipe: Pipeline) -> tuple[str, ...]:
-    """Names of LoRA adapters, which requests call as models."""
-    adapters = getattr(pipe.target, "adapters", None)
-    return () if adapters is None else adapters.names
-
-
 class JobBuilder:
     """Makes jobs of requests.
 
@@ -120,7 +114,7 @@ class JobBuilder:
         self._pipe, self._limits, self._names, self._tools, self._media = pipe, limits, names, tools, media
         self._stored, self._variables, self._drafters = stored, variables or {}, drafters
         self._reasoning = {"reasoning": reasoning} if reasoning else {}
-        self._adapters = adapter_names(pipe)
+        self._adapters = pipe.adapters
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""

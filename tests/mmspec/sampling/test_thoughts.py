@@ -264,7 +264,7 @@ def test_names() -> None:
 
 
 def test_masks_of_one_grammar_are_not_those_of_another() -> None:
-    """Of one model, where thoughts may begin: what is kept of the markers' masks knows no grammar."""
+    """Two grammars on one model: the cached masks of markers must not contain tokens of another grammar."""
     pipe, options = pipeline("added"), {"chat_template_kwargs": {"mode": "open"}, "reasoning": "auto"}
     script("added", "open", ids_of("added", "{42}"))
     assert pipe.generate(PROMPT, grammar='start: "{" /[0-9]{2,3}/ "}"', **options).text == "{42}"

@@ -25,7 +25,7 @@ MOST = 1 << 20
 
 
 def builder(limits: Limits = LIMITS) -> JobBuilder:
-    pipe: Any = SimpleNamespace(target=None)
+    pipe: Any = SimpleNamespace(adapters=())
     parts: Any = (SimpleNamespace(), SimpleNamespace())
     return JobBuilder(pipe, limits, ["tiny"], *parts, StoredResponses(1, 1))
 
