@@ -26,10 +26,9 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
         UserError: peft is not installed, the weights are packed, or an adapter is not one of linear layers within this
             model's decoder.
     """
-    if weights_kind(model) is not None:
-        raise UserError(
-            f"adapters need weights that are not packed: expected float32 or float16, got {shown(model.dtype)}"
-        )
+    if (packed := weights_kind(model)) is not None:
+        packed = packed.removesuffix("Blocks").removesuffix("Linear").lower()
+        raise UserError(f"adapters need weights that are not packed: expected float32 or float16, got packed {packed}")
     try:
         from peft import PeftConfig, PeftModel
     except ModuleNotFoundError as error:
