@@ -31,8 +31,9 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState
+from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import grow_levels, grow_slots
-from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, take
+from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, seen_by, take
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.native import Native, NativeLayers
@@ -529,10 +530,16 @@ class DFlash(PositionedDrafter):
         alike = alike and not config.conv_kernel_size
         return super()._native_layers(kind) if alike else None
 
+    def _fused_layers(self) -> FusedLayers | None:
+        return None if self.network.config.conv_kernel_size else super()._fused_layers()
+
     def enter(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
         """Write keys and values of a context; trees grow from nothing else."""
         if self.native_layers is not None and not cache.static_shapes:
             self.native_layers.write(x, rotation, cache)
+            return x[..., :0]
+        if cache.static_shapes and self.fused_layers is not None:
+            self.fused_layers.write(x, rotation, seen_by(cache, x.new_empty(len(x), 0, 0)), cache)
             return x[..., :0]
         if cache.static_shapes:
             cache.set_write_slots(x.shape[1])
@@ -609,10 +616,15 @@ class DFlash(PositionedDrafter):
         else:
             masks = _slot_masks(cache, place, config)
 
+        # A window of the operation excludes its last distance.
+        windows = [(config.window + 1) * (layer in config.sliding) for layer in range(config.layers)]
+        depth = place.expand(batch, -1)
+        if cache.static_shapes and self.fused_layers is not None:
+            seen = [seen_by(cache, mask[:, 0], window, depth) for mask, window in zip(masks, windows, strict=True)]
+            return self.fused_layers(x, rotation, seen, cache, self.network.norm)[0]
+
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-            # A window of the operation excludes its last distance.
-            window = config.window + 1 if layer in config.sliding else 0
-            return attention((q, k, v), cache, layer, masks[layer], window, place.expand(batch, -1))
+            return attention((q, k, v), cache, layer, masks[layer], windows[layer], depth)
 
         return self.network(x, rotation, attend)
 

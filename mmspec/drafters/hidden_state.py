@@ -26,6 +26,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
+from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of
 from mmspec.drafters.layouts import check_target
@@ -34,6 +35,7 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
+from mmspec.targets.fused_layers import Seen
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 
@@ -142,13 +144,18 @@ def attention(
     keys, values = entry.update(k, v)
     if not cache.static_shapes:
         return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
-    assert cache.bounds is not None
     assert allowed is not None
-    bounds, reach = cache.bounds.first(len(q)), allowed[:, 0]
-    slides: dict[str, Any] = {}
-    if window:
-        slides = {"depth": _depth(reach) if depth is None else depth, "window": window}
-    return ops.tree_attention(q, keys, values, bounds.lengths, reach, start=bounds.start, **slides).transpose(1, 2)
+    seen = seen_by(cache, allowed[:, 0], window, depth)
+    lengths, start = seen.bounds.lengths, seen.bounds.start
+    slides = partial(ops.tree_attention, depth=seen.depth, window=seen.window)
+    return slides(q, keys, values, lengths, seen.mask, start=start).transpose(1, 2)
+
+
+def seen_by(cache: TreeCache, reach: Tensor, window: int = 0, depth: Tensor | None = None) -> Seen:
+    """What new entries attend to, in a cache of static shapes; ``depth`` as for ``attention``."""
+    assert cache.bounds is not None
+    depth = _depth(reach) if window and depth is None else depth
+    return Seen(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
 
 
 def run(
@@ -297,6 +304,7 @@ class HiddenStateDrafter(TrainedDrafter):
     _scores: Callable[[Tensor], Tensor]
     native: NativeCell | None = None
     native_layers: NativeLayers | None = None
+    fused_layers: FusedLayers | None = None
     features: Sequence[Feature] = ("last",)
     position_slack = 0  # by how much the next position of a row may exceed its tokens
     window = 0
@@ -323,7 +331,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self.check_width(probe.shape[-1])
         kind = drafter_kind(target, probe)
         pack_drafter(self.network, probe, kind)
-        self.native_layers = self._native_layers(kind)
+        self.native_layers, self.fused_layers = self._native_layers(kind), self._fused_layers()
         if self.draft_ids is not None:
             self.draft_ids = self.draft_ids.to(probe.device)
         self._target, self.sample_embedding = target, probe.detach()
@@ -418,10 +426,19 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.run(x, rotation, allowed, cache)
 
     def run(self, x: Tensor, rotation: Rotation, allowed: Tensor | None, cache: TreeCache) -> Tensor:
-        """Run the network on new entries, see ``entries.run``, by the C++ kernels where they take its layers."""
+        """Run the network on new entries, see ``run``, by kernels that take its layers."""
+        if cache.static_shapes and self.fused_layers is not None:
+            assert allowed is not None
+            seen = seen_by(cache, allowed[:, 0], self.window)
+            outputs, middle = self.fused_layers(x, rotation, [seen] * self._layers, cache)
+            return torch.cat([outputs, middle], dim=-1) if self.slots > 1 else outputs
         if self.native_layers is None or cache.static_shapes:
             return run(self.network, x, rotation, allowed, cache, self.window)
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
+
+    def _fused_layers(self) -> FusedLayers | None:
+        """The network's layers in few launches; None where they are others."""
+        return FusedLayers.of(self.network.layers, self.shape_of(self.network)) if self._layers else None
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
         """The network's layers in the C++ kernels; None where they do not take them."""

@@ -1,4 +1,5 @@
-"""Non-GEMM decode-step ops: tree attention, verification, KV compaction, tree growth.
+"""Non-GEMM decode-step ops: tree attention, what is between a layer's products, verification, KV compaction, tree
+growth.
 
 Each op has a torch reference and a Triton kernel of the same signature; ``mmspec.ops.kernels`` selects one. The C++
 kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank their logits.
@@ -6,16 +7,20 @@ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank t
 
 from mmspec.ops.attention import tree_attention
 from mmspec.ops.growth import keep_best, next_beam, top_log_probs
+from mmspec.ops.layers import act_and_mul, add_norm, rotate_and_cache
 from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample
 
 __all__ = [
     "accepted_path",
+    "act_and_mul",
+    "add_norm",
     "choose_drawn",
     "compact_kv",
     "greedy",
     "keep_best",
     "next_beam",
     "quantile",
+    "rotate_and_cache",
     "sample",
     "top_log_probs",
     "tree_attention",

@@ -19,13 +19,17 @@ from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
 from mmspec.targets.alibi import Alibi
-from mmspec.targets.attention import NAME, PassAttention
+from mmspec.targets.attention import NAME, PASS, PassAttention
+from mmspec.targets.fused_layers import FusedDecoder
 from mmspec.targets.head import contiguous_input
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
+
+_TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
+"""Relative norm by which a fused pass may differ from the decoder's: rounding is below, another computation above."""
 
 
 class Decoder:
@@ -64,7 +68,7 @@ class Decoder:
         self._cache_argument = cache_argument(self._module)
         layers: Any = getattr(self._module, "layers", None)
         self._first: Any = layers[0] if isinstance(layers, nn.ModuleList) and len(layers) else None
-        self._direct: bool | None = None  # whether a merged stack of layers gives the decoder's output; None: untried
+        self._direct: dict[bool, bool] = {}  # whether layers of static and varying shapes give the decoder's output
         self._embedding: Any = model.get_input_embeddings()
         self._output = output_layer(model)
         self._gathered = input_device(model) if is_split(model) else None  # where features of all layers are moved
@@ -99,11 +103,11 @@ class Decoder:
         """The named features of one pass of the decoder, and ``"last"``."""
         biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
         with self._applied(), biases:
-            if (states := self._stack_states(inputs, cache)) is not None:
+            if (direct := self._direct_states(inputs, cache)) is not None:
+                states, last = direct
                 layers = {name: layer_of(name) for name in names}
                 features = {name: states[layer[0] + layer[1]] for name, layer in layers.items() if layer is not None}
-                features["last"] = self._module.norm(states[-1])
-                return {name: self._in_dtype(state) for name, state in features.items()}
+                return {name: self._in_dtype(state) for name, state in {**features, "last": last}.items()}
             with self._reading(names) as features:
                 features["last"] = self._in_dtype(self._run(inputs, cache))
         return features
@@ -111,18 +115,41 @@ class Decoder:
     def _run(self, inputs: dict[str, Any], cache: TreeCache) -> Tensor:
         return self._module(use_cache=True, **{self._cache_argument: cache}, **inputs)[0]
 
-    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> list[Tensor] | None:
-        """Inputs of the layers and the last one's output by ``Stack.states``, if a pass gives that output's norm."""
-        stack = getattr(self._first, "stack", None) if self._direct is not False else None
+    def _direct_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+        """Inputs of the layers, the last one's output, and its norm, without the decoder's forward; None where that is
+        needed."""
+        static = PASS in inputs
+        if not self._direct.get(static, True):
+            return None
+        states = self._fused_states(inputs, cache) if static else self._stack_states(inputs, cache)
+        if states is not None and static not in self._direct:
+            # Once: other decoders may scale their embeddings, or do more after the last layer.
+            whole, computed = self._run(inputs, cache).float(), states[1].float()
+            tolerance = _TOLERANCE.get(states[1].dtype, _HALF_TOLERANCE) if static else 0.0
+            self._direct[static] = bool((computed - whole).norm() <= tolerance * whole.norm())
+        return states if self._direct.get(static) else None
+
+    def _stack_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+        """By ``Stack.states``."""
+        stack = getattr(self._first, "stack", None)
         if stack is None or inputs.keys() != {"input_ids", "position_ids", "attention_mask"}:
             return None
         nodes = inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"]
         states: list[Tensor] | None = stack.states(self._module, *nodes, cache)
-        if states is None:
+        return None if states is None else (states, self._module.norm(states[-1]))
+
+    def _fused_states(self, inputs: dict[str, Any], cache: TreeCache) -> tuple[list[Tensor], Tensor] | None:
+        """By ``FusedDecoder.states``."""
+        fused, usual = self._fused, inputs.keys() == {"input_ids", "position_ids", "attention_mask", PASS}
+        if fused is None or not usual or not fused.current:
             return None
-        if self._direct is None:  # once: other decoders may scale their embeddings, or do more after the last layer
-            self._direct = torch.equal(self._run(inputs, cache), self._module.norm(states[-1]))
-        return states if self._direct else None
+        positions = inputs["position_ids"]
+        positions = positions.expand(3, -1, -1) if self.has_position_axes else positions
+        return fused.states(inputs["input_ids"], positions, inputs["attention_mask"], inputs[PASS], cache)
+
+    @cached_property
+    def _fused(self) -> FusedDecoder | None:
+        return None if is_sharded(self._model) else FusedDecoder.of(self._module, self.config)
 
     def prefill(
         self, call: dict[str, Any], cache: TreeCache, names: Sequence[Feature]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import sys
 from functools import cached_property, lru_cache
-from inspect import signature
 from itertools import chain
 from typing import Any, Self
 
@@ -26,14 +25,18 @@ from mmspec.quantisation.blocks import BlockLinear, JoinedLinear
 from mmspec.quantisation.formats import StoredRows, concatenated
 from mmspec.quantisation.linear import GROUP, PackedLinear
 from mmspec.targets.attention import NAME, PASS
+from mmspec.targets.layer_structure import (
+    PROJECTIONS,
+    epsilon_of,
+    gain_of,
+    gate_of,
+    norms_of,
+    reproducible,
+    stored_rows,
+    weight_of,
+)
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORMS = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_FEATURES = 64  # of a layer that is tried
 _MAX_ROWS = 1024  # of a pass whose layers are one call; every layer's output is kept
 
 
@@ -62,7 +65,7 @@ class MergedLayer(nn.Module):
         self.qkv = merged([paired(query, self.head_dim), paired(key, self.head_dim), value])
         self.gate_up = merged([mlp.gate_proj, mlp.up_proj])
         self.out, self.down = attention.o_proj, mlp.down_proj
-        self.norms = nn.ModuleDict({name: norm_of(norm) for name, norm in _norms(layer).items()})
+        self.norms = nn.ModuleDict({name: norm_of(norm) for name, norm in norms_of(layer).items()})
         if hasattr(attention, "q_norm"):
             self.norms["head"] = head_norm(attention, self.heads, self.kv_heads, self.head_dim)
         for name in (*PROJECTIONS, "o_proj"):
@@ -164,7 +167,7 @@ class MergedLayer(nn.Module):
         linears: list[Any] = [self.qkv, self.out, self.gate_up, self.down]
         whole = all(layer.in_features % GROUP == 0 for layer in linears) and self.head_dim in cpu.HEAD_DIMS
         blocks = all(isinstance(layer, BlockLinear | JoinedLinear) for layer in linears)
-        gate = _gate(self.act_fn)
+        gate = gate_of(self.act_fn)
         if not whole or not blocks or gate is None:
             return None
         parts: Any = self.norms
@@ -179,21 +182,6 @@ class MergedLayer(nn.Module):
 def _eager(attention: nn.Module) -> Any:
     """The eager attention of a layer's modelling file."""
     return getattr(sys.modules[type(attention).__module__], "eager_attention_forward", None)
-
-
-def _gate(function: Any) -> str | None:
-    """The kernels' name of an activation function."""
-    x = torch.linspace(-3, 3, 7)
-    known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
-    return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
-
-
-def _norms(layer: Any) -> dict[str, Any]:
-    """The norms of hidden states, by their names in ``cpu.layer_weights``."""
-    if not hasattr(layer, "pre_feedforward_layernorm"):
-        return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
-    after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
-    return {"attention": layer.input_layernorm, "mlp": layer.pre_feedforward_layernorm, **after}
 
 
 @lru_cache(maxsize=4)
@@ -296,75 +284,11 @@ def first_layers(layers: nn.ModuleList, count: int) -> nn.ModuleList:
 
 def merge_layers(decoder: nn.Module) -> None:
     """Replace a decoder's layers by ``MergedLayer`` where that computes the same; others stay as they are."""
-    rotary = getattr(decoder, "rotary_emb", None)
-    layers = getattr(decoder, "layers", None)
-    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
-        return
-    if len({type(layer) for layer in layers}) == 1 and _computes_the_same(layers[0], rotary):
+    if reproducible(decoder, lambda layer, x, rotation: MergedLayer(layer)(x, position_embeddings=rotation)):
+        layers: Any = decoder.layers
         for index in range(len(layers)):
             layers[index] = MergedLayer(layers[index], last=index == len(layers) - 1)
         Stack([layer for layer in layers if isinstance(layer, MergedLayer)])
-
-
-def _has_parts(layer: Any) -> bool:
-    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
-    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
-    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
-        return False
-    projections = {*PROJECTIONS, "o_proj"}
-    if names(layer.self_attn) not in (projections, projections | _HEAD_NORMS):
-        return False
-    if getattr(layer.self_attn, "attn_logit_softcapping", None):  # Gemma 2; small scores do not reveal it
-        return False
-    linear = [
-        *(getattr(layer.self_attn, name) for name in projections),
-        layer.mlp.gate_proj,
-        layer.mlp.up_proj,
-        layer.mlp.down_proj,
-    ]
-    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
-    return all(type(part) is nn.Linear for part in linear) and not own
-
-
-@torch.inference_mode()
-def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
-    """Whether ``MergedLayer`` reproduces a layer's output, on random hidden states at spread positions."""
-    plain = _small(layer).float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
-    takes_type = "layer_type" in signature(rotary.forward).parameters  # one of several sets of frequencies
-    try:
-        kind = {"layer_type": layer.self_attn.layer_type} if takes_type else {}
-        options = {"position_ids": positions, "position_embeddings": rotary(x, position_ids=positions, **kind)}
-        expected = plain(x, **options)
-        merged = MergedLayer(plain)(x, **options)
-    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
-        return False
-    rotated_once = options["position_embeddings"][0].ndim == 3  # else by axis of an image
-    return rotated_once and isinstance(expected, Tensor) and torch.allclose(merged, expected, atol=1e-4, rtol=1e-4)
-
-
-def _small(layer: Any) -> Any:
-    """A copy of a layer with the first features of its hidden states and of its MLP alone."""
-    attention, mlp = layer.self_attn, layer.mlp
-    some, whole = slice(_FEATURES), slice(None)
-    parts = {getattr(attention, name): (whole, some) for name in PROJECTIONS}
-    parts |= {attention.o_proj: (some, whole)}
-    parts |= dict.fromkeys((mlp.gate_proj, mlp.up_proj, mlp.down_proj), (some, some))
-    memo: dict[int, Any] = {}
-    for part, (rows, columns) in parts.items():
-        memo[id(part.weight)] = nn.Parameter(_weight(part, rows)[:, columns].float(), requires_grad=False)
-        memo[id(_stored(part))] = []
-        if part.bias is not None:
-            memo[id(part.bias)] = nn.Parameter(part.bias[rows].float(), requires_grad=False)
-    for norm in _norms(layer).values():
-        memo[id(norm.weight)] = nn.Parameter(norm.weight[some].float(), requires_grad=False)
-    small = copy.deepcopy(layer, memo)
-    for part in small.modules():
-        if isinstance(part, nn.Linear):
-            part.out_features, part.in_features = part.weight.shape
-    return small
 
 
 class Float32Norm(nn.Module):
@@ -392,12 +316,8 @@ class Float32Norm(nn.Module):
 
 
 def norm_of(norm: Any) -> Float32Norm:
-    """An RMSNorm of transformers, whose gain is its weight or, in Gemma, 1 more."""
-    gain = norm.weight.detach().float()
-    applied = copy.deepcopy(norm).float()(torch.ones_like(gain))  # in bfloat16, a large gain and 1 more are the same
-    if (applied - gain - 1).abs().max() < (applied - gain).abs().max():
-        gain = gain + 1
-    return Float32Norm(gain, _epsilon(norm))
+    """An RMSNorm of transformers."""
+    return Float32Norm(gain_of(norm), epsilon_of(norm))
 
 
 def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Float32Norm:
@@ -405,11 +325,7 @@ def head_norm(attention: Any, heads: int, kv_heads: int, head_dim: int) -> Float
     order = pair_order(head_dim)
     parts = [(attention.q_norm, heads), (attention.k_norm, kv_heads)]
     gains = [norm_of(norm).weight[order].expand(count, -1) for norm, count in parts]
-    return Float32Norm(torch.cat(gains), _epsilon(attention.q_norm))
-
-
-def _epsilon(norm: Any) -> float:
-    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+    return Float32Norm(torch.cat(gains), epsilon_of(attention.q_norm))
 
 
 def pair_order(head_dim: int) -> Tensor:
@@ -421,14 +337,14 @@ def paired(layer: nn.Linear, head_dim: int) -> nn.Linear:
     """The layer with the features of each head in ``pair_order``."""
     order = (torch.arange(0, layer.out_features, head_dim)[:, None] + pair_order(head_dim)).flatten()
     bias = None if layer.bias is None else layer.bias.detach()[order]
-    return _linear(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in _stored(layer)])
+    return _linear(layer.weight.detach()[order], bias, [rows.ordered(order) for rows in stored_rows(layer)])
 
 
 def merged(parts: list[nn.Linear]) -> nn.Linear:
     """One linear layer with the outputs of several."""
-    stored = [_stored(part) for part in parts]
+    stored = [stored_rows(part) for part in parts]
     kept = all(stored)
-    weight = torch.cat([part.weight.detach() if kept else _weight(part) for part in parts])
+    weight = torch.cat([part.weight.detach() if kept else weight_of(part) for part in parts])
     bias = None
     if any(part.bias is not None for part in parts):
         zeros = [torch.zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
@@ -443,14 +359,3 @@ def _linear(weight: Tensor, bias: Tensor | None, stored: list[StoredRows]) -> nn
         layer.bias = nn.Parameter(bias, requires_grad=False)
     layer.stored = stored
     return layer
-
-
-def _stored(layer: Any) -> list[StoredRows]:
-    """The rows that a layer keeps in place of its weight, if it does."""
-    return getattr(layer, "stored", [])
-
-
-def _weight(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
-    """Rows of a layer's weight, also where it keeps them in another form."""
-    stored = _stored(layer)
-    return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]

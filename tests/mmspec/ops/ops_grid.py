@@ -123,6 +123,158 @@ def check_attention(case: Attention, device: str = "cpu") -> None:
     torch.testing.assert_close(read.cpu().double(), expected.transpose(1, 2), rtol=close, atol=close)
 
 
+# ---------------------------------------------------------------------- between products
+
+
+@dataclass(frozen=True)
+class Norms:
+    """One shape; ``near`` is how close the results must be."""
+
+    rows: tuple[int, ...]
+    features: int
+    parts: int = 1
+    residual: bool = True
+    after: bool = False
+    plus: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def near(self) -> float:
+        return {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[self.dtype]
+
+
+NORMS = [
+    Norms((1, 1), 48),
+    Norms((2, 5), 64, residual=False),
+    Norms((3, 7), 80, after=True, plus=1.0),
+    Norms((2, 3), 40, parts=2, residual=False),
+    Norms((2, 3), 40, parts=2, after=True),
+    Norms((1, 60), 1030, dtype=torch.bfloat16),
+    Norms((2, 4), 96, after=True, plus=1.0, dtype=torch.float16),
+]
+
+
+def check_norm(case: Norms, device: str = "cpu") -> None:
+    """Rows one by one in float64, whose sums are rounded before their norms; what is given stays as it is."""
+    g = torch.Generator().manual_seed(case.features)
+    shape = *case.rows, case.parts * case.features
+    x, residual = (torch.randn(shape, generator=g).to(case.dtype) * 3 for _ in range(2))
+    weight, after = (torch.randn(case.parts, case.features, generator=g).to(case.dtype) for _ in range(2))
+    given = [t.to(device) for t in (x, residual, weight, after)]
+    before = [t.clone() for t in given]
+    options = {"plus": case.plus, "after": given[3] if case.after else None}
+    total, normed = ops.add_norm(given[0], given[1] if case.residual else None, given[2], 1e-3, **options)
+    assert all(map(torch.equal, given, before))
+    assert total.shape == normed.shape == shape
+    assert total.dtype == normed.dtype == case.dtype
+
+    def norm(row: Tensor, gain: Tensor) -> Tensor:
+        return row / (row.square().mean() + 1e-3).sqrt() * (gain.double() + case.plus)
+
+    # Of the rounded sum, which may be rounded to either side.
+    rounded = total.cpu().double().reshape(-1, case.features)
+    for place, (row, add) in enumerate(
+        zip(*(t.double().reshape(-1, case.features) for t in (x, residual)), strict=True)
+    ):
+        part = place % case.parts
+        expected = (norm(row, after[part]) if case.after else row) + add * case.residual
+        torch.testing.assert_close(rounded[place], expected, rtol=case.near, atol=case.near)
+        found = normed.cpu().double().reshape(-1, case.features)[place]
+        torch.testing.assert_close(found, norm(rounded[place], weight[part]), rtol=case.near, atol=case.near)
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """One shape; ``shared`` positions are those of all rows, or of all nodes of a row."""
+
+    nodes: int
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    shared: str = ""
+    normed: bool = False
+    plus: float = 0.0
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+ROTATED = [
+    Rotated(1),
+    Rotated(5, batch=3, offset=3),
+    Rotated(7, batch=2, heads=3, kv_heads=1, head_dim=24, shared="rows"),
+    Rotated(4, batch=2, head_dim=80, shared="nodes", normed=True),
+    Rotated(6, batch=2, normed=True, plus=1.0, offset=2, dtype=torch.bfloat16),
+    Rotated(3, batch=2, heads=0, normed=True),
+    Rotated(60, heads=8, head_dim=128, dtype=torch.float16),
+]
+
+
+def check_rotated(case: Rotated, device: str = "cpu") -> None:
+    """Pairs of features turned one by one in float64; keys and values in their slots, the others as they were."""
+    g = torch.Generator().manual_seed(case.nodes)
+    width = (case.heads + 2 * case.kv_heads) * case.head_dim
+    qkv = torch.randn(case.batch, case.nodes, width, generator=g).to(case.dtype)
+    angle = torch.rand(case.batch, case.nodes, case.head_dim // 2, generator=g) * 6
+    angle = angle[:1] if case.shared == "rows" else angle[:, :1] if case.shared == "nodes" else angle
+    # In the other halves there may be signed ones.
+    rotation = torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    weights = torch.rand(2, case.head_dim, generator=g) + 0.5
+    # Views into a larger buffer, as a layer's part of the cache is.
+    whole = torch.full((2, case.batch, case.kv_heads, case.nodes + 9, case.head_dim), torch.nan, dtype=case.dtype)
+    kept, start = whole.to(device), 4
+    query = ops.rotate_and_cache(
+        qkv.to(device),
+        (rotation[0].to(device), rotation[1].to(device)),
+        *(kept[0], kept[1], torch.tensor([start], device=device), case.offset),
+        norms=tuple(weights.to(device)) if case.normed else (),
+        eps=1e-3,
+        plus=case.plus,
+    )
+    assert query.shape == (case.batch, case.heads, case.nodes, case.head_dim)
+    assert query.dtype == case.dtype
+    angle = angle.expand(case.batch, case.nodes, -1).double()
+    heads = qkv.double().unflatten(-1, (-1, case.head_dim))
+    turned = torch.empty_like(heads)
+    for b, node, head in itertools.product(range(case.batch), range(case.nodes), range(heads.shape[2])):
+        x = heads[b, node, head]
+        of_key = head >= case.heads
+        if head >= case.heads + case.kv_heads:
+            turned[b, node, head] = x
+            continue
+        if case.normed:
+            x = x / (x.square().mean() + 1e-3).sqrt() * (weights[int(of_key)].double() + case.plus)
+        pairs = torch.complex(*x.chunk(2)) * torch.polar(torch.ones_like(angle[b, node]), angle[b, node])
+        turned[b, node, head] = torch.cat([pairs.real, pairs.imag])
+    near = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[case.dtype]
+    slots = slice(start + case.offset, start + case.offset + case.nodes)
+    expected = whole.double()
+    expected[0, :, :, slots] = turned[:, :, case.heads : case.heads + case.kv_heads].transpose(1, 2)
+    expected[1, :, :, slots] = turned[:, :, case.heads + case.kv_heads :].transpose(1, 2)
+    torch.testing.assert_close(kept.cpu().double(), expected, rtol=near, atol=near, equal_nan=True)
+    torch.testing.assert_close(query.cpu().double(), turned[:, :, : case.heads].transpose(1, 2), rtol=near, atol=near)
+
+
+GATED = [
+    (shape, gelu, dtype)
+    for shape in ((1, 1, 6), (2, 3, 2600))
+    for gelu in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def check_gated(case: tuple[tuple[int, ...], bool, torch.dtype], device: str = "cpu") -> None:
+    shape, gelu, dtype = case
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    expected = up * (gate * (1 + inner.tanh()) / 2 if gelu else gate / (1 + (-gate).exp()))
+    near = 1e-5 if dtype == torch.float32 else 1.6e-2
+    found = ops.act_and_mul(x.to(device), gelu)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=near, atol=near)
+
+
 # ---------------------------------------------------------------------- verification
 
 
@@ -458,6 +610,9 @@ def check_keep(case: Candidates, device: str = "cpu") -> None:
 
 _GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
     (check_attention, ATTENTION),
+    (check_norm, NORMS),
+    (check_rotated, ROTATED),
+    (check_gated, GATED),
     *((check, TREES) for check in (check_follow, check_drawn)),
     (check_quantile, (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
     (check_exact, (torch.float32, torch.float64)),

@@ -34,9 +34,12 @@ def test_interpreted_kernels_say_what_generate_says():
     assert [part.split("=")[0] for part in llava.split()] == [
         "llava",
         "accepted_path",
+        "act_and_mul",
+        "add_norm",
         "compact_kv",
         "keep_best",
         "next_beam",
+        "rotate_and_cache",
         "top_log_probs",
         "tree_attention",
     ]
@@ -82,6 +85,29 @@ def attentions() -> list[Callable[[], object]]:
     ]
 
 
+def between(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    dtype: torch.dtype = LOW,
+    head_dim: int = 128,
+    plus: float = 0.0,
+) -> list[Callable[[], object]]:
+    """What is between the products of a layer; ``plus`` is that of Gemma 3, with all of its norms."""
+    x, weight = torch.empty(1, 16, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    qkv = torch.empty(1, 16, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    rotation = torch.empty(2, 1, 16, head_dim, dtype=dtype)
+    keys, values = torch.empty(2, 1, kv_heads, 2048, head_dim, dtype=dtype)
+    norms = tuple(torch.empty(2, head_dim, dtype=dtype)) if plus else ()
+    return [
+        lambda: ops.add_norm(x, None, weight, 1e-5, plus),
+        lambda: ops.add_norm(x, x, weight, 1e-5, plus, weight if plus else None),
+        lambda: ops.rotate_and_cache(qkv, tuple(rotation), keys, values, torch.tensor([9]), 0, norms, 1e-5, plus),
+        lambda: ops.act_and_mul(torch.empty(1, 16, 2 * mlp, dtype=dtype), bool(plus)),
+    ]
+
+
 def operations() -> list[Callable[[], object]]:
     """Every operation at the shapes of 7B and 8B models, an 8B hybrid, Qwen3-Next, Kimi-Linear, MiniMax, Falcon-Mamba
     and RecurrentGemma, with trees of 16, 32 and 64 nodes, and at those that take most."""
@@ -93,6 +119,10 @@ def operations() -> list[Callable[[], object]]:
     found = [
         *(attention(60, 128), attention(240, 128, slots=100), attention(60, 192, 128), attention(60, 128, dtype=FULL)),
         attention(240, 256, dtype=torch.float16, softcap=5.0, window=100),
+        *between(4096, 32, 8, 14336),
+        *between(4096, 32, 32, 11008, torch.float16),
+        *between(3584, 28, 4, 18944, FULL),
+        *between(2560, 8, 4, 10240, head_dim=256, plus=1.0),
         lambda: ops.accepted_path(tree, choices),
         lambda: ops.choose_drawn(bare, probs, draws, draws),
         lambda: ops.quantile(torch.empty(1, 1, vocab), torch.rand(1, 1)),
@@ -161,6 +191,7 @@ def _own_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_without_a_gpu(capability):
     of_step = ("attend", "merge", "path", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
+    of_step += ("norm", "rotate", "gate")
     rules = ("scan", "delta", "selective", "lru", "conv")
     names = {f"_{name}_kernel" for name in (*of_step, "overlap_kda", "tree_kda")}
     names |= {f"_{part}_{rule}_kernel" for part in ("tree", "commit") for rule in rules}

@@ -1,0 +1,82 @@
+"""Drafters' decoder layers in few launches, with static shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.drafters.layer import LayerParts, Norm, Rotation
+from mmspec.drafters.shape import LayerShape
+from mmspec.targets.fused_layers import Buffers, FusedLayer, FusedNorm, JoinedLinear, Seen, cache_states, run_layers
+
+
+class FusedLayers:
+    """Decoder layers over a cache of static shapes, as ``NativeLayers`` are over one of varying shapes.
+
+    Args:
+        layers: with gated MLPs.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], shape: LayerShape) -> None:
+        self._layers = [_fused(layer, shape) for layer in layers]
+        self._keys_values, self._eps = [layer.qkv[-1] for layer in layers], shape.norm_eps
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], shape: LayerShape) -> FusedLayers | None:
+        """Of a network's layers; None where these are others, or packed."""
+        parts: list[Any] = [getattr(layer, "parts", None) for layer in layers] if shape.mlp else []
+        dense = all(part and all(type(one) is nn.Linear for one in part.qkv) for part in parts)
+        return cls(parts, shape) if parts and dense else None
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, seen: Sequence[Seen], cache: TreeCache, last: Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers on new entries and write them to the cache.
+
+        Args:
+            x: (batch, nodes, any), inputs.
+            rotation: cosines and sines, (batch, nodes or 1, 1, head_dim) each.
+            seen: by the entries, in each layer.
+            last: a norm of the last layer's outputs.
+
+        Returns:
+            These outputs, and the residual stream before the last MLP, (batch, nodes, hidden) each.
+        """
+        turns = [_turns(rotation)] * len(self._layers)
+        (*_, residual), y = run_layers(self._layers, x, turns, self._buffers(cache, len(x)), seen)
+        return residual + y if last is None else FusedNorm(last, self._eps)(y, residual, None)[1], residual
+
+    def write(self, x: Tensor, rotation: Rotation, seen: Seen, cache: TreeCache) -> None:
+        """Write the keys and values that layers whose queries are a product of their own have of states, (batch, nodes,
+        hidden), to the cache."""
+        turns = _turns(rotation)
+        for layer, product, buffers in zip(self._layers, self._keys_values, self._buffers(cache, len(x)), strict=True):
+            cache_states(layer, product(x), turns, buffers, seen)
+
+    def _buffers(self, cache: TreeCache, rows: int) -> list[Buffers]:
+        return [[states[:rows] for states in cache.kv.states(place)] for place in range(len(self._layers))]
+
+
+def _turns(rotation: Rotation) -> Rotation:
+    cos, sin = rotation
+    return cos.squeeze(2), sin.squeeze(2)
+
+
+def _fused(layer: LayerParts, shape: LayerShape) -> FusedLayer:
+    norms: dict[str, Any] = {"mlp": layer.mlp_norm, **dict(zip(("query", "key"), layer.head_norms, strict=False))}
+    if len(layer.attention_norms) == 1:
+        (norms["attention"],) = layer.attention_norms
+    elif layer.attention_norms:
+        norms["attention"] = SimpleNamespace(weight=torch.stack([norm.weight for norm in layer.attention_norms]))
+    qkv: Any = layer.qkv[0] if len(layer.qkv) == 1 else JoinedLinear(layer.qkv)
+    return FusedLayer(
+        *(qkv, layer.out, layer.gate_up, layer.down),
+        {name: FusedNorm(norm, shape.norm_eps) for name, norm in norms.items()},
+        shape.head_dim**-0.5,
+        normed_residual=layer.normed_residual,
+    )

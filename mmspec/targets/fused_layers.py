@@ -1,0 +1,269 @@
+"""Decoder layers in few launches, for passes with static shapes: products, tree attention, and the ops between them.
+
+A layer of Llama is ten launches: the residual sum with its norm, queries, keys and values, their rotation with the KV
+write, attention and the sum of its splits, the output, the second norm, gate and up, activation, down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmspec import ops
+from mmspec.cache.buffers import SlotBounds
+from mmspec.cache.tree_cache import TreeCache
+from mmspec.targets.attention import TreePass
+from mmspec.targets.layer_structure import (
+    HEAD_NORMS,
+    PROJECTIONS,
+    Rotation,
+    epsilon_of,
+    gain_of,
+    gate_of,
+    norms_of,
+    reproducible,
+    rotation_of,
+)
+from mmspec.targets.masks import window_of
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class FusedNorm:
+    """An RMSNorm.
+
+    Attributes:
+        module: has the ``weight``, (features,) or (parts, features).
+        plus: is added to it (Gemma).
+    """
+
+    module: Any
+    eps: float
+    plus: float = 0.0
+
+    def __call__(self, x: Tensor, residual: Tensor | None, after: FusedNorm | None) -> tuple[Tensor, Tensor]:
+        """See ``ops.add_norm``."""
+        weight = None if after is None else after.module.weight
+        return ops.add_norm(x, residual, self.module.weight, self.eps, self.plus, weight)
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A pre-norm decoder layer with rotary positions and a gated MLP.
+
+    Attributes:
+        qkv: gives queries, keys and values, one after another.
+        out, gate_up, down: its other products.
+        norms: "mlp", and where it has them "attention", of the parts of its inputs, of which the last is the residual;
+            "attention_after" and "mlp_after", of a sublayer's output; "query" and "key", of heads.
+        scale: of the softmax.
+        gelu: see ``ops.act_and_mul``.
+        normed_residual: whether the residual is taken after its norm.
+    """
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    norms: Mapping[str, FusedNorm]
+    scale: float
+    gelu: bool = False
+    normed_residual: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the nodes of a pass attend to in a layer.
+
+    Attributes:
+        bounds: prefix lengths of the rows, and the first slot that a pass writes.
+        offset: uncommitted nodes before those of the pass.
+        mask: (batch, nodes, offset + nodes) bool.
+        depth: (batch, nodes) int64, distance to the end of the prefix; None without a window.
+        window: of the attention; None without one.
+    """
+
+    bounds: SlotBounds
+    offset: int
+    mask: Tensor
+    depth: Tensor | None = None
+    window: int | None = None
+
+
+Buffers = Sequence[Tensor]
+"""Keys and values of a layer, (batch, kv_heads, slots, head_dim) each."""
+
+
+def cache_states(layer: FusedLayer, qkv: Tensor, rotation: Rotation, buffers: Buffers, seen: Seen) -> Tensor:
+    """Write keys and values; returns the queries, if there are any, (batch, heads, nodes, head_dim)."""
+    norms = [layer.norms[name] for name in ("query", "key") if name in layer.norms]
+    weights, first = tuple(norm.module.weight for norm in norms), norms[0] if norms else FusedNorm(None, 0.0)
+    keys, values = buffers
+    return ops.rotate_and_cache(
+        qkv, rotation, keys, values, seen.bounds.start, seen.offset, weights, first.eps, first.plus
+    )
+
+
+def run_layers(
+    layers: Sequence[FusedLayer],
+    x: Tensor,
+    rotations: Sequence[Rotation],
+    buffers: Sequence[Buffers],
+    seen: Sequence[Seen],
+) -> tuple[list[Tensor], Tensor]:
+    """Run layers on the nodes of a pass, and write their keys and values.
+
+    Args:
+        x: (batch, nodes, width), inputs of the first.
+        rotations, buffers, seen: of each layer.
+
+    Returns:
+        The residual stream before each layer, and before the last MLP, (batch, nodes, hidden) each; the output of that
+        MLP, before its norm if it has one, which is still to be added.
+    """
+    streams: list[Tensor] = []
+    residual, after = None, None
+    for layer, rotation, kept, one in zip(layers, rotations, buffers, seen, strict=True):
+        if "attention" in layer.norms:
+            total, normed = layer.norms["attention"](x, residual, after)
+        else:
+            total = normed = x if residual is None else residual + x
+        streams.append(total)
+        query = cache_states(layer, layer.qkv(normed), rotation, kept, one)
+        read = ops.tree_attention(
+            *(query, kept[0], kept[1], one.bounds.lengths, one.mask),
+            scale=layer.scale,
+            start=one.bounds.start,
+            depth=one.depth,
+            window=one.window,
+        )
+        x = layer.out(read.flatten(2))
+        residual = (normed if layer.normed_residual else total)[..., -x.shape[-1] :].contiguous()
+        residual, normed = layer.norms["mlp"](x, residual, layer.norms.get("attention_after"))
+        x, after = layer.down(ops.act_and_mul(layer.gate_up(normed), layer.gelu)), layer.norms.get("mlp_after")
+    assert residual is not None
+    return [*streams, residual], x
+
+
+class JoinedLinear:
+    """Linear layers as one. Their weights become views of one tensor, which is made anew once they have been moved."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, biases = [part.weight for part in self.parts], [part.bias for part in self.parts]
+        return F.linear(x, _joined(weights), None if None in biases else _joined(biases))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors as one along their first axis."""
+    first, place, together = parts[0], parts[0].storage_offset(), True
+    for part in parts:
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        together = together and same and part.is_contiguous() and part.storage_offset() == place
+        place += part.numel()
+    if together:
+        return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = view
+    return whole
+
+
+class FusedDecoder:
+    """Passes of a decoder of transformers with static shapes."""
+
+    def __init__(self, decoder: Any, config: Any) -> None:
+        self._decoder, self._config = decoder, config
+        self._layers = [_fused(layer) for layer in decoder.layers]
+        self._parts = _parts(decoder)
+        self._norm = _norm(decoder.norm)
+
+    @classmethod
+    def of(cls, decoder: Any, config: Any) -> FusedDecoder | None:
+        """Of a decoder; None where its layers are not recognised."""
+        known = hasattr(decoder, "embed_tokens") and hasattr(getattr(decoder, "norm", None), "weight")
+        return cls(decoder, config) if known and reproducible(decoder, _alone) else None
+
+    @property
+    def current(self) -> bool:
+        """Whether the decoder's modules are those that were recognised, and none has a hook."""
+        parts = _parts(self._decoder)
+        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+        return not hooked and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, masks: Any, tree: TreePass, cache: TreeCache
+    ) -> tuple[list[Tensor], Tensor]:
+        """Inputs of the layers and the output of the last, and its norm, (batch, nodes, hidden) each.
+
+        Args:
+            tokens: (batch, nodes) int64.
+            positions: (batch, nodes) int64 or, where they have several axes, (axes, batch, nodes).
+            masks: (batch, 1, nodes, offset + nodes) bool, or these by kind of layer.
+        """
+        decoder, x = self._decoder, self._decoder.embed_tokens(tokens)
+        kinds = [""] * len(self._layers)
+        kinds = (getattr(self._config, "layer_types", None) or kinds)[: len(kinds)]
+        rotations: dict[str, Rotation] = {}
+        seen: dict[str, Seen] = {}
+        buffers = [[states[: len(x)] for states in cache.kv.states(place)] for place in range(len(kinds))]
+        for place, (kind, layer) in enumerate(zip(kinds, decoder.layers, strict=True)):
+            if kind not in seen:
+                mask, window = masks[kind] if isinstance(masks, dict) else masks, window_of(self._config, place)
+                rotations[kind] = rotation_of(decoder.rotary_emb, layer, x, positions)
+                seen[kind] = Seen(tree.bounds, cache.offset, mask[:, 0], tree.depth, window)
+        each = [rotations[kind] for kind in kinds], buffers, [seen[kind] for kind in kinds]
+        (*streams, residual), y = run_layers(self._layers, x, *each)
+        whole, normed = self._norm(y, residual, self._layers[-1].norms.get("mlp_after"))
+        return [*streams, whole], normed
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _parts(decoder: Any) -> list[Any]:
+    return [part for layer in decoder.layers for part in layer.modules()]
+
+
+def _norm(norm: Any) -> FusedNorm:
+    plus = (gain_of(norm) - norm.weight.detach().float()).mean().round()
+    return FusedNorm(norm, epsilon_of(norm), float(plus))
+
+
+def _fused(layer: Any) -> FusedLayer:
+    """Of a layer that has the parts of ``layer_structure``."""
+    attention, mlp = layer.self_attn, layer.mlp
+    heads = dict(zip(("query", "key"), HEAD_NORMS, strict=True)) if hasattr(attention, HEAD_NORMS[0]) else {}
+    norms = {**norms_of(layer), **{name: getattr(attention, module) for name, module in heads.items()}}
+    return FusedLayer(
+        JoinedLinear([getattr(attention, name) for name in PROJECTIONS]),
+        attention.o_proj,
+        JoinedLinear([mlp.gate_proj, mlp.up_proj]),
+        mlp.down_proj,
+        {name: _norm(norm) for name, norm in norms.items()},
+        attention.scaling,
+        gelu=gate_of(mlp.act_fn) == "gelu",
+    )
+
+
+def _alone(layer: Any, x: Tensor, rotation: Rotation) -> Tensor:
+    """A layer's output to a prompt, (batch, tokens, hidden)."""
+    if gate_of(layer.mlp.act_fn) is None:
+        raise ValueError("another activation")
+    fused, (batch, nodes, _) = _fused(layer), x.shape
+    width = layer.self_attn.head_dim
+    buffers = x.new_zeros(2, batch, layer.self_attn.k_proj.out_features // width, nodes, width)
+    none = torch.zeros(batch + 1, dtype=torch.long)
+    mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
+    seen = Seen(SlotBounds(none[:-1], none[-1:]), 0, mask)
+    streams, y = run_layers([fused], x, [rotation], [list(buffers)], [seen])
+    return fused.norms["mlp"](y, streams[-1], fused.norms.get("mlp_after"))[0]

@@ -1,0 +1,149 @@
+"""Decoder layers of the families of Llama, Qwen3 and Gemma 3, recognised by their parts and by what they compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmspec.quantisation.formats import StoredRows
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+HEAD_NORMS = ("q_norm", "k_norm")
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_FEATURES = 64  # of a layer that is tried
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
+    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
+    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - _MLP:
+        return False
+    projections = {*PROJECTIONS, "o_proj"}
+    if names(layer.self_attn) not in (projections, projections.union(HEAD_NORMS)):
+        return False
+    if getattr(layer.self_attn, "attn_logit_softcapping", None):  # Gemma 2; small scores do not reveal it
+        return False
+    linear = [
+        *(getattr(layer.self_attn, name) for name in projections),
+        layer.mlp.gate_proj,
+        layer.mlp.up_proj,
+        layer.mlp.down_proj,
+    ]
+    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
+    return all(type(part) is nn.Linear for part in linear) and not own
+
+
+def gate_of(function: Any) -> str | None:
+    """The kernels' name of an activation function."""
+    x = torch.linspace(-3, 3, 7)
+    known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
+    return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
+
+
+def norms_of(layer: Any) -> dict[str, Any]:
+    """The norms of hidden states, by their names in ``cpu.layer_weights``."""
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    after = {"attention_after": layer.post_attention_layernorm, "mlp_after": layer.post_feedforward_layernorm}
+    return {"attention": layer.input_layernorm, "mlp": layer.pre_feedforward_layernorm, **after}
+
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def reproducible(decoder: nn.Module, run: Callable[[Any, Tensor, Rotation], Tensor]) -> bool:
+    """Whether a decoder's layers are all recognised, and ``run`` gives the output of each kind of them on random hidden
+    states at spread positions.
+
+    Args:
+        run: called with a copy of the layer in float32 on the CPU, with fewer features; hidden states, (batch, tokens,
+            features), of which each attends to itself and those before; cosines and sines, (batch, tokens, head_dim).
+    """
+    rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
+    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
+        return False
+    return all(_reproduces(layer, rotary, run) for layer in {_kind(layer): layer for layer in layers}.values())
+
+
+def _kind(layer: Any) -> Hashable:
+    """What may differ between layers: the class, and switches such as that of rotary positions (SmolLM3)."""
+    known = vars(layer.self_attn).items()
+    switches = [(name, one) for name, one in known if isinstance(one, bool | int | float | str) and name != "layer_idx"]
+    return type(layer), *sorted(switches)
+
+
+@torch.inference_mode()
+def _reproduces(layer: Any, rotary: nn.Module, run: Callable[[Any, Tensor, Rotation], Tensor]) -> bool:
+    plain, device = _small(layer), layer.mlp.down_proj.weight.device
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
+    try:
+        rotation = rotation_of(rotary, layer, x.to(device), positions.to(device))
+        rotation = rotation[0].cpu(), rotation[1].cpu()
+        expected = plain(x, position_ids=positions, position_embeddings=rotation)
+        computed = run(plain, x, rotation)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+        return False
+    rotated_once = rotation[0].ndim == 3  # else by axis of an image
+    return rotated_once and isinstance(expected, Tensor) and torch.allclose(computed, expected, atol=1e-4, rtol=1e-4)
+
+
+def rotation_of(rotary: Any, layer: Any, x: Tensor, positions: Tensor) -> Rotation:
+    """Cosines and sines of a layer, which in some decoders has one of several sets of frequencies."""
+    takes_type = "layer_type" in signature(rotary.forward).parameters
+    cos, sin = rotary(x, position_ids=positions, **({"layer_type": layer.self_attn.layer_type} if takes_type else {}))
+    return cos, sin
+
+
+def _small(layer: Any) -> Any:
+    """A copy of a layer in float32 on the CPU, with the first features of its hidden states and of its MLP alone."""
+    attention, mlp = layer.self_attn, layer.mlp
+    some, whole = slice(_FEATURES), slice(None)
+    parts = {getattr(attention, name): (whole, some) for name in PROJECTIONS}
+    parts |= {attention.o_proj: (some, whole)}
+    parts |= dict.fromkeys((mlp.gate_proj, mlp.up_proj, mlp.down_proj), (some, some))
+    memo: dict[int, Any] = {}
+    for part, (rows, columns) in parts.items():
+        memo[id(part.weight)] = nn.Parameter(weight_of(part, rows)[:, columns].float().cpu(), requires_grad=False)
+        memo[id(stored_rows(part))] = []
+        if part.bias is not None:
+            memo[id(part.bias)] = nn.Parameter(part.bias[rows].float().cpu(), requires_grad=False)
+    for norm in norms_of(layer).values():
+        memo[id(norm.weight)] = nn.Parameter(norm.weight[some].float().cpu(), requires_grad=False)
+    small = copy.deepcopy(layer, memo)
+    for part in small.modules():
+        if isinstance(part, nn.Linear):
+            part.out_features, part.in_features = part.weight.shape
+    return small
+
+
+def gain_of(norm: Any) -> Tensor:
+    """What an RMSNorm of transformers multiplies by, (features,) float32: its weight or, in Gemma, 1 more."""
+    gain = norm.weight.detach().float()
+    plain = copy.copy(norm)  # in bfloat16, a large gain and 1 more are the same
+    plain._parameters = {"weight": nn.Parameter(gain, requires_grad=False)}
+    applied = plain(torch.ones_like(gain))
+    return gain + 1 if (applied - gain - 1).abs().max() < (applied - gain).abs().max() else gain
+
+
+def epsilon_of(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+def stored_rows(layer: Any) -> list[StoredRows]:
+    """The rows that a layer keeps in place of its weight, if it does."""
+    return getattr(layer, "stored", [])
+
+
+def weight_of(layer: nn.Linear, rows: slice = slice(None)) -> Tensor:
+    """Rows of a layer's weight, also where it keeps them in another form."""
+    stored = stored_rows(layer)
+    return stored[0].dense(torch.arange(layer.out_features)[rows]) if stored else layer.weight.detach()[rows]
