@@ -26,7 +26,8 @@ from mmspec.ops import graphs, kernels
 LAUNCHES = {
     "mmspec.ops": (
         *("accepted_path", "choose_drawn", "quantile", "tree_attention"),
-        *("top_log_probs", "next_beam", "keep_best"),
+        *("top_log_probs", "next_beam", "keep_best", "extend_reach", "node_inputs", "write_last"),
+        *("act_and_mul", "add_norm", "rotate_and_cache"),
     ),
     "mmspec.cache.buffers": ("compact_kv",),
     "mmspec.ssm.states": ("commit_conv", "tree_conv"),

@@ -28,8 +28,8 @@ from mmspec.checks import (
     with_fields_of,
 )
 from mmspec.core.target import Target
-from mmspec.drafters.hidden_state import packing, take
-from mmspec.drafters.layer import Rotary, rotary_frequencies
+from mmspec.drafters.hidden_state import packing
+from mmspec.drafters.layer import Rotary, rotary_frequencies, take
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

@@ -233,7 +233,7 @@ def growth_rows(
 ) -> Iterator[dict[str, Any]]:
     """EAGLE-2 tree growth: the two kernels of a level, without the drafter's layer, and the final pruning."""
     tokens = torch.arange(levels * width**2, device=timer.device).expand(batch, -1).contiguous()
-    parents = torch.div(tokens, width, rounding_mode="floor")
+    places = tokens[:, 1 : 1 + (levels - 1) * width].contiguous()
 
     def top_log_probs(inputs: Inputs) -> Callable[[], Tensor]:
         logits = inputs.randn(batch, width, vocab)
@@ -243,12 +243,12 @@ def growth_rows(
         return inputs.rand(*tokens.shape).sort(descending=True).values
 
     def next_beam(inputs: Inputs) -> Callable[[], Tensor]:
-        level, ids = scores(inputs)[:, : width**2].contiguous(), tokens[:, : width**2].contiguous()
-        return lambda: ops.next_beam(level, ids, width)[1]
+        level, ids = (x[:, : width**2].reshape(batch, width, width) for x in (scores(inputs), tokens))
+        return lambda: ops.next_beam(None, level, ids, width)[1].places
 
     def keep_best(inputs: Inputs) -> Callable[[], Tensor]:
         order = scores(inputs)
-        return lambda: ops.keep_best(tokens[:, 0], tokens, parents, order, nodes)[1]
+        return lambda: ops.keep_best(tokens[:, 0], tokens, places, width, order, nodes)[1]
 
     logits_bytes = timer.dtype.itemsize * batch * width * vocab
     facts = {"batch": batch, "vocab": vocab}

@@ -330,6 +330,12 @@ class StaticKVBuffers(KVBuffers):
         bounds.lengths.add_((path >= 0).sum(1))
         bounds.start.copy_(bounds.lengths.amax(0, keepdim=True))
 
+    def advance_on_device(self, length: Tensor) -> None:
+        """``commit_on_device`` of the first ``length`` nodes, (1,) int64, of a single row, which are in place."""
+        bounds = self._known_bounds
+        for count in (bounds.lengths[:1], bounds.start):
+            count.add_(length)
+
     @property
     def _known_bounds(self) -> SlotBounds:
         assert self.bounds is not None, "the prompt comes first"

@@ -204,6 +204,11 @@ class TreeCache(Cache):
         assert isinstance(self.kv, StaticKVBuffers)
         self.kv.commit_on_device(path)
 
+    def advance_on_device(self, length: Tensor) -> None:
+        """``commit_on_device`` of the first ``length`` nodes, (1,) int64, of a single row."""
+        assert isinstance(self.kv, StaticKVBuffers)
+        self.kv.advance_on_device(length)
+
     def advance(self, accepted: Sequence[int]) -> None:
         """Advance row lengths by the number of accepted nodes."""
         self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]

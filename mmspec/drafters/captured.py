@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mmspec import ops
 from mmspec.cache.rows import RowTensor, batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.budget import Budget
@@ -185,11 +186,12 @@ def path_of(length: Tensor, width: int) -> Tensor:
 def commit_chain(caches: Sequence[TreeCache], length: Tensor, width: int) -> None:
     """Commit the first ``length`` entries of each row, (batch,) int64, of the ``width`` that a pass has written to each
     cache."""
-    path = path_of(length, width)
     if caches[0].static_shapes:
+        path = path_of(length, width) if len(length) > 1 else None  # of a single row, entries are in place
         for cache in caches:
-            cache.commit_on_device(path)
+            cache.commit_on_device(path) if path is not None else cache.advance_on_device(length)
         return
+    path = path_of(length, width)
     rows = [list(range(accepted)) for accepted in length.tolist()]
     for cache in caches:
         cache.commit(path, rows)
@@ -202,5 +204,4 @@ def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:
         outputs: (batch, width, n).
         length: (batch,) int64, valid outputs per row; a row with 0 keeps its state.
     """
-    at = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, outputs.shape[2])
-    state.write(torch.where(length[:, None] > 0, outputs.gather(1, at)[:, 0], state.data[: len(length)]))
+    ops.write_last(state.data[: len(length)], outputs, length)

@@ -33,8 +33,8 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState
 from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import grow_levels, grow_slots
-from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, seen_by, take
-from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate
+from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, seen_by
+from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.native import Native, NativeLayers
 from mmspec.drafters.shape import HeadShape, TreeShape
@@ -621,7 +621,7 @@ class DFlash(PositionedDrafter):
         depth = place.expand(batch, -1)
         if cache.static_shapes and self.fused_layers is not None:
             seen = [seen_by(cache, mask[:, 0], window, depth) for mask, window in zip(masks, windows, strict=True)]
-            return self.fused_layers(x, rotation, seen, cache, self.network.norm)[0]
+            return self.fused_layers(x, rotation, seen, cache, last=self.network.norm)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             return attention((q, k, v), cache, layer, masks[layer], windows[layer], depth)

@@ -21,6 +21,7 @@ from mmspec.drafters.hidden_state import HiddenStateDrafter, counted_positions, 
 from mmspec.drafters.layer import (
     Attend,
     DecoderLayer,
+    NodeInputs,
     Norm,
     Rotary,
     Rotation,
@@ -231,9 +232,10 @@ class Eagle(HiddenStateDrafter):
             raise UserError(f"reads must name layers of the target, below {layers}: got {self.network.config.reads}")
         self.keep_to((self.published or {}).get("vocab_size"), target)
         head = self.target_head(target)
-        self.node_inputs = TokenLinear(self.network.fc, target.embed, self.draft_ids)
+        inputs = NodeInputs.of(target, self.draft_ids)
+        self.node_inputs = TokenLinear(self.network.fc, inputs)
         if self.slots > 1:
-            self.cell_input = TokenLinear(self.network.cell.into, target.embed, self.draft_ids)
+            self.cell_input = TokenLinear(self.network.cell.into, inputs)
         self.native = NativeCell.of(self.network, self.cell_input, head) if self.slots > 1 else None
         return head
 

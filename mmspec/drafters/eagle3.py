@@ -21,7 +21,7 @@ from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, causal
-from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, Norm, Rotation
+from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import HeadShape, TreeShape
 from mmspec.drafters.spec import DrafterSpec
@@ -258,7 +258,10 @@ class Eagle3(PositionedDrafter):
         self._embedded = network.config.embedding or decoder.vocab_size
         if (network.config.mask_token_id or 0) >= self._embedded:
             raise UserError(f"mask_token_id must be a token below {self._embedded}: got {network.config.mask_token_id}")
-        self.node_inputs = self._node_inputs
+        own = network.embed_tokens if network.config.embedding else None
+        self.node_inputs = (
+            NodeInputs.of(target, self.draft_ids) if own is None else NodeInputs(own, own, self.draft_ids)
+        )
         if network.config.head:
             head = network.retrieve if network.config.candidates else network.lm_head
         else:
@@ -269,9 +272,6 @@ class Eagle3(PositionedDrafter):
         # The id of a placeholder may lie outside of the table.
         embeds = self._embed(tokens.masked_fill(tokens >= self._embedded, 0))
         return self.network.combine(embeds, self.network.project(states))
-
-    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
-        return self.network.combine(self._embed(self.target_tokens(tokens)), predicted)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         if self.network.config.mask_token_id is None:

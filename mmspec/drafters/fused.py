@@ -34,22 +34,32 @@ class FusedLayers:
         return cls(parts, shape) if parts and dense else None
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, seen: Sequence[Seen], cache: TreeCache, last: Norm | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        seen: Sequence[Seen],
+        cache: TreeCache,
+        middle: bool = False,
+        last: Norm | None = None,
+    ) -> Tensor:
         """Run the layers on new entries and write them to the cache.
 
         Args:
             x: (batch, nodes, any), inputs.
             rotation: cosines and sines, (batch, nodes or 1, 1, head_dim) each.
             seen: by the entries, in each layer.
+            middle: return the last layer's residual stream before its MLP, too.
             last: a norm of the last layer's outputs.
 
         Returns:
-            These outputs, and the residual stream before the last MLP, (batch, nodes, hidden) each.
+            These outputs, (batch, nodes, hidden) or, with ``middle``, (batch, nodes, 2 * hidden).
         """
-        turns = [_turns(rotation)] * len(self._layers)
-        (*_, residual), y = run_layers(self._layers, x, turns, self._buffers(cache, len(x)), seen)
-        return residual + y if last is None else FusedNorm(last, self._eps)(y, residual, None)[1], residual
+        turns, buffers = [_turns(rotation)] * len(self._layers), self._buffers(cache, len(x))
+        add = not middle and last is None
+        (*_, residual), y = run_layers(self._layers, x, turns, buffers, seen, add)
+        if last is not None:
+            return FusedNorm(last, self._eps)(y, residual, None)[1]
+        return y if add else torch.cat([residual + y, residual], dim=-1)
 
     def write(self, x: Tensor, rotation: Rotation, seen: Seen, cache: TreeCache) -> None:
         """Write the keys and values that layers whose queries are a product of their own have of states, (batch, nodes,

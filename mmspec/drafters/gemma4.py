@@ -27,7 +27,7 @@ from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import RowState, write_last
 from mmspec.drafters.checkpoint import read_config
 from mmspec.drafters.growth import grow_tree
-from mmspec.drafters.hidden_state import take
+from mmspec.drafters.layer import take
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.drafters.trained import TreeDrafter
 from mmspec.errors import UserError

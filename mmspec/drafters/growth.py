@@ -102,35 +102,37 @@ def grow_tree(
     batch, kept_children = token.shape[0], 1 if budget.chain else None
     if first is None:
         drafted, chances = extend(token[:, None], torch.zeros_like(token[:, None]))
-        first = drafted[:, 0], chances[:, 0]
-    first = first[0][:, :kept_children], first[1][:, :kept_children]
+    else:
+        drafted, chances = first[0][:, None], first[1][:, None]
+    drafted, chances = drafted[..., :kept_children], chances[..., :kept_children]
     fixed = kernels.static_shapes(token.device)
     most = budget.nodes if nodes is None else min(nodes, budget.nodes)
     deepest = min(budget.max_depth, most) if depth is None else min(depth, budget.max_depth, most)
     width = 1 if budget.chain else min(top_k, most)
-    tokens, scores, extended = [first[0]], [first[1]], []
-    seen, children = 0, first[0].shape[1]  # candidates above the last level, children per node in it
-    for _ in range(1, deepest):
-        score, beam, at = ops.next_beam(scores[-1], tokens[-1], width)
-        if not fixed and float(score.exp().sum()) / batch <= budget.least_gain:
+    tokens, scores, extended, above = [drafted.flatten(1)], [], [], None
+    seen, levels = 0, min(1, deepest)  # candidates above the last level
+    for level in range(1, deepest):
+        total, beam = ops.next_beam(above, chances, drafted, width, 1 + seen)
+        scores.append(total)
+        if not fixed and float(beam.scores.exp().sum()) / batch <= budget.least_gain:
             break
-        if not fixed and bool(((torch.cat(scores, 1) >= score[:, :1]).sum(1) >= most).all()):
+        if not fixed and bool(((torch.cat(scores, 1) >= beam.scores[:, :1]).sum(1) >= most).all()):
             break
-        child, log_prob = (part[..., :kept_children] for part in extend(beam, at // children))
-        children = child.shape[2]
-        extended.append(at + (1 + seen))
-        seen += tokens[-1].shape[1]
-        tokens.append(child.flatten(1))
-        scores.append((score[:, :, None] + log_prob).flatten(1))
-    levels = budget.levels = len(tokens) if deepest else 0
-    parents = [torch.zeros_like(first[0])]
-    if extended:
-        parents.append(torch.cat(extended, 1).repeat_interleave(children, dim=1))
-    candidates = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1)
-    kept, above, score = ops.keep_best(token, *candidates, most)
-    if score.shape[1] == 0:
+        seen += total.shape[1]
+        above, levels = beam.scores, level + 1
+        drafted, chances = (part[..., :kept_children] for part in extend(beam.tokens, beam.origin))
+        extended.append(beam.places)
+        tokens.append(drafted.flatten(1))
+    if len(scores) < len(tokens):
+        scores.append((chances if above is None else above[:, :, None] + chances).flatten(1))
+    budget.levels = levels
+    places = torch.cat(extended, 1) if extended else None
+    kept, parents, score = ops.keep_best(
+        token, torch.cat(tokens, 1), places, drafted.shape[2], torch.cat(scores, 1), most
+    )
+    if score.shape[1] == 1:
         return TokenTree.root(token)
-    tree = TokenTree(kept, above, log_probs=torch.nn.functional.pad(score, (1, 0)), check=False)
+    tree = TokenTree(kept, parents, log_probs=score, check=False)
     if fixed:
         tree.max_depth = min(levels, tree.nodes - 1)  # upper bound; the exact depth would need a host sync
     return tree
@@ -158,6 +160,9 @@ class Reach:
             (batch, width * stride, entries) bool: each node's own chain up to itself and its ancestors' chains.
         """
         batch, width = origin.shape
+        if self._reach is not None and self._stride == 1:
+            self._reach = ops.extend_reach(self._reach, origin)
+            return self._reach
         if self._own.shape[1] != width * self._stride:
             own = torch.eye(width, dtype=torch.bool, device=origin.device)
             if self._stride > 1:

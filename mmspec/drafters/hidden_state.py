@@ -28,14 +28,14 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
 from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import Reach, grow_tree
-from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of
+from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of, take
 from mmspec.drafters.layouts import check_target
 from mmspec.drafters.native import NativeCell, NativeLayers
 from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.fused_layers import Seen
+from mmspec.targets.fused_layers import Seen, add_product
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 
@@ -53,11 +53,6 @@ def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
     order = (kept if left else ~kept).int().sort(dim=1, stable=True).indices
     order = order[:, kept.shape[1] - most :] if left else order[:, :most]
     return order, kept.gather(1, order)
-
-
-def take(x: Tensor, order: Tensor) -> Tensor:
-    """Gather entries of each row: (batch, entries, hidden), (batch, taken) int64 -> (batch, taken, hidden)."""
-    return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 
 def causal(batch: int, width: int, device: torch.device, kept: Tensor | None = None) -> Tensor:
@@ -241,13 +236,13 @@ class TreeState:
         """Take ``block``: the chains that end in the nodes of its last level, concatenated.
 
         Returns:
-            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden); the node of the level
-            before the block that each chain descends from, (batch, width).
+            Tokens, (batch, width * levels); predicted states, (batch, width * levels, hidden), or of a block of one
+            level those of the level before; the node of the level before the block that each chain descends from,
+            (batch, width).
         """
         block, self.block = self.block, []
         if len(block) == 1:
-            tokens, predicted, origin = block[0]
-            return tokens, take(predicted, origin), origin
+            return block[0]
         chains, states, place = [], [], None
         for tokens, predicted, origin in reversed(block):
             chains.append(tokens if place is None else tokens.gather(1, place))
@@ -290,15 +285,15 @@ class HiddenStateDrafter(TrainedDrafter):
         **settings: top_k, depth, total_tokens, verifier: see ``TrainedDrafter``.
 
     Attributes:
-        node_inputs: network inputs of drafted tokens, (batch, nodes, any), from their draft-vocabulary indices,
-            (batch, nodes) int64, and the states that predicted them, (batch, nodes, hidden). Set by ``scoring``.
+        node_inputs: network inputs of drafted tokens, (batch, nodes, any), from the arguments of ``NodeInputs``: states
+            are those that predicted them, (batch, entries, hidden). Set by ``scoring``.
         cell_input: the same, before the activation, of a recurrent cell between the slots of a pass; set by ``scoring``
             with several slots.
         sample_embedding: (1, hidden), an embedding of the target, of the network's dtype and device; set by ``attach``.
         window: entries that one attends to, itself included; 0 is all. Those of one step attend to each other anyway.
     """
 
-    node_inputs: Callable[[Tensor, Tensor], Tensor]
+    node_inputs: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     cell_input: TokenLinear
     sample_embedding: Tensor
     _scores: Callable[[Tensor], Tensor]
@@ -319,6 +314,7 @@ class HiddenStateDrafter(TrainedDrafter):
         self._output = RowTensor(static_shapes)  # (rows, hidden or 2 * hidden), at each row's last entry
         self._position = RowTensor(static_shapes)  # (rows,) int64, of the next entry
         self._history: list[list[int]] = []
+        self._constants: dict[tuple[str, int], Tensor] = {}  # by name and size
 
     def attach(self, target: Target) -> None:
         if target is self._target:
@@ -430,8 +426,7 @@ class HiddenStateDrafter(TrainedDrafter):
         if cache.static_shapes and self.fused_layers is not None:
             assert allowed is not None
             seen = seen_by(cache, allowed[:, 0], self.window)
-            outputs, middle = self.fused_layers(x, rotation, [seen] * self._layers, cache)
-            return torch.cat([outputs, middle], dim=-1) if self.slots > 1 else outputs
+            return self.fused_layers(x, rotation, [seen] * self._layers, cache, middle=self.slots > 1)
         if self.native_layers is None or cache.static_shapes:
             return run(self.network, x, rotation, allowed, cache, self.window)
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
@@ -479,7 +474,8 @@ class HiddenStateDrafter(TrainedDrafter):
             return None
         if self.native_layers is not None and not (self.static_shapes or self.cache.padded or self.window):
             return None
-        return allowed_slots(self.cache, causal(batch, width, self.sample_embedding.device), self.window)
+        reach = self._constant("causal", width, partial(causal, 1)).expand(batch, -1, -1)
+        return allowed_slots(self.cache, reach, self.window)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:
         self.cache.offset = 0
@@ -499,6 +495,12 @@ class HiddenStateDrafter(TrainedDrafter):
             tree.tokens[:, 1:] = self.draft_ids[tree.tokens[:, 1:]]
         return tree
 
+    def _constant(self, name: str, size: int, make: Callable[..., Tensor]) -> Tensor:
+        """``make(size)``, which no pass computes again."""
+        if (name, size) not in self._constants:
+            self._constants[name, size] = make(size, device=self._position.data.device)
+        return self._constants[name, size]
+
     def _tree_state(self, batch: int, passes: int, slots: int = 1) -> TreeState:
         rotation = partial(self.rotation, batch, self.depth)
         return TreeState(self.cache, rotation, self.top_k, passes, slots, self.window)
@@ -511,21 +513,23 @@ class HiddenStateDrafter(TrainedDrafter):
         network, slots = self.network, self.slots
         state.block.append((beam, state.predicted, origin))
         if len(state.block) < slots:
-            carried = take(state.carried, origin)
-            state.carried = network.cell.carry(self.cell_input(beam, carried), carried)
+            read, carried = self.cell_input.split(beam, state.carried, origin)
+            # The copy is no one else's.
+            state.carried = network.cell.norm(add_product(carried, network.cell.out, F.silu(read)))
             if network.config.rank:
                 tokens, log_probs = ops.top_log_probs(network.cell.scores(state.carried), self.top_k)
                 return self.adjusted(tokens, log_probs, state.predicted, state.carried)
             state.predicted = network.guess(state.carried)
         else:
             tokens, predicted, origin = state.chains()
-            outputs = state.run(self.run, self.node_inputs(tokens, predicted), origin)
+            x = self.node_inputs(tokens, predicted, origin if slots == 1 else None)
+            outputs = state.run(self.run, x, origin)
             state.predicted, state.carried = network.begin(outputs[:, slots - 1 :: slots])
         return self.children(state.predicted, state.carried)
 
     def rotation(self, batch: int, count: int) -> Rotation:
         """Rotation of the next ``count`` positions of each row, (batch, count, 1, head_dim) each."""
-        step = torch.arange(count, device=self._position.data.device)
+        step = self._constant("steps", count, torch.arange)
         return self._rotary(self._position.data[:batch, None] + step)
 
     def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mmspec import ops
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
@@ -124,24 +125,62 @@ class LlamaLayer(DecoderLayer):
 _MAX_RATIO = 4  # maximum draft vocabulary of a table, in hidden sizes; larger tables cost too much memory
 
 
+def take(x: Tensor, order: Tensor | None) -> Tensor:
+    """Gather entries of each row, (batch, entries, hidden) -> (batch, taken, hidden), by their places, (batch, taken)
+    int64; None takes all as they are."""
+    return x if order is None else x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+
+
+@dataclass(frozen=True)
+class NodeInputs:
+    """Embeddings of drafted tokens beside the states that they were drafted from.
+
+    Attributes:
+        embed: of the target's tokens.
+        table: has the embeddings as ``weight``; None where ``embed`` does more than look them up.
+        draft_ids: (n,) int64, draft vocabulary; None is the target's.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    table: nn.Embedding | None
+    draft_ids: Tensor | None
+
+    @classmethod
+    def of(cls, target: Any, draft_ids: Tensor | None) -> NodeInputs:
+        """With a target's embeddings."""
+        table = target.model.get_input_embeddings() if hasattr(target, "model") else None
+        plain = type(table) is nn.Embedding and not (table._forward_hooks or table._forward_pre_hooks)
+        return cls(target.embed, table if plain else None, draft_ids)
+
+    def __call__(self, tokens: Tensor, states: Tensor, origin: Tensor | None) -> Tensor:
+        """(batch, nodes, hidden + any).
+
+        Args:
+            tokens: (batch, nodes) int64, draft-vocabulary indices.
+            states: (batch, entries, any).
+            origin: (batch, nodes) int64, the entry of each node; None is one each.
+        """
+        if origin is not None and self.table is not None and self.table.weight.dtype == states.dtype:
+            return ops.node_inputs(self.table.weight.detach(), tokens, states, origin, self.draft_ids)
+        tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
+        return torch.cat([self.embed(tokens).to(states.dtype), take(states, origin)], dim=-1)
+
+
 class TokenLinear:
-    """Linear layer over [embedding of a drafted token ; x]. For a small draft vocabulary, its product with the
-    embeddings is tabulated.
+    """Linear layer over ``NodeInputs``. For a small draft vocabulary, its product with the embeddings is tabulated.
 
     Attributes:
         table: (draft tokens, out), that product and the bias; None for a large vocabulary.
         over_x: the layer over x alone, if there is a table.
     """
 
-    def __init__(
-        self, layer: nn.Linear | PackedLinear, embed: Callable[[Tensor], Tensor], draft_ids: Tensor | None
-    ) -> None:
-        self._layer, self._embed, self._draft_ids = layer, embed, draft_ids
+    def __init__(self, layer: nn.Linear | PackedLinear, inputs: NodeInputs) -> None:
+        self._layer, self._inputs, draft_ids = layer, inputs, inputs.draft_ids
         self.table: Tensor | None = None
         self.over_x: nn.Linear | PackedLinear = layer
         width = layer.weight.shape[1] // 2
         if draft_ids is not None and len(draft_ids) <= _MAX_RATIO * width:
-            self.table = F.linear(embed(draft_ids), layer.weight[:, :width], layer.bias)
+            self.table = F.linear(inputs.embed(draft_ids), layer.weight[:, :width], layer.bias)
             weight = layer.weight[:, width:]
             # In the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
@@ -156,12 +195,17 @@ class TokenLinear:
         # Forked drafters share weights.
         return self
 
-    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """(...) int64, draft-vocabulary indices, and (..., hidden) -> (..., out)."""
+    def __call__(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
+        """(batch, nodes, out); arguments as for ``NodeInputs``."""
+        return self.split(tokens, x, origin)[0]
+
+    def split(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The same, and a copy of the states of each node, (batch, nodes, any)."""
         if self.table is not None:
-            return self.over_x(x) + F.embedding(tokens, self.table)
-        tokens = tokens if self._draft_ids is None else self._draft_ids[tokens]
-        return self._layer(torch.cat([self._embed(tokens), x], dim=-1))
+            taken = take(x, origin)
+            return self.over_x(taken) + F.embedding(tokens, self.table), taken
+        inputs = self._inputs(tokens, x, origin)
+        return self._layer(inputs), inputs[..., -x.shape[-1] :]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -185,13 +229,13 @@ class Rotary:
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
         self.frequencies, self.scale = frequencies, scale
-        self._tables: Rotation | None = None
+        self._tables: Tensor | None = None  # (positions, 2, 1, head_dim)
         self.version = object()  # replaced whenever the tables are recomputed
 
     def reserve(self, length: int, like: Tensor) -> None:
         """Compute tables for positions below ``length``, in the dtype and on the device of ``like``."""
-        have = self._tables[0] if self._tables else None
-        if have is not None and have.shape[0] >= length and (have.dtype, have.device) == (like.dtype, like.device):
+        have = self._tables
+        if have is not None and len(have) >= length and (have.dtype, have.device) == (like.dtype, like.device):
             return
         length = 1 << (length - 1).bit_length()
         self.version = object()
@@ -200,12 +244,13 @@ class Rotary:
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         # The sign of the rotated half goes into the sine, which saves a negation per call.
         tables = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        self._tables = tables[0].to(like.dtype)[:, None], tables[1].to(like.dtype)[:, None]
+        self._tables = torch.stack(tables, dim=1).to(like.dtype)[:, :, None]
 
     def __call__(self, positions: Tensor | slice) -> Rotation:
         """Rotation at positions, a slice or (...) int64: cosines and sines, (..., 1, head_dim) each."""
         assert self._tables is not None, "reserve comes first"
-        return self._tables[0][positions], self._tables[1][positions]
+        cos, sin = self._tables[positions].unbind(-3)
+        return cos, sin
 
     def by_axis(self, positions: Tensor, axis: Tensor) -> Rotation:
         """Rotation at positions with several axes (M-RoPE, arXiv 2409.12191).

@@ -25,8 +25,8 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots, grow_tree
-from mmspec.drafters.hidden_state import PositionedDrafter, take
-from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of
+from mmspec.drafters.hidden_state import PositionedDrafter
+from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation, rotary_of, take
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.shape import RotaryShape
 from mmspec.drafters.spec import DrafterSpec

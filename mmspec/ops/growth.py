@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.ops import cpu, cpu_library, kernels
 
@@ -30,55 +33,137 @@ def _top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return tokens, best
 
 
-def next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Top entries of a tree level, in descending order of score.
+class Beam(NamedTuple):
+    """The best nodes of a tree level, in descending order of score.
+
+    Attributes:
+        scores: (batch, width) float32, log probabilities of paths.
+        tokens: (batch, width) int64.
+        origin: (batch, width) int64, the parent of each in the level before.
+        places: (batch, width) int64, of each among the level's nodes, plus ``first``.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    origin: Tensor
+    places: Tensor
+
+
+def next_beam(
+    above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int = 0
+) -> tuple[Tensor, Beam]:
+    """Score a tree level, and take its best nodes.
 
     Args:
-        scores: (batch, entries) float32, log probabilities of paths.
-        tokens: (batch, entries) int64.
-        width: beam width, capped at the number of entries.
+        above: (batch, parents) float32, scores of the parents; None for the root, of score 0.
+        log_probs: (batch, parents, children) float32, of the children given their parents.
+        tokens: (batch, parents, children) int64.
+        width: of the beam, capped at the number of nodes.
+        first: added to the places.
 
     Returns:
-        Scores, tokens and entry indices, (batch, width) each.
+        Scores of all nodes, (batch, parents * children), and the beam.
     """
-    width = min(width, scores.shape[1])
-    return kernels.run(scores.device, _next_beam, scores, tokens, width)
+    width = min(width, log_probs.shape[1] * log_probs.shape[2])
+    return kernels.run(log_probs.device, _next_beam, above, log_probs, tokens, width, first)
 
 
-def _next_beam(scores: Tensor, tokens: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _next_beam(above: Tensor | None, log_probs: Tensor, tokens: Tensor, width: int, first: int) -> tuple[Tensor, Beam]:
+    scores = (log_probs if above is None else above[:, :, None] + log_probs).flatten(1)
     best, at = scores.topk(width, dim=1)
-    return best, tokens.gather(1, at), at
+    return scores, Beam(best, tokens.flatten(1).gather(1, at), at // tokens.shape[2], at + first)
+
+
+def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
+    """What the nodes of a new tree level attend to: what their parents do, and themselves.
+
+    Args:
+        reach: (batch, parents, entries) bool.
+        origin: (batch, width) int64, the parent of each node.
+
+    Returns:
+        (batch, width, entries + width) bool.
+    """
+    return kernels.run(reach.device, _extend_reach, reach, origin)
+
+
+def _extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
+    above = reach.gather(1, origin[:, :, None].expand(-1, -1, reach.shape[2]))
+    own = torch.eye(origin.shape[1], dtype=torch.bool, device=reach.device)
+    return torch.cat([above, own.expand(len(origin), -1, -1)], dim=2)
+
+
+def node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Embeddings of tokens beside the states that they were drafted from.
+
+    Args:
+        table: (vocab, hidden) float, embeddings.
+        tokens: (batch, width) int64.
+        states: (batch, parents, any), of the dtype of ``table``.
+        origin: (batch, width) int64, the parent of each node.
+        ids: (n,) int64, rows of the table that ``tokens`` stand for; None are themselves.
+
+    Returns:
+        (batch, width, hidden + any).
+    """
+    return kernels.run(table.device, _node_inputs, table, tokens, states, origin, ids)
+
+
+def _node_inputs(table: Tensor, tokens: Tensor, states: Tensor, origin: Tensor, ids: Tensor | None) -> Tensor:
+    taken = states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[2]))
+    return torch.cat([F.embedding(tokens if ids is None else ids[tokens], table), taken], dim=-1)
 
 
 def keep_best(
-    root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
+    root: Tensor, tokens: Tensor, places: Tensor | None, children: int, scores: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Build the tree of the top-scoring candidates.
 
     Args:
         root: (batch,) int64.
-        tokens: (batch, candidates) int64, parents before their children.
-        parents: (batch, candidates) int64, 0 for the root, i for the i-th candidate.
+        tokens: (batch, candidates) int64, level by level: the root's children, then those of extended nodes.
+        places: (batch, extended) int64, the candidates that have children, from 1 on; None if none has.
+        children: of each of them. They are the last candidates, in this order.
         scores: (batch, candidates) float32, not above the parent's score. Ties keep candidate order, so that a node's
             parent is always selected with it.
         nodes: number of nodes, capped at the number of candidates.
 
     Returns:
-        Tokens and parents as in ``TokenTree``, (batch, 1 + nodes) int64, in descending order of score, so that every
-        prefix is a tree; and the scores without the root, (batch, nodes).
+        Tokens and parents as in ``TokenTree``, and scores, 0 for the root, (batch, 1 + nodes) each, in descending order
+        of score, so that every prefix is a tree.
     """
     nodes = min(nodes, scores.shape[1])
-    return kernels.run(scores.device, _keep_best, root, tokens, parents, scores, nodes)
+    return kernels.run(scores.device, _keep_best, root, tokens, places, children, scores, nodes)
 
 
 def _keep_best(
-    root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor, nodes: int
+    root: Tensor, tokens: Tensor, places: Tensor | None, children: int, scores: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     score, order = scores.sort(dim=1, descending=True, stable=True)
     order = order[:, :nodes]
     # New index of each candidate (0 for the root).
     place = torch.zeros(tokens.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=tokens.device)
     place.scatter_(1, order + 1, torch.arange(1, nodes + 1, device=tokens.device).expand_as(order))
+    parents = torch.zeros_like(tokens)
+    if places is not None:
+        parents[:, tokens.shape[1] - children * places.shape[1] :] = places.repeat_interleave(children, dim=1)
     above, root = place.gather(1, parents.gather(1, order)), root[:, None]
     kept = torch.cat([root, tokens.gather(1, order)], dim=1)
-    return kept, torch.cat([torch.full_like(root, -1), above], dim=1), score[:, :nodes]
+    return kept, torch.cat([torch.full_like(root, -1), above], dim=1), F.pad(score[:, :nodes], (1, 0))
+
+
+def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
+    """Set each row of ``state`` to its last valid output; a row without any stays.
+
+    Args:
+        state: (batch, n), written in place.
+        outputs: (batch, width, n), of the dtype of ``state``.
+        length: (batch,) int64, valid outputs of each row.
+    """
+    if state.shape[1]:
+        kernels.run(state.device, _write_last, state, outputs, length)
+
+
+def _write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
+    at = (length - 1).clamp(min=0)[:, None, None].expand(-1, -1, outputs.shape[2])
+    state.copy_(torch.where(length[:, None] > 0, outputs.gather(1, at)[:, 0], state))

@@ -23,7 +23,7 @@ def add_norm(
 
     Args:
         x: (..., parts * features) float, contiguous; the sublayer's output.
-        residual: like ``x``; None without any, so that ``x`` is the sum.
+        residual: like ``x``, or a slice of larger rows; None without any, so that ``x`` is the sum.
         weight: (features,) or (parts, features) float; each part of the features has a norm of its own.
         eps: added to the mean squares.
         plus: added to the weights.

@@ -25,6 +25,7 @@ def add_norm(
     block = triton.next_power_of_2(features)
     _norm_kernel[(x.numel() // features,)](
         *(x, residual, weight, after, total, normed, eps, plus, weight.numel() // features),
+        0 if residual is None else residual.stride(-2) - residual.shape[-1],
         FEATURES=features,
         ADD=residual is not None,
         AFTER=after is not None,
@@ -71,9 +72,9 @@ def act_and_mul(x: Tensor, gelu: bool) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "apart"])
 def _norm_kernel(
-    x, residual, weight, after, total, normed, eps, plus, parts,
+    x, residual, weight, after, total, normed, eps, plus, parts, apart,
     FEATURES: tl.constexpr, ADD: tl.constexpr, AFTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i_row, i_feature = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -84,7 +85,7 @@ def _norm_kernel(
         b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=0) / FEATURES + eps)
         b_x *= tl.load(after + i_weight, mask=m_feature, other=0.0).to(tl.float32) + plus
     if ADD:
-        b_x += tl.load(residual + i_at, mask=m_feature, other=0.0).to(tl.float32)
+        b_x += tl.load(residual + i_at + (i_row // parts) * apart, mask=m_feature, other=0.0).to(tl.float32)
     if ADD or AFTER:
         b_sum = b_x.to(total.dtype.element_ty)
         tl.store(total + i_at, b_sum, mask=m_feature)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec import ops
@@ -116,16 +116,18 @@ def run_layers(
     rotations: Sequence[Rotation],
     buffers: Sequence[Buffers],
     seen: Sequence[Seen],
+    add: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """Run layers on the nodes of a pass, and write their keys and values.
 
     Args:
         x: (batch, nodes, width), inputs of the first.
         rotations, buffers, seen: of each layer.
+        add: write the sum over the last of the residual streams.
 
     Returns:
         The residual stream before each layer, and before the last MLP, (batch, nodes, hidden) each; the output of that
-        MLP, before its norm if it has one, which is still to be added.
+        MLP, before its norm if it has one, which is still to be added; or with ``add`` the sum.
     """
     streams: list[Tensor] = []
     residual, after = None, None
@@ -144,11 +146,20 @@ def run_layers(
             window=one.window,
         )
         x = layer.out(read.flatten(2))
-        residual = (normed if layer.normed_residual else total)[..., -x.shape[-1] :].contiguous()
+        residual = (normed if layer.normed_residual else total)[..., -x.shape[-1] :]
         residual, normed = layer.norms["mlp"](x, residual, layer.norms.get("attention_after"))
-        x, after = layer.down(ops.act_and_mul(layer.gate_up(normed), layer.gelu)), layer.norms.get("mlp_after")
+        gated, after = ops.act_and_mul(layer.gate_up(normed), layer.gelu), layer.norms.get("mlp_after")
+        x = add_product(residual, layer.down, gated) if add and layer is layers[-1] else layer.down(gated)
     assert residual is not None
     return [*streams, residual], x
+
+
+def add_product(residual: Tensor, layer: Linear, x: Tensor) -> Tensor:
+    """``residual + layer(x)``, written over ``residual`` where that takes no operation of its own."""
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or residual.dtype != x.dtype:
+        return residual + layer(x)
+    residual.flatten(0, -2).addmm_(x.flatten(0, -2), layer.weight.detach().t())
+    return residual
 
 
 class JoinedLinear:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from mmspec.checks import FLAG, SHARE, inherited, option, settable, with_fields_of
 from mmspec.core.target import Target
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.drafters.hidden_state import packing, take
-from mmspec.drafters.layer import rotary_of
+from mmspec.drafters.hidden_state import packing
+from mmspec.drafters.layer import rotary_of, take
 from mmspec.drafters.shape import TREE
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from mmspec.checks import FLAG, option, whole
 from mmspec.drafters.eagle import Eagle, EagleConfig, EagleNetwork, Entries
-from mmspec.drafters.hidden_state import packing, take
+from mmspec.drafters.hidden_state import packing
+from mmspec.drafters.layer import take
 from mmspec.drafters.layouts import REFUSED, recogniser
 from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError

@@ -93,8 +93,8 @@ class ViSpec(MSD):
         self._fc, self.node_inputs = self.node_inputs, self._node_inputs
         return head
 
-    def _node_inputs(self, tokens: Tensor, predicted: Tensor) -> Tensor:
-        return self._fc(tokens, self._with_image(predicted))
+    def _node_inputs(self, tokens: Tensor, predicted: Tensor, origin: Tensor | None) -> Tensor:
+        return self._fc(tokens, self._with_image(predicted), origin)
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         return super().inputs(tokens, self._with_image(states))

@@ -30,7 +30,14 @@ KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
     "mmspec.ops.triton_layers": ("act_and_mul", "add_norm", "rotate_and_cache"),
     "mmspec.ops.triton_verify": ("accepted_path", "compact_kv"),
-    "mmspec.ops.triton_growth": ("keep_best", "next_beam", "top_log_probs"),
+    "mmspec.ops.triton_growth": (
+        "extend_reach",
+        "keep_best",
+        "next_beam",
+        "node_inputs",
+        "top_log_probs",
+        "write_last",
+    ),
     "mmspec.ssm.ops.triton_scan": ("tree_scan", "commit_scan"),
     "mmspec.ssm.ops.triton_delta": ("tree_delta", "commit_delta"),
     "mmspec.ssm.ops.triton_selective": ("tree_selective", "commit_selective", "tree_lru", "commit_lru"),
@@ -63,7 +70,7 @@ def main() -> None:
     for name in ("llava", "bamba", "olmo_hybrid", "jamba", "minimax", *({"recurrent_gemma"} - REFUSED)):
         model, batch = shared_model(name), 1 if name == "bamba" else 2
         target = plugins.target_class(model.config)(model)
-        drafter: Any = MSD(network_for(model), top_k=2, depth=2, total_tokens=5) if name == "llava" else Ngram()
+        drafter: Any = MSD(network_for(model), top_k=2, depth=3, total_tokens=7) if name == "llava" else Ngram()
         drafter.attach(target)
         inputs = vision_inputs(name, batch) if name == "llava" else text_inputs(batch)
         with torch.no_grad():

@@ -577,11 +577,56 @@ def check_beam(case: Candidates, device: str = "cpu") -> None:
     scores = -torch.rand(case.batch, case.entries, generator=g) * (case.steps or 9)
     scores = scores.round() if case.steps else scores
     tokens = torch.randint(999, scores.shape, generator=g)
-    best, token, at = (t.cpu() for t in ops.next_beam(scores.to(device), tokens.to(device), case.kept))
-    assert torch.equal(best, scores.sort(dim=1, descending=True)[0][:, : case.kept])
-    assert torch.equal(best, scores.gather(1, at))
-    assert torch.equal(token, tokens.gather(1, at))
-    assert all(len(set(row)) == len(row) for row in at.tolist())
+    children = next(count for count in (5, 3, 2, 1) if case.entries % count == 0)
+    for above in (None, -torch.rand(case.batch, case.entries // children, generator=g)):
+        # As those of independent slots are, in a layout of their own.
+        level = [x.unflatten(1, (-1, children)).mT.contiguous().mT.to(device) for x in (scores, tokens)]
+        given = None if above is None else above.to(device)
+        whole, beam = ops.next_beam(given, *level, case.kept, 7)
+        whole, best, token, origin, place = (t.cpu() for t in (whole, *beam))
+        expected = scores if above is None else scores + above.repeat_interleave(children, 1)
+        assert torch.equal(whole, expected)
+        assert torch.equal(best, expected.sort(dim=1, descending=True)[0][:, : case.kept])
+        assert torch.equal(best, expected.gather(1, place - 7))
+        assert torch.equal(token, tokens.gather(1, place - 7))
+        assert torch.equal(origin, (place - 7) // children)
+        assert all(len(set(row)) == len(row) for row in place.tolist())
+
+
+LEVELS = [(1, 1, 1, 3), (2, 4, 9, 4), (3, 10, 50, 10), (2, 3, 7, 1)]
+
+
+def check_reach(case: tuple[int, ...], device: str = "cpu") -> None:
+    """Rows of parents, and each node itself; its inputs are its token's embedding and its parent's state."""
+    batch, parents, entries, width = case
+    g = torch.Generator().manual_seed(entries)
+    reach = torch.rand(batch, parents, entries, generator=g) < 0.5
+    origin = torch.randint(parents, (batch, width), generator=g)
+    extended = ops.extend_reach(reach.to(device), origin.to(device)).cpu()
+    for b, row in enumerate(origin.tolist()):
+        for node, parent in enumerate(row):
+            assert extended[b, node].tolist() == [*reach[b, parent].tolist(), *(one == node for one in range(width))]
+    table, tokens = torch.randn(99, 40, generator=g), torch.randint(20, (batch, width), generator=g)
+    ids, states = torch.randperm(99, generator=g)[:20], torch.randn(batch, parents, 2 * 1030, generator=g)[..., ::2]
+    for named in (None, ids):
+        given = [table, tokens, states, origin] if named is None else [table, tokens, states, origin, named]
+        inputs = ops.node_inputs(*(t.to(device) for t in given)).cpu()
+        rows = tokens if named is None else named[tokens]
+        for b, row in enumerate(origin.tolist()):
+            for node, parent in enumerate(row):
+                assert torch.equal(inputs[b, node], torch.cat([table[rows[b, node]], states[b, parent]]))
+
+
+def check_last(width: int, device: str = "cpu") -> None:
+    g = torch.Generator().manual_seed(width)
+    state, outputs = torch.randn(5, 1100, generator=g), torch.randn(4, width, 1100, generator=g)
+    length = torch.tensor([[width, 9], [0, 9], [1, 9], [(width + 1) // 2, 9]])
+    written = state.to(device)
+    ops.write_last(written[:4], outputs.to(device), length.to(device)[:, 0])  # a column, as a verdict's length is
+    expected = state.clone()
+    for row in (0, 2, 3):
+        expected[row] = outputs[row, length[row, 0] - 1]
+    assert torch.equal(written.cpu(), expected)
 
 
 def check_keep(case: Candidates, device: str = "cpu") -> None:
@@ -589,21 +634,28 @@ def check_keep(case: Candidates, device: str = "cpu") -> None:
     g = torch.Generator().manual_seed(case.entries)
     root = torch.arange(2 * case.batch)[1::2]  # a column, as a verdict's bonus is
     tokens = torch.randint(999, (case.batch, case.entries), generator=g)
-    parents = [[int(torch.randint(i + 1, (), generator=g)) for i in range(case.entries)] for _ in range(case.batch)]
+    children = 3 if case.entries > 10 else 2
+    extended = max(0, case.entries - children) // children
+    first = case.entries - extended * children
+    places = torch.empty(case.batch, extended, dtype=torch.long)
+    for place in range(extended):
+        places[:, place] = torch.randint(1, 1 + first + place * children, (case.batch,), generator=g)
+    parents = [[0] * first + [one for one in row for _ in range(children)] for row in places.tolist()]
     scores = torch.zeros(case.batch, 1 + case.entries)
     for b, row in enumerate(parents):
         for i, parent in enumerate(row):
             step = torch.rand((), generator=g)
             scores[b, i + 1] = scores[b, parent] - ((step * case.steps).floor() if case.steps else step)
+    given = places.to(device) if extended else None
     kept, above, score = ops.keep_best(
-        *(t.to(device) for t in (root, tokens, torch.tensor(parents), scores[:, 1:].contiguous())), case.kept
+        *(root.to(device), tokens.to(device), given, children, scores[:, 1:].contiguous().to(device), case.kept)
     )
     for b, row in enumerate(parents):
         order = sorted(range(case.entries), key=lambda i: (-float(scores[b, i + 1]), i))[: case.kept]
         place = {0: 0} | {i + 1: at + 1 for at, i in enumerate(order)}
         assert kept[b].tolist() == [int(root[b]), *(int(tokens[b, i]) for i in order)]
         assert above[b].tolist() == [-1, *(place[row[i]] for i in order)]
-        assert score[b].tolist() == [float(scores[b, i + 1]) for i in order]
+        assert score[b].tolist() == [0.0, *(float(scores[b, i + 1]) for i in order)]
 
 
 # ---------------------------------------------------------------------- all of them
@@ -620,6 +672,8 @@ _GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
     (check_compact, BUFFERS),
     (check_top, LOGITS),
     *((check, CANDIDATES) for check in (check_beam, check_keep)),
+    (check_reach, LEVELS),
+    (check_last, (1, 6)),
 ]
 CHECKS: dict[str, Callable[..., None]] = {
     f"{check.__name__} {case}": partial(check, case) for check, cases in _GRID for case in cases

@@ -37,11 +37,14 @@ def test_interpreted_kernels_say_what_generate_says():
         "act_and_mul",
         "add_norm",
         "compact_kv",
+        "extend_reach",
         "keep_best",
         "next_beam",
+        "node_inputs",
         "rotate_and_cache",
         "top_log_probs",
         "tree_attention",
+        "write_last",
     ]
     operations = {
         "bamba": ("conv", "scan"),
@@ -115,7 +118,8 @@ def operations() -> list[Callable[[], object]]:
     probs, choices, vocab = torch.rand(2, 60, 5000), torch.zeros(2, 60, dtype=torch.long), 256_000
     bare = TokenTree(tree.tokens, tree.parents, None, probs, check=False)
     path, draws = torch.zeros(2, 16, dtype=torch.long), torch.rand(2, 60)
-    storage = torch.empty(4, 2, 8, 100, 80, dtype=LOW)
+    storage, mask = torch.empty(4, 2, 8, 100, 80, dtype=LOW), torch.ones(2, 10, 30, dtype=torch.bool)
+    origin = torch.zeros(2, 10, dtype=torch.long)
     found = [
         *(attention(60, 128), attention(240, 128, slots=100), attention(60, 192, 128), attention(60, 128, dtype=FULL)),
         attention(240, 256, dtype=torch.float16, softcap=5.0, window=100),
@@ -128,8 +132,20 @@ def operations() -> list[Callable[[], object]]:
         lambda: ops.quantile(torch.empty(1, 1, vocab), torch.rand(1, 1)),
         lambda: ops.compact_kv(storage, path, torch.tensor([9]), torch.tensor([9, 9])),
         lambda: ops.top_log_probs(torch.empty(2, vocab, dtype=LOW), 10),
-        lambda: ops.next_beam(torch.rand(2, 100), choices[:, :1].repeat(1, 100), 10),
-        lambda: ops.keep_best(choices[:, 0], choices, choices, draws, 59),
+        *(
+            lambda above=above: ops.next_beam(above, torch.rand(2, 10, 10), torch.zeros(2, 10, 10).long(), 10, 11)
+            for above in (None, torch.rand(2, 10))
+        ),
+        *(
+            lambda places=places: ops.keep_best(choices[:, 0], choices, places, 10, draws, 59)
+            for places in (None, torch.zeros(2, 5).long())
+        ),
+        lambda: ops.extend_reach(mask, origin),
+        *(
+            lambda ids=ids: ops.node_inputs(storage[0, 0, 0], origin, torch.empty(2, 10, 4096, dtype=LOW), origin, ids)
+            for ids in (None, torch.arange(99))
+        ),
+        lambda: ops.write_last(torch.empty(2, 4096, dtype=LOW), torch.empty(2, 9, 4096, dtype=LOW), path[:, 0]),
     ]
     cases = [{"nodes": nodes, "dtype": LOW} for nodes in (1, 16, 32, 64, 100)]
     for case in (*cases, {"nodes": 32}, {"nodes": 32, "dtype": LOW, "skip": False}):
@@ -191,7 +207,7 @@ def _own_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_without_a_gpu(capability):
     of_step = ("attend", "merge", "path", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
-    of_step += ("norm", "rotate", "gate")
+    of_step += ("norm", "rotate", "gate", "reach", "inputs", "last")
     rules = ("scan", "delta", "selective", "lru", "conv")
     names = {f"_{name}_kernel" for name in (*of_step, "overlap_kda", "tree_kda")}
     names |= {f"_{part}_{rule}_kernel" for part in ("tree", "commit") for rule in rules}

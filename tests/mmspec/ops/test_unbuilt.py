@@ -157,15 +157,22 @@ def operations():
     drawn = TokenTree(tree.tokens, tree.parents, tree.valid, probs.flip(1).softmax(-1), check=False)
     drawn.max_depth = tree.max_depth
     chances, last = torch.rand(2, 2, 9, generator=g)
-    parents = torch.tensor([[0, 0, 1, 2, 1], [0, 1, 2, 0, 4]])
+    places = torch.tensor([[1, 2], [1, 3]])
+    rotated = torch.rand(2, 5, 128), tuple(torch.rand(2, 2, 5, 16)), *torch.rand(2, 2, 2, 30, 16), lengths[:1], 0
     scores = torch.rand(2, 5, generator=g).sort(descending=True).values
     tokens = torch.arange(10).view(2, 5)
     found = {
         "tree_attention": ("attention", ops.tree_attention, (q, kv, kv + 1, lengths, mask)),
         "compact_kv": ("verify", ops.compact_kv, (torch.randn(6, 2, 2, 30, 16), path, 9, lengths)),
         "top_log_probs": ("growth", ops.top_log_probs, (probs, 4)),
-        "next_beam": ("growth", ops.next_beam, (scores, tokens, 3)),
-        "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, parents, scores, 4)),
+        "next_beam": ("growth", ops.next_beam, (scores[:, :1], scores[:, None], tokens[:, None], 3)),
+        "keep_best": ("growth", ops.keep_best, (tokens[:, 0], tokens, places, 2, scores, 4)),
+        "extend_reach": ("growth", ops.extend_reach, (mask, tokens % 9)),
+        "node_inputs": ("growth", ops.node_inputs, (torch.rand(50, 8), tokens, torch.rand(2, 10, 8), tokens % 9)),
+        "write_last": ("growth", ops.write_last, (torch.rand(2, 8), torch.rand(2, 3, 8), lengths // 4)),
+        "add_norm": ("layers", ops.add_norm, (torch.rand(2, 5, 8), torch.rand(2, 5, 8), torch.rand(8), 1e-5)),
+        "rotate_and_cache": ("layers", ops.rotate_and_cache, rotated),
+        "act_and_mul": ("layers", ops.act_and_mul, (torch.rand(2, 5, 8), False)),
         "accepted_path": ("verify", ops.accepted_path, (tree, tree.tokens)),
         "choose_drawn": ("verify", ops.choose_drawn, (drawn, probs.softmax(-1), chances, last)),
         "quantile": ("verify", ops.quantile, (probs, chances)),
@@ -201,6 +208,8 @@ def copied(values, copy):
     def anew(value):
         if isinstance(value, torch.Tensor):
             return copy(value)
+        if isinstance(value, tuple):
+            return tuple(map(anew, value))
         if type(value) not in kinds:
             return value
         parts = [getattr(value, name) for name in kinds[type(value)]]
