@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from click.testing import CliRunner
@@ -43,6 +47,16 @@ def test_a_small_run() -> None:
     for row in result["loads"]:
         assert row["wrong"] == 0 < row["resident"] <= row["peak"]
         assert row["requests"] == 7
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_answers_fail_a_run(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = SimpleNamespace(json=lambda: {"data": [{"id": "m"}]})
+    monkeypatch.setattr(soak.httpx, "get", lambda _: models)
+    monkeypatch.setattr(soak, "serving", lambda **_: nullcontext(SimpleNamespace(url="", pid=os.getpid())))
+    monkeypatch.setattr(soak, "send", AsyncMock(return_value=wrong))
+    monkeypatch.setattr(soak, "_PAUSE", 0)
+    assert CliRunner().invoke(soak.main, ["--minutes", "0.001", "--most", "9", "--images", "0"]).exit_code == wrong
 
 
 def test_refused_streams_are_wrong() -> None:

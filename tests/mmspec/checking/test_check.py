@@ -87,6 +87,9 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     assert table.splitlines()[-1].startswith("1 equal, 2 skipped: ")
     check("tiny-llava", "--out", str(out), "--only", "prose")
     assert ran[4:] == ["prose"]
+    out.write_text(out.read_text().replace('"equal"', '"failed"'))
+    assert check("tiny-llava", "--out", str(out))[0] == 0
+    assert ran[5:] == ["prose"]
     assert_user_error(check("tiny-llava", "--drafter", "none", "--out", str(out)), "drafter", "choose another --out")
 
 
@@ -117,9 +120,10 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
     }
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": []}
-    monkeypatch.setattr(run, "run_case", lambda trial, name: changed)
-    status, out, _ = check("tiny-llava", "--only", "prose")
-    assert status == 1
+    bounds: list[float] = []
+    monkeypatch.setattr(run, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
+    status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
+    assert (status, bounds) == (1, [0])
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
     assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
 

@@ -229,6 +229,12 @@ def test_the_command_between_servers(servers: tuple[Served, Served], capfd: pyte
     assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
 
 
+def test_both_servers_get_the_key(servers: tuple[Served, Served]) -> None:
+    with served(servers[1].pipe, api_key="sesame") as one:
+        options = ["--url", one.url, "--against", one.url, "--api-key", "sesame"]
+        assert main(["check", *options, "--only", "list"]) == 0
+
+
 def test_what_is_no_server() -> None:
     for url in ("http://127.0.0.1:1", "nonsense", "ftp://127.0.0.1"):
         with pytest.raises(UserError, match="expected a server with OpenAI's API"):

@@ -20,7 +20,7 @@ from mmspec.pipeline import Pipeline
 from mmspec.serving import command
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import Metrics, ReplicaMetrics
-from mmspec.serving.settings import ServerSettings
+from mmspec.serving.settings import ServerSettings, _label
 from tests.served import SCENE, Served, data_uri, events, eventually, question, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -201,7 +201,9 @@ def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(result.exception) == "--adapt goes with one --drafter: got 2"
 
 
-def test_names_of_drafters() -> None:
+def test_names_of_drafters(pipes: dict[str, Pipeline]) -> None:
+    given = ("auto", "ngram@chain", "out/law", "/out/law/")
+    assert [_label(one, pipes["flash"]) for one in given] == ["flash", "ngram@chain", "law", "law"]
     with pytest.raises(UserError, match=r"^unknown drafter"):
         ServerSettings({**LOADING, "model": "tiny-hybrid"}, Limits(), {}, others=["ngrams"]).pipelines()
     settings = ServerSettings({**LOADING, "model": "tiny-hybrid", "drafter": "ngram"}, Limits(), {}, others=["ngram"])

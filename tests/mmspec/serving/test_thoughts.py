@@ -162,6 +162,8 @@ def test_variables_of_the_template(running: tuple[Served, Any]) -> None:
     plain = client.chat.completions.create(**asked(max_tokens=1)).usage.prompt_tokens
     high = client.chat.completions.create(**asked(max_tokens=1), reasoning_effort="high").usage.prompt_tokens
     assert high - plain == len("effort high")
+    response = client.responses.create(model="tiny", input="Which?", reasoning={"effort": "high"}, max_output_tokens=1)
+    assert response.usage.input_tokens == high
     for name in ("messages", "tokenize", "add_generation_prompt", "chat_template"):
         error = server.post(asked(chat_template_kwargs={name: "x"})).json()["error"]["message"]
         assert error == f"chat_template_kwargs must not have names that rendering itself uses: got {name}"

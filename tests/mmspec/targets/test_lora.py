@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import mmspec
+from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
 
 peft = pytest.importorskip("peft")
@@ -85,6 +87,15 @@ def test_streams_of_several_adapters(loaded) -> None:
             else:
                 tokens[key] += piece.token_ids
     assert tokens == {(name, number): expected[name][number] for name, number in tokens}
+
+
+def test_targets_of_one_model_take_turns(loaded) -> None:
+    target, prompt = loaded[0].target.fork(), loaded[0].encode([{"prompt": PROMPTS[0]}])
+    target.prefill(replace(prompt, adapter="one"), 8)
+    tree = TokenTree.root(torch.tensor([5]))
+    expected = target.forward_tree(tree).logits
+    loaded[0].target.fork().prefill(replace(prompt, adapter="two"), 8)
+    torch.testing.assert_close(target.forward_tree(tree).logits, expected)
 
 
 def test_a_wrapper_whose_owner_switches(tmp_path: Path) -> None:
