@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing, nullcontext
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,8 @@ def check(
         head, trial = _local(notes, given or model, tie, images, options)
     else:
         head, trial = _remote(url, against, given, api_key, tie, images)
+    shown = [sha256(image.encode()).hexdigest()[:16] for image in images]
+    head["versions"] |= {"tie": tie, "media": shown, "adapters": dict(options["adapters"])}
     locked = nullcontext() if out is None else alone(out.with_name(f".{out.name}.lock"), out)
     with closing(trial), locked:
         done = {}

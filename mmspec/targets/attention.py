@@ -8,7 +8,7 @@ CPU, torch's attention supports groups and a mask together. With static shapes t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -128,9 +128,11 @@ class PassAttention:
 
     Attributes:
         name: of the implementation in transformers.
+        prepare: called at the beginning of each pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.prepare: Callable[[], None] = lambda: None
         self._model = model
         config, decoder = model.config.get_text_config(), decoder_of(model)
         usual = config._attn_implementation
@@ -159,6 +161,7 @@ class PassAttention:
         serialised: they share its configuration and hooks."""
         with self._lock:
             usual = [settings[_SETTING] for settings in self._settings]
+            self.prepare()
             try:
                 for settings in self._settings:
                     settings[_SETTING] = name or self.name

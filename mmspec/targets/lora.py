@@ -70,7 +70,10 @@ class Adapters:
 
     Attributes:
         names: that requests may choose.
+        chosen: by the sequences of a target; None without one.
     """
+
+    chosen: str | None = None
 
     def __init__(self, model: Any) -> None:
         self._layers = [
@@ -93,7 +96,7 @@ class Adapters:
         return next(((tuple(one.active_adapters), one.disable_adapters) for one in self._layers), None)
 
     def use(self, name: str | None) -> None:
-        """Let the next passes use an adapter, or none."""
+        """Let the model use an adapter, or none."""
         if not self.names:
             return
         for layer in self._layers:

@@ -63,8 +63,9 @@ class TransformersTarget:
         self.config = model.config.get_text_config()
         self.context_limit = getattr(self.config, "max_position_embeddings", None)
         self.decoder = Decoder(model)
-        self.adapters = Adapters(model)
-        self._adapter: str | None = None  # of all sequences
+        self.adapters = adapters = Adapters(model)
+        # In each pass, as other targets of this model choose their own.
+        self.decoder.attention.prepare = lambda: adapters.use(adapters.chosen)
         self._embedding: Any = model.get_input_embeddings()
         self._head = Head(model)
         self.cost: CostTable | None = None
@@ -118,7 +119,7 @@ class TransformersTarget:
     @property
     def version(self) -> tuple[Hashable, ...]:
         """Changes when a buffer that captured graphs read has been reallocated."""
-        return (self.adapters.key(self._adapter), *self.runner.version)
+        return (self.adapters.key(self.adapters.chosen), *self.runner.version)
 
     def prefill(self, prompt: Prompt, max_new_tokens: int | Sequence[int]) -> TargetOutput:
         *_, step = self.prefill_chunks(prompt, max_new_tokens, None)
@@ -131,8 +132,7 @@ class TransformersTarget:
     ) -> Iterator[TargetOutput | None]:
         if self.model.training and any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules()):
             raise UserError("gradient checkpointing keeps no keys and values in training mode: call model.eval() first")
-        self._adapter = prompt.adapter
-        self.adapters.use(prompt.adapter)
+        self.adapters.chosen = prompt.adapter
         ids, mask = prompt.input_ids, prompt.attention_mask
         length = ids.shape[1]
         longest = max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens)
@@ -178,7 +178,6 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> TargetOutput:
-        self.adapters.use(self._adapter)  # another target of this model may have used its own
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
         output = self.runner.forward_tree(tree, width, self.features)

@@ -20,6 +20,7 @@ from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
 from tests.commandline import Run, assert_user_error, runner
+from tests.process import ROOT
 
 FAST = "prose,copy,logprobs,stop-string"
 
@@ -90,7 +91,9 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     out.write_text(out.read_text().replace('"equal"', '"failed"'))
     assert check("tiny-llava", "--out", str(out))[0] == 0
     assert ran[5:] == ["prose"]
-    assert_user_error(check("tiny-llava", "--drafter", "none", "--out", str(out)), "drafter", "choose another --out")
+    picture = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
+    for other, name in ((("--drafter", "none"), "drafter"), (("--tie", "1"), '"tie": 1.0'), (picture, '"media": ["')):
+        assert_user_error(check("tiny-llava", *other, "--out", str(out)), name, "choose another --out")
 
 
 def test_what_plain_decoding_refuses_is_skipped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,20 @@ def test_streams_of_several_adapters(loaded) -> None:
             else:
                 tokens[key] += piece.token_ids
     assert tokens == {(name, number): expected[name][number] for name, number in tokens}
+
+
+@pytest.mark.parametrize("names", [("one", "two"), (None, "two")])
+def test_two_pipelines_of_a_model_at_once(loaded, names) -> None:
+    """Each has a thread of its own, which chooses its adapter in every pass."""
+    pipe, expected = loaded
+    other = mmspec.load(pipe.model, processor=pipe.processor, drafter=None)
+    options = {"max_new_tokens": 24, "temperature": 0.0}
+    streams = [one.stream(PROMPTS[0], adapter=name, **options) for one, name in zip((pipe, other), names, strict=True)]
+    tokens: list[list[int]] = [[], []]
+    for pieces in zip_longest(*streams):
+        for piece, so_far in zip(pieces, tokens, strict=True):
+            so_far += piece.token_ids if piece else []
+    assert tokens == [expected[name][0] for name in names]
 
 
 def test_targets_of_one_model_take_turns(loaded) -> None:
