@@ -56,7 +56,8 @@ class UnrolledTarget(TransformersTarget):
         path = verdict.path
         path = torch.where(path >= 0, self._copy.gather(1, path.clamp(min=0)), -1)
         copies = self._copy.tolist()
-        self.runner.commit_nodes(path, [[copies[row][i] for i in kept] for row, (kept, _) in enumerate(verdict.host)])
+        rows = [[copies[row][i] for i in kept] for row, (kept, _) in enumerate(verdict.host)]
+        self.runner.commit_nodes(path, lambda: rows)
 
 
 def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:

@@ -207,8 +207,8 @@ class StateCache(TreeCache):
             self._scans.state.select(rows)
         super().select(rows)
 
-    def _changed(self) -> None:
-        super()._changed()
+    def _changed(self, lengths: list[int]) -> None:
+        super()._changed(lengths)
         self._tree = None
 
     def commit_on_device(self, path: Tensor) -> None:

@@ -25,7 +25,7 @@ from mmspec.core.budget import Budget, CostTable
 from mmspec.core.target import Prompt
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.registry import DEFAULT
-from mmspec.engine.budget import AdaptiveBudget, SteadyBudget
+from mmspec.engine.budget import AdaptiveBudget, DraftShape, SteadyBudget
 from mmspec.engine.request_state import RequestState
 from mmspec.engine.stopping import Stopper
 from mmspec.ops import kernels
@@ -124,6 +124,7 @@ def covering(whole: Collection[Cell], *fields: tuple[str, ...]) -> list[Cell]:
     return sorted(chosen, key=str)
 
 
+SHAPES = DraftShape(3, True, 3), DraftShape(3, False, 2), DraftShape(7, False, 4)
 FIELDS = ("target", "drafter", "sampling", "schedule", "mode")
 PAIRS = [("target", "drafter"), ("drafter", "mode"), *combinations(FIELDS[2:], 2)]
 ALL = [*combinations(FIELDS, 2), FIELDS[1:4], ("drafter", "schedule", "mode"), ("sampling", "schedule", "mode")]
@@ -276,7 +277,7 @@ def _budget(cell: Cell, rng: random.Random) -> Budget:
     if cell.schedule != "joining":
         return Some(12, 4)
     cost = CostTable((1, 64), (1e-3, 1.1e-3))
-    measured = AdaptiveBudget(cost, 12) if cell.mode == "varying" else SteadyBudget(cost, (3, 7), depth=4)
+    measured = AdaptiveBudget(cost, 12) if cell.mode == "varying" else SteadyBudget(cost, SHAPES)
     return rng.choice([Budget(3), Some(12, 4), measured])
 
 

@@ -135,7 +135,7 @@ def time_passes(
         for count in sorted({1, *nodes})
     }
     # As many entries are read as for a path of this length, none is kept.
-    commit = partial(target.runner.commit_nodes, ids.new_full((batch, _ACCEPTED), -1), [[] for _ in range(batch)])
+    commit = partial(target.runner.commit_nodes, ids.new_full((batch, _ACCEPTED), -1), lambda: [[]] * batch)
     commit_ms = milliseconds(commit)
     floor = 1000 * (model.weight_bytes + _cache_bytes(target, batch, prefix)) / bandwidth
     target.select([])

@@ -6,7 +6,7 @@ nodes after the longest row, and shorter rows mask the slots in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -70,9 +70,10 @@ class TreeCache(Cache):
         self.attending = list(range(num_layers) if attending is None else attending)
         self.static_shapes = static_shapes
         self.kv = (StaticKVBuffers if static_shapes else KVBuffers)(len(self.attending), reserve)
-        self.length = 0
         self.offset = 0
-        self.lengths: list[int] = []
+        self._lengths: list[int] = []
+        self._length = 0
+        self._accepted: Callable[[], Sequence[int]] | None = None  # of the last commit, until lengths are needed
         self._prompt_tokens: set[int] = set()  # that layers cached in the first pass
         self._attended: Tensor | None = None
         super().__init__(layers=[_Layer(self, layer) for layer in range(num_layers)])
@@ -83,9 +84,23 @@ class TreeCache(Cache):
             layer.belongs_to(self)  # type: ignore[union-attr]
 
     @property
+    def lengths(self) -> list[int]:
+        if (accepted := self._accepted) is not None:
+            self._accepted = None
+            self._set([length + count for length, count in zip(self._lengths, accepted(), strict=True)])
+        return self._lengths
+
+    @property
+    def length(self) -> int:
+        return self._length if self._accepted is None else max(self.lengths)
+
+    def _set(self, lengths: list[int]) -> None:
+        self._lengths, self._length, self._attended = lengths, max(lengths, default=0), None
+
+    @property
     def rows(self) -> int:
         """Number of sequences."""
-        return len(self.lengths)
+        return len(self._lengths)
 
     @property
     def version(self) -> object:
@@ -154,8 +169,7 @@ class TreeCache(Cache):
             raise UserError(f"layers must cache the prompt's tokens: expected {tokens} entries, received {min(other)}")
         kept = None if attention_mask is None else [row.nonzero()[:, 0] for row in attention_mask[:, :tokens]]
         self.kv.commit_prompt(kept)
-        self.lengths = [tokens] * batch if kept is None else [len(slots) for slots in kept]
-        self._changed()
+        self._changed([tokens] * batch if kept is None else [len(slots) for slots in kept])
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
         """Append rows of another cache, of a prefill for example.
@@ -168,25 +182,23 @@ class TreeCache(Cache):
         lengths = [prompt.lengths[row] for row in rows]
         longest = max(lengths, default=0)
         self.kv.append(prompt.kv, rows, self.lengths, max(self.length, longest, reserve - 1), longest)
-        self.lengths = self.lengths + lengths
-        self._changed()
+        self._changed(self.lengths + lengths)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; free the others' slots."""
         self.kv.select(rows, self.lengths)
-        self.lengths = [self.lengths[row] for row in rows]
         self.offset = 0
-        self._changed()
+        self._changed([self.lengths[row] for row in rows])
 
     def truncate(self, length: int) -> None:
         """Drop the tokens of a single row from ``length`` on."""
-        self.lengths = [length]
-        self._changed()
+        self._changed([length])
 
-    def _changed(self) -> None:
-        """Update lengths after rows were added or removed."""
-        self.length, self._attended = max(self.lengths, default=0), None
-        self.kv.set_lengths(self.lengths)
+    def _changed(self, lengths: list[int]) -> None:
+        """Set lengths after rows were added or removed."""
+        self._accepted = None
+        self._set(lengths)
+        self.kv.set_lengths(lengths)
 
     def commit(self, path: Tensor, rows: list[list[int]]) -> None:
         """Commit the accepted path of each row and drop all other nodes.
@@ -197,7 +209,7 @@ class TreeCache(Cache):
             rows: the same paths as Python lists without padding; an empty path leaves its row unchanged.
         """
         self.kv.commit(path, rows, self.lengths)
-        self.advance(list(map(len, rows)))
+        self.advance(lambda: list(map(len, rows)))
 
     def commit_on_device(self, path: Tensor) -> None:
         """Device part of a ``commit`` with static shapes; ``advance`` is the host part."""
@@ -209,11 +221,11 @@ class TreeCache(Cache):
         assert isinstance(self.kv, StaticKVBuffers)
         self.kv.advance_on_device(length)
 
-    def advance(self, accepted: Sequence[int]) -> None:
-        """Advance row lengths by the number of accepted nodes."""
-        self.lengths = [length + count for length, count in zip(self.lengths, accepted, strict=True)]
-        self.length, self._attended = max(self.lengths), None
-        self.offset = 0
+    def advance(self, accepted: Callable[[], Sequence[int]]) -> None:
+        """Advance row lengths by the number of accepted nodes, read from the device once a length is needed."""
+        if self._accepted is not None:
+            _ = self.lengths  # of the commit before
+        self._accepted, self.offset = accepted, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length + self.offset

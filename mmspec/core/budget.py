@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, sqrt
@@ -115,8 +116,18 @@ class Budget:
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
+        shape: Hashable = None,
     ) -> None:
-        """Update with a step's tree size (root included), accepted path per row, and times."""
+        """Update with a step's tree size (root included), accepted path per row, and times.
+
+        Args:
+            shape: ``shape`` as it was when the tree was drafted.
+        """
+
+    @property
+    def shape(self) -> Hashable:
+        """Of the drafts that it asks for."""
+        return None
 
 
 _RECENT_STEPS = 32  # whose gain is averaged

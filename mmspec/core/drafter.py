@@ -85,6 +85,12 @@ class Drafter(ABC):
         return ()
 
     @property
+    def drafts_ahead(self) -> bool:
+        """Whether ``observe`` and the next ``propose`` may come before the host has read the verdict, and the tokens
+        have been appended to the histories."""
+        return False
+
+    @property
     def learns(self) -> bool:
         """Whether proposals depend on earlier requests. Such a drafter is copied for every client of a server."""
         return True
@@ -287,13 +293,18 @@ class Guard(Wrapper):
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         return self._call("propose", token, budget) or TokenTree.root(token)
 
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.drafter.drafts_ahead and not self.rests
+
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         self._call("observe", tree, verdict, output)
-        if self.drafter.watched[0] < _WATCHED and tree.nodes > 1 and not self.rests:
-            self._watch([path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted])
 
-    def _watch(self, paths: list[list[int]]) -> None:
-        """Count a step; idle rows have empty paths."""
+    def watch(self, tree: TokenTree, verdict: Verdict) -> None:
+        """Count a step that was observed; idle rows have empty paths."""
+        if self.drafter.watched[0] >= _WATCHED or tree.nodes == 1 or self.rests:
+            return
+        paths = [path for (path, _), drafted in zip(verdict.host, tree.drafted, strict=True) if drafted]
         if not any(paths):
             return
         steps, emitted = self.drafter.watched

@@ -66,6 +66,10 @@ class Verdict:
         start = 2 + self.width
         return [(row[2 : 2 + row[0]], row[start : start + row[0]]) for row in self.packed.tolist()]
 
+    def accepted(self) -> list[int]:
+        """Nodes on the path of each row, as ``host``."""
+        return [len(path) for path, _ in self.host]
+
 
 def accept_path(tree: TokenTree, choices: Tensor) -> Verdict:
     """Keep the longest path on which every token is the target's choice after its parent.

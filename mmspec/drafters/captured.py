@@ -7,7 +7,8 @@ to a power of two. Otherwise pending steps are merged into one pass, and the bud
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,6 +27,8 @@ from mmspec.ops.graphs import Graphed
 from mmspec.ops.transfer import on_device
 
 Inputs = tuple[Tensor, ...]
+Counts = Callable[[], list[int]]
+"""Accepted tokens per row, read from the device when they are needed."""
 
 AHEAD = 1024
 """KV slots reserved after a prompt."""
@@ -55,13 +58,17 @@ class CapturedDrafter(Drafter):
     def reset(self, static_shapes: bool = False) -> None:
         """Drop all rows and captured graphs."""
         self.rows, self.static_shapes = 0, static_shapes
-        self._pending: list[tuple[Inputs, list[int]]] = []  # inputs and accepted tokens per row of pending steps
+        self._pending: list[tuple[Inputs, Counts]] = []  # inputs and accepted tokens per row of pending steps
         self._grow, self._update = Graphed(self._grown), Graphed(self._updated)
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[RowState]:
         """Per-sequence state."""
+
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.static_shapes
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -83,7 +90,7 @@ class CapturedDrafter(Drafter):
         self.begin(prompt, output, history)
         return [self]
 
-    def advance(self, accepted: list[int]) -> None:
+    def advance(self, accepted: Counts) -> None:
         """Advance the host's row lengths after a captured ``update``."""
 
     def join(self, rows: int, static_shapes: bool) -> None:
@@ -92,7 +99,8 @@ class CapturedDrafter(Drafter):
             self.reset(static_shapes)
         self.rows += rows
         self._pending = [
-            (tuple(pad_rows(x, self.rows) for x in inputs), accepted + [0] * rows) for inputs, accepted in self._pending
+            (tuple(pad_rows(x, self.rows) for x in inputs), partial(list, accepted() + [0] * rows))
+            for inputs, accepted in self._pending
         ]
 
     @torch.inference_mode()
@@ -101,13 +109,14 @@ class CapturedDrafter(Drafter):
             part.select(rows)
         pending, self._pending, self.rows = self._pending, [], len(rows)
         for inputs, before in pending:
-            if any(accepted := [before[row] for row in rows]):
+            counts = before()
+            if any(accepted := [counts[row] for row in rows]):
                 kept = on_device(list(rows), inputs[0].device)
-                self._pending.append((tuple(x[kept] for x in inputs), accepted))
+                self._pending.append((tuple(x[kept] for x in inputs), partial(list, accepted)))
 
     def queue(self, inputs: Inputs, verdict: Verdict) -> None:
         """Queue a step's inputs until the next ``propose``."""
-        self._pending.append(((*inputs, verdict.length), [len(path) for path, _ in verdict.host]))
+        self._pending.append(((*inputs, verdict.length), verdict.accepted))
 
     @torch.inference_mode()
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
@@ -118,7 +127,7 @@ class CapturedDrafter(Drafter):
             if inputs:
                 self.update(*inputs)
             return self.grow(token, budget)
-        *earlier, (inputs, accepted) = self._pending or [((), [])]
+        *earlier, (inputs, accepted) = self._pending or [((), list)]
         self._update_all(earlier)
         self._pending = []
         rows, (max_depth, max_nodes) = len(token), self.limits
@@ -126,14 +135,14 @@ class CapturedDrafter(Drafter):
         token, *padded = self._padded((token, *inputs))
         self.reserve(inputs[0].shape[1] if inputs else 0)
         grown = self._grow(token, *padded, version=self._version, nodes=nodes, depth=depth, chain=budget.chain)
-        if accepted:
+        if inputs:
             self.advance(accepted)
         tokens, parents, log_probs = (x[:rows] for x in grown)
         tree = TokenTree(tokens, parents, log_probs=log_probs, check=False)
         tree.max_depth = min(depth, tree.nodes - 1)
         return tree
 
-    def _update_all(self, steps: list[tuple[Inputs, list[int]]]) -> None:
+    def _update_all(self, steps: list[tuple[Inputs, Counts]]) -> None:
         for inputs, accepted in steps:
             self.reserve(inputs[0].shape[1])
             self._update(*self._padded(inputs), version=self._version)
@@ -142,7 +151,8 @@ class CapturedDrafter(Drafter):
     def _merged(self) -> Inputs:
         """Inputs of all pending steps merged into one; empty if there are none."""
         steps, self._pending = self._pending, []
-        accepted = [sum(counts) for counts in zip(*(counts for _, counts in steps), strict=True)]
+        read = [(inputs, accepted()) for inputs, accepted in steps]
+        accepted = [sum(counts) for counts in zip(*(counts for _, counts in read), strict=True)]
         if not any(accepted):
             return ()
         if len(steps) == 1:
@@ -150,7 +160,7 @@ class CapturedDrafter(Drafter):
         else:
             merged = [
                 pad_sequence(
-                    [torch.cat([x[at][row, : counts[row]] for x, counts in steps]) for row in range(self.rows)],
+                    [torch.cat([x[at][row, : counts[row]] for x, counts in read]) for row in range(self.rows)],
                     batch_first=True,
                 )
                 for at in range(len(steps[0][0]) - 1)

@@ -25,7 +25,7 @@ from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters import checkpoint
-from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
+from mmspec.drafters.captured import AHEAD, Counts, RowState, commit_chain, write_last
 from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.layer import Rotary, Rotation, TokenLinear, rotary_of, take
@@ -451,7 +451,7 @@ class HiddenStateDrafter(TrainedDrafter):
         longest = max(map(len, self._history)) + self.position_slack
         self._rotary.reserve(longest + width + self.depth, self.sample_embedding)
 
-    def advance(self, accepted: list[int]) -> None:
+    def advance(self, accepted: Counts) -> None:
         self.cache.advance(accepted)
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:

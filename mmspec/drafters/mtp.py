@@ -39,7 +39,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import AHEAD, RowState, commit_chain, write_last
+from mmspec.drafters.captured import AHEAD, Counts, RowState, commit_chain, write_last
 from mmspec.drafters.checkpoint import load_weights, tensor_names, weight_files
 from mmspec.drafters.growth import Reach, grow_tree
 from mmspec.drafters.hidden_state import (
@@ -344,7 +344,7 @@ class MTP(TreeDrafter):
         for cache in self.caches:
             cache.reserve_nodes(width + self.top_k * (self.depth + 1))
 
-    def advance(self, accepted: list[int]) -> None:
+    def advance(self, accepted: Counts) -> None:
         for cache in self.caches:
             cache.advance(accepted)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from mmspec.core.budget import Budget
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
-from mmspec.drafters.captured import AHEAD, CapturedDrafter, RowState, path_of, write_last
+from mmspec.drafters.captured import AHEAD, CapturedDrafter, Counts, RowState, path_of, write_last
 from mmspec.drafters.growth import LevelPasses, grow_tree
 from mmspec.drafters.hidden_state import causal, last_tokens, packing
 from mmspec.drafters.prompt_share import TOP_P, VisualShare, relevant
@@ -199,7 +200,7 @@ class Small(CapturedDrafter):
         self._output.append(read.features["last"][:, -1])
         first = on_device([[0]] * before + [[row[-1]] for row in history], device)
         lengths = [0] * before + [1] * new
-        self._pending.append(((first, on_device(lengths, device)), lengths))
+        self._pending.append(((first, on_device(lengths, device)), partial(list, lengths)))
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens."""
@@ -207,7 +208,7 @@ class Small(CapturedDrafter):
             self.queue((verdict.tokens,), verdict)
             return
         ids, lengths = self._translated([tokens for _, tokens in verdict.host], verdict.tokens.device)
-        self._pending.append(((ids, lengths), lengths.tolist()))
+        self._pending.append(((ids, lengths), lengths.tolist))
 
     def _translated(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
         """Own tokens of the target's, padded on the right, and their numbers, (batch,) int64."""
@@ -220,7 +221,7 @@ class Small(CapturedDrafter):
     def reserve(self, width: int) -> None:
         self.lm.runner.cache.reserve_nodes(width + self.limits[0] * self.top_k)
 
-    def advance(self, accepted: list[int]) -> None:
+    def advance(self, accepted: Counts) -> None:
         self.lm.runner.cache.advance(accepted)
 
     def update(self, tokens: Tensor, length: Tensor) -> None:  # type: ignore[override]
@@ -233,7 +234,7 @@ class Small(CapturedDrafter):
         if isinstance(lm.runner, StaticRunner):
             lm.runner.commit_on_device(path)
         else:
-            lm.runner.commit_nodes(path, [list(range(count)) for count in length.tolist()])
+            lm.runner.commit_nodes(path, lambda: [list(range(count)) for count in length.tolist()])
         write_last(self._output, states, length)
 
     def grow(self, token: Tensor, budget: Budget) -> TokenTree:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from math import hypot, inf, log2, sqrt
 from statistics import median, median_low
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmspec.core.budget import Budget, CostTable, DraftingPayoff
 from mmspec.core.target import Target
@@ -25,11 +25,22 @@ from mmspec.targets.transformers_target import sharded
 if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
-STEADY_SIZES = (7, 15, 31, 63)
-"""Numbers of drafted nodes of the trees that ``SteadyBudget`` chooses from."""
 
-STEADY_CHAIN = 7
-"""Length of its chain."""
+class DraftShape(NamedTuple):
+    """Number of drafted nodes, whether they are a chain, and how many levels they have at most."""
+
+    nodes: int
+    chain: bool
+    depth: int
+
+
+_DEPTH = 12  # of the deepest trees
+_PLAIN = DraftShape(0, False, _DEPTH)
+STEADY_SHAPES = (
+    *(DraftShape(length, True, length) for length in (3, 7)),
+    *(DraftShape(nodes, False, depth) for nodes in (7, 15, 31, 63) for depth in (4, _DEPTH)),
+)
+"""Chains and trees, each with captured graphs of its own. A pass over a chain and the root fills a padded size."""
 
 _CALIBRATION = threading.Lock()  # two measurements at a time would disturb each other
 
@@ -346,6 +357,7 @@ class AdaptiveBudget(MeasuredBudget):
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
+        shape: Hashable = None,
     ) -> None:
         drafts = min(nodes, len(self._cost)) - 1
         self.check.add(verify_seconds, self._cost[drafts])
@@ -376,11 +388,11 @@ class AdaptiveBudget(MeasuredBudget):
         for row, path in zip(self._shown, paths, strict=False):
             if not path:
                 continue  # a finished row
-            kept, shape = set(path), self._statistics[self.chain]
+            kept, shown = set(path), self._statistics[self.chain]
             for i, gain in enumerate(row, start=1):
                 b = _bin(gain)
-                shape.seen[b] = shape.seen[b] * _BIN_DECAY + 1.0
-                shape.accepted[b] = shape.accepted[b] * _BIN_DECAY + (i in kept)
+                shown.seen[b] = shown.seen[b] * _BIN_DECAY + 1.0
+                shown.accepted[b] = shown.accepted[b] * _BIN_DECAY + (i in kept)
         self._shown = []
 
     def _extra(self, nodes: int) -> float:
@@ -399,63 +411,101 @@ def _bin(gain: float) -> int:
     return min(int(-2.0 * log2(gain)), _BINS - 1) if gain > 0.0 else _BINS - 1
 
 
-_PROBE_INTERVAL = 64  # steps between probes of another size
+_PROBE_INTERVAL = 64  # steps between probes of another shape
 _FIRST_ACCEPTANCE = 0.6  # initial acceptance rate of the most probable node
-_RANK_DECAY = 0.98  # decay of acceptance per rank, per step
-_FIRST_DRAFT_COST = 0.2  # initial draft cost, in plain steps
+_FIRST_REACHED = 0.8  # share of paths that go on to the next level, initially
+_KNOWN = 8  # steps of a shape that show its rates
+_RANK_DECAY = 0.98  # decay of acceptance per rank or level, per step
+_FIRST_DRAFT_COST = 0.2  # initial cost of the deepest draft, in plain steps
+
+
+class Rates:
+    """Rates of events by number, from an initial guess on.
+
+    Args:
+        first: guesses of the numbers 1, 2, ...
+    """
+
+    def __init__(self, first: Sequence[float]) -> None:
+        self._rates, self._tried = list(first), [0] * len(first)
+
+    def add(self, number: int, share: float) -> None:
+        """Add a step in which the event has come about for a share of the rows."""
+        self._tried[number - 1] += 1
+        weight = max(1 - _RANK_DECAY, 1 / (1 + self._tried[number - 1]))
+        self._rates[number - 1] += weight * (share - self._rates[number - 1])
+
+    def total(self, numbers: int) -> float:
+        """Sum of the first rates."""
+        return sum(self._rates[:numbers])
+
+    @property
+    def known(self) -> bool:
+        """Whether the first rate is more than a guess."""
+        return self._tried[0] >= _KNOWN
 
 
 class SteadyBudget(MeasuredBudget):
-    """Tree size chosen before drafting, without a host sync on the tree's probabilities, or a chain in its place.
+    """A tree's size and depth, or a chain's length, chosen before drafting, without a host sync on probabilities.
 
-    Expected tokens come from the acceptance rate of each rank (n-th most probable node of a tree, or n-th of a chain),
-    costs from measured step times by batch size, initialised from the calibration. Other sizes are probed periodically.
+    Expected tokens come from the acceptance rate of each rank (n-th most probable node of a tree, or n-th of a chain).
+    Trees of fewer levels are expected to emit what the first levels of deep ones do, until some have been drafted.
+    Costs are times of steps by batch size and shape, of draft and pass in the graphs that are replayed, initialised
+    from the calibration. Other shapes are probed periodically.
 
     Args:
         cost: as for ``MeasuredBudget``.
-        sizes: candidate numbers of drafted nodes, ascending; plain decoding is always a candidate.
-        depth: as for ``Budget``.
-        chain: length of the chain; 0 is none.
+        shapes: candidates; plain decoding is always one.
     """
 
-    def __init__(
-        self,
-        cost: CostTable,
-        sizes: Sequence[int] = STEADY_SIZES,
-        depth: int = 12,
-        batch: int = 1,
-        chain: int = STEADY_CHAIN,
-    ) -> None:
-        super().__init__(cost, sizes[-1], depth)
-        self._shapes = [(0, False), *[(chain, True)] * bool(chain), *((size, False) for size in sizes)]
-        self._spent: dict[int, dict[tuple[int, bool], float]] = {}  # by batch size and shape: seconds of a step
+    def __init__(self, cost: CostTable, shapes: Sequence[DraftShape] = STEADY_SHAPES, batch: int = 1) -> None:
+        most, deepest = (max(getattr(shape, name) for shape in shapes) for name in ("nodes", "depth"))
+        super().__init__(cost, most, deepest)
+        self._shapes, self._deepest = [_PLAIN, *shapes], deepest
+        self._spent: dict[int, dict[DraftShape, float]] = {}  # by batch size and shape: seconds of a step
         self.resize(batch)
-        # Initial guesses, corrected by the first steps.
-        self._accepted = {
-            False: [_FIRST_ACCEPTANCE / rank**0.5 for rank in range(1, sizes[-1] + 1)],
-            True: [_FIRST_ACCEPTANCE**rank for rank in range(1, chain + 1)],
+        ranks = range(1, most + 1)
+        self._chains = Rates([_FIRST_ACCEPTANCE**rank for rank in ranks])  # acceptance of ranks
+        self._trees = {  # the same, by their levels
+            depth: Rates([_FIRST_ACCEPTANCE / rank**0.5 for rank in ranks])
+            for depth in {deepest, *(shape.depth for shape in shapes if not shape.chain)}
         }
-        self._tried = {shape: [0] * len(rates) for shape, rates in self._accepted.items()}
+        self._reached = Rates([_FIRST_REACHED**level for level in range(1, deepest + 1)])  # of levels, in deep trees
         self._steps = 0
 
     def resize(self, batch: int) -> None:
         if batch not in self._spent:
-            drafting = _FIRST_DRAFT_COST * self._table(batch)
+            level = _FIRST_DRAFT_COST * self._table(batch) / self._deepest
             self._spent[batch] = {
-                (n, chain): self._table(batch * (n + 1)) + drafting * bool(n) for n, chain in self._shapes
+                shape: self._table(batch * (shape.nodes + 1)) + level * min(shape.depth, shape.nodes)
+                for shape in self._shapes
             }
         self._seconds, self._batch = self._spent[batch], batch
+
+    @property
+    def shape(self) -> DraftShape:
+        return DraftShape(self.nodes, self.chain, self.depth)
 
     def drafts(self) -> bool:
         self._steps += 1
         best = max(self._shapes, key=self._rate)
-        if self._steps % _PROBE_INTERVAL == 0:  # measure the next shape on either side, and chains or trees in turn
-            place, probe = self._shapes.index(best), self._steps // _PROBE_INTERVAL
-            others = [self._shapes[min(place + 1, len(self._shapes) - 1)], self._shapes[max(place - 1, 0)]]
-            others += [shape for shape in self._shapes if shape[0] and shape[1] != best[1]][:1]
-            best = others[probe % len(others)]
-        self.nodes, self.chain = best
+        if self._steps % _PROBE_INTERVAL == 0:
+            others = self._neighbours(best)
+            best = others[self._steps // _PROBE_INTERVAL % len(others)]
+        self.nodes, self.chain, self.depth = best
         return super().drafts()
+
+    def _neighbours(self, best: DraftShape) -> list[DraftShape]:
+        """The next sizes on either side, other depths of the size, and the other kind."""
+        alike = [shape for shape in self._shapes if shape.chain == best.chain and shape.depth == best.depth]
+        alike = alike if len(alike) > 1 else [shape for shape in self._shapes if shape.chain == best.chain]
+        place = alike.index(best)
+        near = [*alike[place + 1 : place + 2], *alike[max(place - 1, 0) : place]]
+        deeper = [one for one in self._shapes if one.nodes == best.nodes and one.chain == best.chain and one != best]
+        other = [one for one in self._shapes if one.nodes and one.chain != best.chain]
+        others = [*near, *deeper]
+        turn = self._steps // _PROBE_INTERVAL // (1 + len(others))
+        return [*others, *(other[turn % len(other) :][:1] if other else [])]
 
     def observe(
         self,
@@ -464,20 +514,32 @@ class SteadyBudget(MeasuredBudget):
         draft_seconds: float,
         verify_seconds: float,
         commit_seconds: float = 0.0,
+        shape: Hashable = None,
     ) -> None:
         self.check.add(verify_seconds, self._table(self._batch * nodes))
+        shape = self.shape if shape is None else shape
+        assert isinstance(shape, DraftShape)
         alive = [set(path) for path in paths if path]
-        rates, tried, shape = self._accepted[self.chain], self._tried[self.chain], (nodes - 1, self.chain)
-        for rank in range(1, min(nodes, len(rates) + 1)):
-            share = sum(rank in path for path in alive) / max(len(alive), 1)
-            tried[rank - 1] += 1
-            rates[rank - 1] += max(1 - _RANK_DECAY, 1 / (1 + tried[rank - 1])) * (share - rates[rank - 1])
-        if shape in self._seconds:
+        count = max(len(alive), 1)
+        accepted = self._rates_of(shape)
+        for rank in range(1, min(nodes, shape.nodes + 1)):
+            accepted.add(rank, sum(rank in path for path in alive) / count)
+        if nodes > 1 and not shape.chain and shape.depth == self._deepest:
+            for level in range(1, shape.depth + 1):
+                self._reached.add(level, sum(len(path) > level for path in alive) / count)
+        shape = shape if nodes > 1 else _PLAIN
+        if shape in self._seconds and nodes in (1, shape.nodes + 1):
             spent, usual = draft_seconds + verify_seconds, self._seconds[shape]
             # Clip outliers, such as the first step of a size.
             self._seconds[shape] += 0.1 * (min(spent, 2 * usual) - usual)
 
-    def _rate(self, shape: tuple[int, bool]) -> float:
+    def _rates_of(self, shape: DraftShape) -> Rates:
+        return self._chains if shape.chain else self._trees.get(shape.depth, self._trees[self._deepest])
+
+    def _rate(self, shape: DraftShape) -> float:
         """Expected tokens per second and row."""
-        size, chain = shape
-        return (1 + sum(self._accepted[chain][:size])) / self._seconds[shape]
+        rates = self._rates_of(shape)
+        tokens = rates.total(shape.nodes)
+        if not shape.chain and shape.depth < self._deepest and not rates.known:
+            tokens = min(self._trees[self._deepest].total(shape.nodes), self._reached.total(shape.depth))
+        return (1.0 + tokens) / self._seconds[shape]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Condition
 from time import perf_counter as clock
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from mmspec.cache.rows import row_index
 from mmspec.core.budget import Budget
@@ -144,6 +146,25 @@ class Scheduler:
         return chosen[0] if chosen else None
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter has proposed for a step.
+
+    Attributes:
+        rows: the sequences that it is for.
+        drafted: whether the drafter was asked.
+        shape: of the budget, which may ask for another one by the end of the step.
+        seconds: reads the time that it took before the step, once the device has come to its end.
+    """
+
+    rows: list[RequestState]
+    budget: Budget
+    tree: TokenTree
+    drafted: bool
+    shape: Hashable
+    seconds: Callable[[], float] = float
+
+
 class EngineCore:
     """Sequences of one target, and the steps that decode them. One thread at a time runs steps.
 
@@ -167,6 +188,7 @@ class EngineCore:
         self._prefilling: PromptBatch | None = None
         self._prefilled: list[tuple[Prompt, TargetOutput, list[RequestState]]] = []  # not yet passed to the drafter
         self._token = torch.empty(0, dtype=torch.long)  # (rows,) last emitted tokens
+        self._ahead: Draft | None = None  # of the next step, if the same sequences run
         self._sampler = BatchSampler()
         self._vocab = 0  # of the target, known from a prefill
 
@@ -197,7 +219,7 @@ class EngineCore:
     def clear(self) -> None:
         """Forget finished prompts and give up the drafter."""
         self.scheduler.clear()
-        self._prefilling = None
+        self._prefilling = self._ahead = None
         self._hold(None)
 
     def _hold(self, key: BatchKey | None, drafts: bool = False) -> None:
@@ -240,24 +262,41 @@ class EngineCore:
             sequence.stats.wall_seconds += clock() - start
 
     def _decode(self) -> None:
-        """One decode step: draft, verify, commit."""
+        """One decode step: draft, verify, commit.
+
+        The device gets the commit, and from a drafter that allows it the next draft, before the host waits for the
+        accepted tokens.
+        """
         start, rows, drafter, device = clock(), self.running, self._drafter, self._token.device
+        ahead, self._ahead = self._ahead, None
         begun = mark(device)
         budget = self._prepare()
         prepared = mark(device)
         budget.remaining = max(row.remaining for row in rows) - 1
-        tree, drafting = self._draft(budget)
+        if ahead is not None and (ahead.rows is not rows or ahead.budget is not budget or budget.remaining <= 0):
+            ahead = None  # drafting again changes nothing but the tree
+        draft = ahead or self._propose(budget, self._token)
+        tree = self._fitted(draft)
         drafted = mark(device)
         output = self.target.forward_tree(tree)
         verdict = accept_path(tree, self._sampler.choose(rows, tree, output.logits))
         verified = mark(device)
+        began = clock()
+        self.target.commit(verdict)
+        # A record reads the tree, whose memory the next one takes.
+        early = drafter is not None and drafter.drafts_ahead and all(row.trees is None for row in rows)
+        if drafter is not None and early:
+            drafter.observe(tree, verdict, output)
+            before = mark(device)
+            self._ahead = self._propose(budget, verdict.bonus)
+            self._ahead = replace(self._ahead, seconds=partial(seconds, before, mark(device)))
         accepted = verdict.host  # synchronises
-        draft_seconds, verify_seconds = seconds(begun, drafted), seconds(drafted, verified)
+        earlier = draft.seconds()
+        draft_seconds, verify_seconds = earlier + seconds(begun, drafted), seconds(drafted, verified)
+        proposing = earlier + seconds(prepared, drafted) if draft.drafted or tree.nodes > 1 else 0.0
         for number, row in enumerate(rows):
             if row.trees is not None:
                 row.trees.append(record_tree(tree, number, verdict, output))
-        began = clock()
-        self.target.commit(verdict)
         for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
             row.record(output.logits[number], path, tokens)
             emitted = row.append(path, tokens)
@@ -265,27 +304,36 @@ class EngineCore:
             depth = tree.max_depth if row.drafts else 0
             row.stats.record_step(drafts, depth, min(len(path) - 1, emitted), emitted)
         if drafter is not None:
-            drafter.observe(tree, verdict, output)
+            if not early:
+                drafter.observe(tree, verdict, output)
+            drafter.watch(tree, verdict)
         self._token = verdict.bonus
         paths = [path for path, _ in accepted]
-        proposing = seconds(prepared, drafted) if drafting or tree.nodes > 1 else 0.0
         if any(row.drafts for row in rows):
-            budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began)
+            budget.observe(tree.nodes, paths, proposing, verify_seconds, clock() - began, draft.shape)
         wall = clock() - start
         for row in rows:
             row.stats.draft_seconds += draft_seconds
             row.stats.verify_seconds += verify_seconds
             row.stats.commit_seconds += wall - draft_seconds - verify_seconds
 
-    def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
-        """The step's trees, and whether the drafter has proposed them."""
+    def _propose(self, budget: Budget, token: Tensor) -> Draft:
+        """The drafter's trees after given tokens, (rows,), or their roots."""
+        rows, drafter, tree = self.running, self._drafter, TokenTree.root(token)
+        drafting = drafter is not None and any(row.drafts for row in rows) and not drafter.rests and budget.drafts()
+        if drafting:
+            assert drafter is not None
+            tree = drafter.propose(token, budget)
+        return Draft(rows, budget, tree, drafting, budget.shape)
+
+    def _fitted(self, draft: Draft) -> TokenTree:
+        """A draft's trees as they are verified: with the tokens that grammars force, pruned, and without those of
+        sequences that are not drafted for."""
         rows, drafter, root = self.running, self._drafter, TokenTree.root(self._token)
         plain = [number for number, row in enumerate(rows) if not row.drafts]
         if drafter is None or len(plain) == len(rows):
-            return root, False
-        drafting = not drafter.rests and budget.drafts()
-        tree = drafter.propose(self._token, budget) if drafting else root
-        tree = constrain(rows, tree, budget, drafter)
+            return root
+        tree, budget = constrain(rows, draft.tree, draft.budget, drafter), draft.budget
         tree = budget.prune(tree.without(plain) if plain and tree.nodes > 1 else tree)
         # An id beyond the vocabulary would crash the target, another root change its output; other ids are verified.
         if tree.nodes == 1:
@@ -295,7 +343,7 @@ class EngineCore:
         for number, row in enumerate(rows):
             if row.drafts:
                 row.stats.drafter_error = row.stats.drafter_error or drafter.failure(number)
-        return tree, drafting
+        return tree
 
     def _prepare(self) -> Budget:
         """Begin prefilled sequences in the drafter, and return the step's budget."""
@@ -407,7 +455,7 @@ class EngineCore:
             self.touched[sequence] = None
             if not sequence.done:
                 sequence.error = error
-        self.running, self._prefilled, self._prefilling = [], [], None
+        self.running, self._prefilled, self._prefilling, self._ahead = [], [], None, None
         self._token = self._token[:0]
         self.target.select([])
         if self._drafter is not None:

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mmspec.core.budget import Budget
 from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
-from mmspec.engine.core import EngineCore, PromptBatch
+from mmspec.engine.core import Draft, EngineCore, PromptBatch
 from mmspec.engine.engine import Engine
 from mmspec.engine.request import Request
 from mmspec.engine.request_state import RequestState
@@ -250,11 +249,11 @@ class LockstepCore(EngineCore):
         finally:
             self._ranks.end()
 
-    def _draft(self, budget: Budget) -> tuple[TokenTree, bool]:
-        drafted = super()._draft(budget)
+    def _fitted(self, draft: Draft) -> TokenTree:
+        tree = super()._fitted(draft)
         if failures := {row.stats.drafter_error for row in self.running} - {""}:  # of this rank, maybe not of others
             raise RankError(f"all ranks must draft the same: {min(failures)}")
-        return drafted
+        return tree
 
     def abort(self, error: Exception) -> None:
         """End all requests with an error, and answer no others."""

@@ -22,7 +22,7 @@ from mmspec.core.target import Target
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 from mmspec.drafters.captured import AHEAD, CapturedDrafter
-from mmspec.engine.budget import STEADY_CHAIN, STEADY_SIZES, Budgets
+from mmspec.engine.budget import STEADY_SHAPES, Budgets, DraftShape
 from mmspec.engine.calibrate import placeholder
 from mmspec.errors import UserError
 from mmspec.ops import graphs
@@ -102,11 +102,11 @@ class Speculation:
         """Reserve buffers, capture decode steps and calibrate, with a target that has no sequences; see
         ``Pipeline.warm_up``."""
         assert isinstance(self.target, TransformersTarget), "others are not captured"
-        shapes: set[tuple[int, bool]] = set()
+        shapes: set[DraftShape] = set()
         if self.drafter is not None:
-            shapes = {(size, False) for one in sizes for size in (STEADY_SIZES if one is None else (one,)) if size}
-            shapes |= {(STEADY_CHAIN, True)} if None in sizes else set()
-        budgets = [Budget(size, chain=chain) for size, chain in sorted(shapes, reverse=True)]
+            shapes = {DraftShape(size, False, Budget().depth) for size in sizes if size}
+            shapes.update(STEADY_SHAPES if None in sizes else ())
+        budgets = [Budget(size, depth, chain) for size, chain, depth in sorted(shapes, reverse=True)]
         self.acquire()
         try:
             warm_up(self.target, self.drafter, rows, tokens, budgets)
@@ -227,12 +227,12 @@ def _capture_drafts(
     if not budgets:
         return
     part.propose(token, budgets[0])  # as the first pass of the target
-    trees = [TokenTree.root(token)]
+    trees = {0: TokenTree.root(token)}  # by depth, which an update's shape depends on
     for budget in budgets:
         for _ in range(2):
             tree = part.propose(token, budget)
-        trees.append(tree.select(list(range(len(token)))))  # a copy
-    for tree in trees:
+        trees.setdefault(tree.max_depth, tree.select(list(range(len(token)))))  # a copy
+    for tree in trees.values():
         output, verdict = target.forward_tree(tree), _nothing(tree)
         for number, budget in enumerate(budgets):
             for _ in range(2):

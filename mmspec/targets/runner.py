@@ -280,13 +280,16 @@ class VerifyRunner(ABC):
         """Drop all uncommitted nodes."""
         self.cache.offset, self._tail_depth = 0, None
 
-    def commit_nodes(self, path: Tensor, rows: list[list[int]]) -> None:
-        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes."""
+    def commit_nodes(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
+        """Commit one path of nodes per row, (batch, depth) padded with -1 and as lists; drop all other nodes.
+
+        With static shapes, the lists are read when a row's length is needed.
+        """
         self._tail_depth = None
         self._commit(path, rows)
 
     @abstractmethod
-    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
+    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
         """Move the path's states to the prefix, and advance the positions."""
 
 
@@ -322,9 +325,10 @@ class EagerRunner(VerifyRunner):
         inputs["attention_mask"] = self._decoder.mask(self.cache, depth, self._tail_depth, reach)
         return self._decoder.forward(inputs, self.cache, names)
 
-    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
-        self.cache.commit(path, rows)
-        position, accepted = self._position.data, [len(row) for row in rows]
+    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
+        paths = rows()
+        self.cache.commit(path, paths)
+        position, accepted = self._position.data, [len(row) for row in paths]
         position += accepted[0] if len(set(accepted)) == 1 else on_device(accepted, position.device)
 
 
@@ -379,11 +383,11 @@ class StaticRunner(VerifyRunner):
             inputs[PASS] = TreePass(self._decoder.config, cache.bounds.first(len(tokens)), depth)
         return self._decoder.forward(inputs, cache, names)
 
-    def _commit(self, path: Tensor, rows: list[list[int]]) -> None:
+    def _commit(self, path: Tensor, rows: Callable[[], list[list[int]]]) -> None:
         batch, depth = path.shape
         idle = (0, node_bucket(depth) - depth, 0, batch_bucket(batch) - batch)
         self._graphed_commit(F.pad(path, idle, value=-1) if any(idle) else path, version=self.version)
-        self.cache.advance([len(row) for row in rows])
+        self.cache.advance(lambda: [len(row) for row in rows()])
 
     def commit_on_device(self, path: Tensor) -> tuple[Tensor, ...]:
         """Device part of ``commit_nodes``; captured."""

@@ -186,8 +186,8 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def commit(self, verdict: Verdict) -> None:
+        self.runner.commit_nodes(verdict.path, lambda: [path for path, _ in verdict.host])
         self._reuse.commit(verdict, self._verified)
-        self.runner.commit_nodes(verdict.path, [path for path, _ in verdict.host])
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding(token_ids).to(self.device)
@@ -228,6 +228,7 @@ class PrefixReuse:
     def __init__(self, target: TransformersTarget) -> None:
         self._target = target
         self._answers: list[RunningStates | None] = []  # of each row; None where its states are not kept
+        self._step: tuple[Verdict, dict[Feature, Tensor]] | None = None  # the last commit, until the host has read it
 
     def looks_up(self, prompt: Prompt) -> bool:
         """Whether this prompt may resume from a prefix: prompts of one row can."""
@@ -274,6 +275,7 @@ class PrefixReuse:
             cache: after the prompt; only the rows of this prompt.
         """
         prefixes = self._target.prefix_cache
+        self._record()
         if prefixes is None or not prompt.singles:
             self._answers += [None] * len(prompt.input_ids)
             return
@@ -293,11 +295,18 @@ class PrefixReuse:
         Args:
             verified: (batch, nodes, hidden) each, of the verified tree.
         """
+        self._record()
         if all(answer is None for answer in self._answers):
             return
         nodes = verdict.path.clamp(min=0)
         index = torch.arange(len(nodes), device=nodes.device)[:, None]
-        features = {name: states[index, nodes] for name, states in verified.items()}  # (batch, depth, hidden)
+        self._step = verdict, {name: states[index, nodes] for name, states in verified.items()}
+
+    def _record(self) -> None:
+        """Record the features of the last commit, (batch, depth, hidden) each."""
+        if self._step is None:
+            return
+        (verdict, features), self._step = self._step, None
         for row, (answer, (path, _)) in enumerate(zip(self._answers, verdict.host, strict=True)):
             if answer is not None and path:
                 accepted = {name: states[row : row + 1, : len(path)] for name, states in features.items()}
@@ -305,6 +314,7 @@ class PrefixReuse:
 
     def retain(self, rows: Sequence[int], histories: Sequence[list[int]]) -> None:
         target = self._target
+        self._record()
         if target.prefix_cache is None:
             return
         for row, history in zip(rows, histories, strict=True):
@@ -321,6 +331,7 @@ class PrefixReuse:
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow these rows, in this order."""
+        self._record()
         self._answers = [self._answers[row] for row in rows]
 
     def _find(self, prompt: Prompt, least: int) -> tuple[Prefix, int] | None:

@@ -8,7 +8,7 @@ import torch
 from mmspec import TokenTree
 from mmspec.core.budget import Budget, CostTable
 from mmspec.core.tree import build_tree
-from mmspec.engine.budget import AdaptiveBudget, SteadyBudget, StepTimeModel
+from mmspec.engine.budget import STEADY_SHAPES, AdaptiveBudget, DraftShape, Rates, SteadyBudget, StepTimeModel
 
 FLAT = CostTable((1, 2, 4, 8, 16, 32, 64), (1.0, 1.0, 1.0, 1.05, 1.25, 1.7, 2.5))
 STEEP = CostTable((1, 2, 64), (1.0, 2.0, 64.0))
@@ -253,7 +253,7 @@ def test_the_last_rows_of_a_batch_draft(kind):
 @pytest.mark.parametrize(("batch", "best"), [(1, 7), (2, 3), (8, 0)])
 def test_sizes_are_priced_for_all_rows(batch, best):
     """Up to eight tokens in all are free, and the others cost as much as plain decoding."""
-    budget = SteadyBudget(KNEE, sizes=(3, 7), batch=batch)
+    budget = SteadyBudget(KNEE, [DraftShape(nodes, False, 12) for nodes in (3, 7)], batch)
     size = budget.nodes if budget.drafts() else 0
     assert size == best
 
@@ -366,18 +366,19 @@ def test_a_steady_budget_does_not_draft_in_vain():
 
 
 def test_rows_that_have_finished_say_nothing():
-    one, with_finished = SteadyBudget(FREE, (7,)), SteadyBudget(FREE, (7,), batch=2)
+    shape = DraftShape(7, False, 4)
+    budgets = one, _ = SteadyBudget(FREE, [shape]), SteadyBudget(FREE, [shape], batch=2)
     for _ in range(30):
-        one.observe(8, [[0, 1, 2]], 0.1, 1.0)
-        with_finished.observe(8, [[0, 1, 2], []], 0.1, 1.0)
-    assert one._accepted == with_finished._accepted
-    assert one._accepted[False][0] == pytest.approx(1.0, abs=0.3)
-    assert one._accepted[False][6] < 0.2
+        for budget, paths in zip(budgets, ([[0, 1, 2]], [[0, 1, 2], []]), strict=True):
+            budget.observe(8, paths, 0.1, 1.0, shape=shape)
+    assert [budget._trees[4]._rates for budget in budgets] == [one._trees[4]._rates] * 2
+    assert one._trees[4].total(1) == pytest.approx(1.0, abs=0.3)
+    assert one._trees[4].total(7) - one._trees[4].total(6) < 0.2
 
 
 def test_a_hiccup_is_not_the_price_of_a_size():
     budget = SteadyBudget(FREE)
-    budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0)
+    budget.observe(64, [[0, 1, 2, 3, 4, 5]], 5.0, 50.0, shape=DraftShape(63, False, 12))
     assert budget.drafts()
     assert budget.nodes >= 31
 
@@ -394,9 +395,10 @@ def test_drawn_trees_and_those_without_probabilities_stay_whole(budget):
 
 def test_one_step_moves_prices_by_a_tenth_at_most():
     steady = SteadyBudget(CostTable((1, 64), (3.0, 3.0)))
-    usual = steady._seconds[63, False]
-    steady.observe(64, [[0]], 0.0, 1000.0)
-    assert steady._seconds[63, False] == pytest.approx(1.1 * usual)
+    shape = DraftShape(63, False, 12)
+    usual = steady._seconds[shape]
+    steady.observe(64, [[0]], 0.0, 1000.0, shape=shape)
+    assert steady._seconds[shape] == pytest.approx(1.1 * usual)
 
 
 def test_a_loss_by_chance_ends_no_drafting():
@@ -421,15 +423,33 @@ def test_a_new_request_tries_drafting_anew():
     assert halfway > 0
 
 
-def test_sizes_on_both_sides_are_tried_again():
+def test_shapes_beside_the_best_are_tried_again():
     budget = SteadyBudget(FREE)
-    budget._accepted[False] = [1.0] * 15 + [0.0] * 48  # 15 nodes earn most
+    budget._trees[12] = Rates([1.0] * 15 + [0.0] * 48)  # 15 nodes earn most
     tried = {}
-    for step in range(1, 385):
+    for step in range(1, 513):
         budget.drafts()
-        tried.setdefault((budget.nodes, budget.chain), []).append(step)
-    tried.pop((15, False))
-    assert tried == {(7, False): [64, 256], (7, True): [128, 320], (31, False): [192, 384]}
+        tried.setdefault(budget.shape, []).append(step)
+    tried.pop((15, False, 12))
+    assert tried == {
+        (7, False, 12): [64, 320],
+        (15, False, 4): [128, 384],
+        (3, True, 3): [192],
+        (31, False, 12): [256, 512],
+        (7, True, 7): [448],
+    }
+
+
+@pytest.mark.parametrize(("levels", "best"), [(2, 4), (9, 12)])
+def test_trees_are_as_deep_as_paths_go(levels, best):
+    """A level costs as much as a tenth of a pass; paths go on for so many levels, whatever the shape."""
+    budget, depths = SteadyBudget(FREE, [shape for shape in STEADY_SHAPES if not shape.chain]), []
+    for _ in range(600):
+        budget.drafts()
+        path = list(range(1 + min(levels, budget.depth, budget.nodes)))
+        budget.observe(budget.nodes + 1, [path], 0.1 * min(budget.depth, budget.nodes), 1.0, shape=budget.shape)
+        depths.append(budget.depth)
+    assert depths[-64:].count(best) >= 62  # all but probes
 
 
 # ---------------------------------------------------------------------- chains in place of trees

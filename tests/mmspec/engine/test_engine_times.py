@@ -56,7 +56,7 @@ class Observed(Budget):
         self.asked += 1
         return self.asked != 3
 
-    def observe(self, nodes, paths, draft_seconds, verify_seconds, commit_seconds):
+    def observe(self, nodes, paths, draft_seconds, verify_seconds, commit_seconds, shape):
         self.calls.append((nodes, paths, draft_seconds, verify_seconds))
 
 

@@ -215,15 +215,18 @@ def test_larger_steps_are_left_to_requests(monkeypatch):
 
 def test_every_shape_of_adaptive_drafts_is_captured(monkeypatch):
     captured = []
-    monkeypatch.setattr(speculation, "warm_up", lambda *known: captured.extend((b.nodes, b.chain) for b in known[-1]))
+    monkeypatch.setattr(
+        speculation, "warm_up", lambda *known: captured.extend((b.nodes, b.chain, b.depth) for b in known[-1])
+    )
     model = shared_model("llama")
     found = speculation.Speculation(plugins.target_class(model.config)(model), tiny_drafter("dflash", model))
     monkeypatch.setattr(found.budgets, "calibrate", lambda adaptive: None)
     found.warm_up(1)
-    assert captured == [(63, False), (31, False), (15, False), (7, True), (7, False)]
+    trees = [(nodes, False, depth) for nodes in (63, 31, 15, 7) for depth in (12, 4)]
+    assert captured == [*trees[:6], (7, True, 7), *trees[6:], (3, True, 3)]
     captured.clear()
     found.warm_up(1, sizes=(12, 0))
-    assert captured == [(12, False)]
+    assert captured == [(12, False, 12)]
 
 
 @pytest.mark.usefixtures("_recorded")
