@@ -25,7 +25,7 @@ from mmspec.ops import graphs, kernels
 
 LAUNCHES = {
     "mmspec.ops": (
-        *("accepted_path", "choose_drawn", "quantile", "tree_attention"),
+        *("accepted_path", "choose_drawn", "quantile", "tree_ancestors", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best", "extend_reach", "node_inputs", "write_last"),
         *("act_and_mul", "add_norm", "rotate_and_cache"),
     ),

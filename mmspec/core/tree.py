@@ -13,6 +13,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from mmspec import ops
 from mmspec.ops import kernels
 from mmspec.ops.transfer import on_device
 
@@ -116,19 +117,17 @@ class TokenTree:
         """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i."""
         if self.tokens.numel() <= _FEW_NODES and not kernels.static_shapes(self.tokens.device):
             return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()])
-        # Pointer doubling.
-        reach = torch.eye(self.nodes, dtype=torch.bool, device=self.tokens.device).expand(self.batch, -1, -1)
-        jump = self.parents.clamp(min=0)
-        span = 1
-        while span < self.nodes:
-            reach = reach | reach.gather(1, jump[:, :, None].expand(-1, -1, self.nodes))
-            jump = jump.gather(1, jump)
-            span *= 2
-        return reach
+        return self._ancestors_and_depth[0]
+
+    @cached_property
+    def _ancestors_and_depth(self) -> tuple[Tensor, Tensor]:
+        return ops.tree_ancestors(self.parents)
 
     @cached_property
     def depth(self) -> Tensor:
         """(batch, nodes) int64, depth of each node."""
+        if "_ancestors_and_depth" in vars(self) or kernels.static_shapes(self.tokens.device):
+            return self._ancestors_and_depth[1]
         return self.ancestors.sum(-1) - 1
 
     @cached_property

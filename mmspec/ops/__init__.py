@@ -8,7 +8,7 @@ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank t
 from mmspec.ops.attention import tree_attention
 from mmspec.ops.growth import Beam, extend_reach, keep_best, next_beam, node_inputs, top_log_probs, write_last
 from mmspec.ops.layers import act_and_mul, add_norm, rotate_and_cache
-from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample
+from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample, tree_ancestors
 
 __all__ = [
     "Beam",
@@ -26,6 +26,7 @@ __all__ = [
     "rotate_and_cache",
     "sample",
     "top_log_probs",
+    "tree_ancestors",
     "tree_attention",
     "write_last",
 ]

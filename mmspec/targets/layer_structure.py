@@ -113,7 +113,8 @@ def _small(layer: Any) -> Any:
     memo: dict[int, Any] = {}
     for part, (rows, columns) in parts.items():
         memo[id(part.weight)] = nn.Parameter(weight_of(part, rows)[:, columns].float().cpu(), requires_grad=False)
-        memo[id(stored_rows(part))] = []
+        if stored := stored_rows(part):  # the id of a new list would soon be another object's
+            memo[id(stored)] = []
         if part.bias is not None:
             memo[id(part.bias)] = nn.Parameter(part.bias[rows].float().cpu(), requires_grad=False)
     for norm in norms_of(layer).values():

@@ -313,6 +313,15 @@ def _to(tree: TokenTree, device: str, draft_probs: Tensor | None = None) -> Toke
     return TokenTree(tree.tokens.to(device), tree.parents.to(device), valid, draft_probs, check=False)
 
 
+def check_ancestors(case: Tree, device: str = "cpu") -> None:
+    tree, _ = _tree(case)
+    ancestors, depth = (t.cpu() for t in ops.tree_ancestors(tree.parents.to(device)))
+    for b, i in itertools.product(range(case.batch), range(case.nodes)):
+        path = root_path(tree, b, i)
+        assert ancestors[b, i].nonzero().flatten().tolist() == sorted(path)
+        assert depth[b, i] == len(path) - 1
+
+
 def check_follow(case: Tree, device: str = "cpu") -> None:
     """The path of random choices, most of which agree with a child."""
     tree, g = _tree(case)
@@ -665,7 +674,7 @@ _GRID: list[tuple[Callable[..., None], Sequence[Any]]] = [
     (check_norm, NORMS),
     (check_rotated, ROTATED),
     (check_gated, GATED),
-    *((check, TREES) for check in (check_follow, check_drawn)),
+    *((check, TREES) for check in (check_follow, check_drawn, check_ancestors)),
     (check_quantile, (*TREES[:4], Tree(3, vocab=8193), Tree(5, dtype=torch.float64))),
     (check_exact, (torch.float32, torch.float64)),
     (check_tiny_shares, (300, 5000)),

@@ -43,6 +43,7 @@ def test_interpreted_kernels_say_what_generate_says():
         "node_inputs",
         "rotate_and_cache",
         "top_log_probs",
+        "tree_ancestors",
         "tree_attention",
         "write_last",
     ]
@@ -56,7 +57,7 @@ def test_interpreted_kernels_say_what_generate_says():
     expected = [(model, names) for model, names in operations.items() if model not in REFUSED]
     for hybrid, (model, names) in zip(hybrids, expected, strict=True):
         own = [f"{part}_{name}" for part in ("commit", "tree") for name in names]
-        ran = sorted([*own, "compact_kv", "accepted_path", "tree_attention"])
+        ran = sorted([*own, "compact_kv", "accepted_path", "tree_ancestors", "tree_attention"])
         assert [part.split("=")[0] for part in hybrid.split()] == [model, *ran]
 
 
@@ -128,6 +129,7 @@ def operations() -> list[Callable[[], object]]:
         *between(3584, 28, 4, 18944, FULL),
         *between(2560, 8, 4, 10240, head_dim=256, plus=1.0),
         lambda: ops.accepted_path(tree, choices),
+        lambda: ops.tree_ancestors(tree.parents),
         lambda: ops.choose_drawn(bare, probs, draws, draws),
         lambda: ops.quantile(torch.empty(1, 1, vocab), torch.rand(1, 1)),
         lambda: ops.compact_kv(storage, path, torch.tensor([9]), torch.tensor([9, 9])),
@@ -207,7 +209,7 @@ def _own_cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_compile_without_a_gpu(capability):
     of_step = ("attend", "merge", "path", "choose", "sum", "quantile", "compact", "rank", "top", "beam", "keep")
-    of_step += ("norm", "rotate", "gate", "reach", "inputs", "last")
+    of_step += ("ancestors", "norm", "rotate", "gate", "reach", "inputs", "last")
     rules = ("scan", "delta", "selective", "lru", "conv")
     names = {f"_{name}_kernel" for name in (*of_step, "overlap_kda", "tree_kda")}
     names |= {f"_{part}_{rule}_kernel" for part in ("tree", "commit") for rule in rules}
