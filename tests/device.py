@@ -25,11 +25,12 @@ from mmspec.ops import graphs, kernels
 
 LAUNCHES = {
     "mmspec.ops": (
-        *("accepted_path", "choose_drawn", "quantile", "tree_ancestors", "tree_attention"),
+        *("accepted_path", "choose_drawn", "quantile", "tree_attention"),
         *("top_log_probs", "next_beam", "keep_best", "extend_reach", "node_inputs", "write_last"),
         *("act_and_mul", "add_norm", "rotate_and_cache"),
     ),
     "mmspec.cache.buffers": ("compact_kv",),
+    "mmspec.core.tree": ("tree_ancestors",),
     "mmspec.ssm.states": ("commit_conv", "tree_conv"),
     "mmspec.ssm.recurrences": ("commit_delta", "commit_scan", "tree_delta", "tree_scan"),
 }

@@ -107,15 +107,21 @@ class Watched(Budget):
 
 
 class Recorded:
-    """Notes the trees that a drafter proposes, and of each row the history and its length at that time."""
+    """Notes the trees that a drafter proposes, and of each row the history and how much of it came before: the next
+    draft may be proposed before the tokens of a step are there."""
 
     def __init__(self, drafter):
         self._rows, self._trees = [], []
-        begin, select, propose = drafter.begin, drafter.select, drafter.propose
+        begin, select, propose, observe = drafter.begin, drafter.select, drafter.propose, drafter.observe
 
         def recorded_begin(prompt, output, history):
-            self._rows += history
+            self._rows += [(row, len(row)) for row in history]
             begin(prompt, output, history)
+
+        def recorded_observe(tree, verdict, output):
+            accepted = zip(self._rows, verdict.accepted(), strict=True)
+            self._rows = [(row, length + count) for (row, length), count in accepted]
+            observe(tree, verdict, output)
 
         def recorded_select(rows):
             self._rows = [self._rows[row] for row in rows]
@@ -123,10 +129,11 @@ class Recorded:
 
         def recorded_propose(token, budget):
             tree = propose(token, budget)
-            self._trees.append((tree, [(history, len(history)) for history in self._rows]))
+            self._trees.append((tree, self._rows))
             return tree
 
         drafter.begin, drafter.select, drafter.propose = recorded_begin, recorded_select, recorded_propose
+        drafter.observe = recorded_observe
 
     def take(self):
         """What was proposed since the last call."""
@@ -154,6 +161,8 @@ def check_drafts(model, inputs, drafter, gains, *, nodes=7, depth=4, skip=(), ne
     for rows in decode(target, drafter, prompt_of(inputs), sampler, stopper, budget):
         for tree, histories in recorded.take():
             for number, (history, length) in enumerate(histories):
+                if length > len(history):
+                    continue  # the row has ended
                 b = next(b for b, row in enumerate(rows) if row.history is history)
                 tokens = history[rows[b].prompt_length : length]
                 assert int(tree.tokens[number, 0]) == tokens[-1]

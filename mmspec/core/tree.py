@@ -13,8 +13,8 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from mmspec import ops
 from mmspec.ops import kernels
+from mmspec.ops.growth import tree_ancestors
 from mmspec.ops.transfer import on_device
 
 _ROUNDING = 1e-3  # of log probabilities
@@ -121,7 +121,7 @@ class TokenTree:
 
     @cached_property
     def _ancestors_and_depth(self) -> tuple[Tensor, Tensor]:
-        return ops.tree_ancestors(self.parents)
+        return tree_ancestors(self.parents)
 
     @cached_property
     def depth(self) -> Tensor:

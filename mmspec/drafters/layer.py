@@ -16,6 +16,7 @@ from mmspec import ops
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
+from mmspec.targets.layer_structure import is_hooked
 
 Attend = Callable[..., Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -149,8 +150,7 @@ class NodeInputs:
     def of(cls, target: Any, draft_ids: Tensor | None) -> NodeInputs:
         """With a target's embeddings."""
         table = target.model.get_input_embeddings() if hasattr(target, "model") else None
-        plain = type(table) is nn.Embedding and not (table._forward_hooks or table._forward_pre_hooks)
-        return cls(target.embed, table if plain else None, draft_ids)
+        return cls(target.embed, table if type(table) is nn.Embedding and not is_hooked(table) else None, draft_ids)
 
     def __call__(self, tokens: Tensor, states: Tensor, origin: Tensor | None) -> Tensor:
         """(batch, nodes, hidden + any).
@@ -160,8 +160,9 @@ class NodeInputs:
             states: (batch, entries, any).
             origin: (batch, nodes) int64, the entry of each node; None is one each.
         """
-        if origin is not None and self.table is not None and self.table.weight.dtype == states.dtype:
-            return ops.node_inputs(self.table.weight.detach(), tokens, states, origin, self.draft_ids)
+        weight = None if self.table is None else self.table.weight.detach()
+        if origin is not None and weight is not None and (weight.dtype, weight.device) == (states.dtype, states.device):
+            return ops.node_inputs(weight, tokens, states, origin, self.draft_ids)
         tokens = tokens if self.draft_ids is None else self.draft_ids[tokens]
         return torch.cat([self.embed(tokens).to(states.dtype), take(states, origin)], dim=-1)
 

@@ -6,9 +6,18 @@ kernels of ``mmspec.ops.cpu`` run decoder layers with packed weights, and rank t
 """
 
 from mmspec.ops.attention import tree_attention
-from mmspec.ops.growth import Beam, extend_reach, keep_best, next_beam, node_inputs, top_log_probs, write_last
+from mmspec.ops.growth import (
+    Beam,
+    extend_reach,
+    keep_best,
+    next_beam,
+    node_inputs,
+    top_log_probs,
+    tree_ancestors,
+    write_last,
+)
 from mmspec.ops.layers import act_and_mul, add_norm, rotate_and_cache
-from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample, tree_ancestors
+from mmspec.ops.verify import accepted_path, choose_drawn, compact_kv, greedy, quantile, sample
 
 __all__ = [
     "Beam",

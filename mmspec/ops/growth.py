@@ -152,6 +152,31 @@ def _keep_best(
     return kept, torch.cat([torch.full_like(root, -1), above], dim=1), F.pad(score[:, :nodes], (1, 0))
 
 
+def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Ancestors and depth of each node.
+
+    Args:
+        parents: (batch, nodes) int64, -1 for the root; parents precede their children.
+
+    Returns:
+        (batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i; (batch, nodes) int64.
+    """
+    return kernels.run(parents.device, _tree_ancestors, parents)
+
+
+def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """By pointer doubling."""
+    batch, nodes = parents.shape
+    reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    jump = parents.clamp(min=0)
+    span = 1
+    while span < nodes:
+        reach = reach | reach.gather(1, jump[:, :, None].expand(-1, -1, nodes))
+        jump = jump.gather(1, jump)
+        span *= 2
+    return reach, reach.sum(-1) - 1
+
+
 def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
     """Set each row of ``state`` to its last valid output; a row without any stays.
 

@@ -113,6 +113,18 @@ def keep_best(
     return kept, above, score
 
 
+def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``mmspec.ops.tree_ancestors``."""
+    batch, nodes = parents.shape
+    reach = parents.new_empty(batch, nodes, nodes, dtype=torch.bool)
+    depth = parents.new_empty(batch, nodes)
+    block = triton.next_power_of_2(nodes)
+    _ancestors_kernel[(nodes, batch)](
+        *(parents, reach.view(torch.uint8), depth, nodes, *parents.stride()), BLOCK_NODES=block, num_warps=1
+    )
+    return reach, depth
+
+
 def write_last(state: Tensor, outputs: Tensor, length: Tensor) -> None:
     """See ``mmspec.ops.write_last``."""
     batch, _, size = outputs.shape
@@ -288,6 +300,22 @@ def _keep_kernel(
         tl.store(kept + i_row * (1 + nodes), tl.load(root + i_row))
         tl.store(above + i_row * (1 + nodes), -1)
         tl.store(score + i_row * (1 + nodes), 0.0)
+
+
+@triton.jit(do_not_specialize=["nodes", "p_row"])
+def _ancestors_kernel(parents, reach, depth, nodes, p_row, p_node, BLOCK_NODES: tl.constexpr):
+    i_node, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    parents += i_row * p_row
+    b_node = tl.arange(0, BLOCK_NODES)
+    b_reach = (b_node == i_node).to(tl.uint8)
+    above, levels = tl.load(parents + i_node * p_node), i_row * 0
+    while above >= 0:
+        b_reach = tl.where(b_node == above, 1, b_reach).to(tl.uint8)
+        levels += 1
+        above = tl.load(parents + above * p_node)
+    i_out = i_row * nodes + i_node
+    tl.store(reach + i_out * nodes + b_node, b_reach, mask=b_node < nodes)
+    tl.store(depth + i_out, levels)
 
 
 @triton.jit(do_not_specialize=["size", "state_row", "o_row", "o_node", "l_row"])

@@ -14,31 +14,6 @@ if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
 
-def tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Ancestors and depth of each node.
-
-    Args:
-        parents: (batch, nodes) int64, -1 for the root; parents precede their children.
-
-    Returns:
-        (batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i; (batch, nodes) int64.
-    """
-    return kernels.run(parents.device, _tree_ancestors, parents)
-
-
-def _tree_ancestors(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """By pointer doubling."""
-    batch, nodes = parents.shape
-    reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    jump = parents.clamp(min=0)
-    span = 1
-    while span < nodes:
-        reach = reach | reach.gather(1, jump[:, :, None].expand(-1, -1, nodes))
-        jump = jump.gather(1, jump)
-        span *= 2
-    return reach, reach.sum(-1) - 1
-
-
 def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:
     """Longest path from the root on which every token is the choice at its parent.
 

@@ -25,6 +25,7 @@ from mmspec.targets.layer_structure import (
     epsilon_of,
     gain_of,
     gate_of,
+    is_hooked,
     norms_of,
     reproducible,
     rotation_of,
@@ -207,8 +208,7 @@ class FusedDecoder:
     def current(self) -> bool:
         """Whether the decoder's modules are those that were recognised, and none has a hook."""
         parts = _parts(self._decoder)
-        hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-        return not hooked and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
+        return not any(map(is_hooked, parts)) and len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
 
     def states(
         self, tokens: Tensor, positions: Tensor, masks: Any, tree: TreePass, cache: TreeCache

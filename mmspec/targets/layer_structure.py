@@ -20,6 +20,11 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _FEATURES = 64  # of a layer that is tried
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call does more than the module's class: it has hooks, or a forward of its own (accelerate)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+
+
 def _has_parts(layer: Any) -> bool:
     """Whether a layer has the parts of a Llama's, Qwen3's or Gemma 3's and no others."""
     names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
@@ -81,7 +86,7 @@ def _kind(layer: Any) -> Hashable:
 
 @torch.inference_mode()
 def _reproduces(layer: Any, rotary: nn.Module, run: Callable[[Any, Tensor, Rotation], Tensor]) -> bool:
-    plain, device = _small(layer), layer.mlp.down_proj.weight.device
+    plain, device = _small(layer), next(rotary.buffers()).device
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
     positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])

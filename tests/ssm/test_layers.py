@@ -173,7 +173,7 @@ def test_mixers_that_go_another_way_are_noticed(name, function, expected, receiv
     target.prefill(Prompt(torch.tensor([[5, 6, 7]])), 8)
     target.forward_tree(random_tree(torch.Generator().manual_seed(0), 1, 4, 90, ragged=False))
     with pytest.raises(RuntimeError, match=f"once per verify pass: expected {expected} calls, received {received}$"):
-        target.runner.commit_nodes(torch.tensor([[0]]), [[0]])
+        target.runner.commit_nodes(torch.tensor([[0]]), lambda: [[0]])
 
 
 @pytest.mark.parametrize("family", [family for family in RECURRENT if family in HYBRID_CONFIGS])

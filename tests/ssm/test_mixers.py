@@ -71,7 +71,7 @@ def test_plain_decoding_goes_on_between_passes(name):
         target.forward_tree(tree)
         path = root_path(tree, 0, 5)
         with torch.inference_mode():
-            target.runner.commit_nodes(torch.tensor([path]), [path])
+            target.runner.commit_nodes(torch.tensor([path]), lambda: [path])
         target.select([])
         said.append(path)
 

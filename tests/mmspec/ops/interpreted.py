@@ -29,13 +29,14 @@ from tests.tiny.models import text_inputs, vision_inputs
 KERNELS = {
     "mmspec.ops.triton_attention": ("tree_attention",),
     "mmspec.ops.triton_layers": ("act_and_mul", "add_norm", "rotate_and_cache"),
-    "mmspec.ops.triton_verify": ("accepted_path", "compact_kv", "tree_ancestors"),
+    "mmspec.ops.triton_verify": ("accepted_path", "compact_kv"),
     "mmspec.ops.triton_growth": (
         "extend_reach",
         "keep_best",
         "next_beam",
         "node_inputs",
         "top_log_probs",
+        "tree_ancestors",
         "write_last",
     ),
     "mmspec.ssm.ops.triton_scan": ("tree_scan", "commit_scan"),

@@ -116,6 +116,7 @@ def operations() -> list[Callable[[], object]]:
     """Every operation at the shapes of 7B and 8B models, an 8B hybrid, Qwen3-Next, Kimi-Linear, MiniMax, Falcon-Mamba
     and RecurrentGemma, with trees of 16, 32 and 64 nodes, and at those that take most."""
     tree = random_tree(torch.Generator().manual_seed(0), 2, 60, 99)
+    assert tree.max_depth  # known before nothing is computed
     probs, choices, vocab = torch.rand(2, 60, 5000), torch.zeros(2, 60, dtype=torch.long), 256_000
     bare = TokenTree(tree.tokens, tree.parents, None, probs, check=False)
     path, draws = torch.zeros(2, 16, dtype=torch.long), torch.rand(2, 60)

@@ -175,7 +175,7 @@ def operations():
         "act_and_mul": ("layers", ops.act_and_mul, (torch.rand(2, 5, 8), False)),
         "accepted_path": ("verify", ops.accepted_path, (tree, tree.tokens)),
         "choose_drawn": ("verify", ops.choose_drawn, (drawn, probs.softmax(-1), chances, last)),
-        "tree_ancestors": ("verify", ops.tree_ancestors, (tree.parents,)),
+        "tree_ancestors": ("growth", ops.tree_ancestors, (tree.parents,)),
         "quantile": ("verify", ops.quantile, (probs, chances)),
     }
     found = {name: (f"mmspec.ops.triton_{home}", *rest) for name, (home, *rest) in found.items()}
