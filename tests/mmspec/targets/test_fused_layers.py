@@ -1,0 +1,173 @@
+"""Decoder layers in few launches: which are recognised, what they compute, and when the decoder's forward runs."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, SmolLM3Config
+
+from mmspec import TokenTree
+from mmspec.core.target import Prompt
+from mmspec.ops import kernels
+from mmspec.targets import fused_layers
+from mmspec.targets.merged_layers import MergedLayer, merge_layers
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.tiny import random_tree, shared_model
+from tests.tiny.configs import _shrink
+
+FUSED = ["llama", "mistral-window", "qwen2-window", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen3_vl"]
+"""One of each kind: windows, biases, norms of heads and of outputs, positions with several axes."""
+
+
+@pytest.fixture(autouse=True)
+def _fixed(monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: True)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Passes that ran the layers in few launches."""
+    calls, states = [], fused_layers.FusedDecoder.states
+    monkeypatch.setattr(
+        fused_layers.FusedDecoder, "states", lambda self, *given: calls.append(self) or states(self, *given)
+    )
+    return calls
+
+
+def logits(target, batch=2):
+    """Of a prompt of 12 tokens and a tree after it, where the rows have the same tokens."""
+    ids = (torch.arange(12) * 7 % 90)[None].expand(batch, -1)
+    target.prefill(Prompt(ids.contiguous()), 20)
+    tree = random_tree(torch.Generator().manual_seed(1), 1, 9, 90)
+    tree = TokenTree(tree.tokens.expand(batch, -1), tree.parents.expand(batch, -1), check=False)
+    found = target.forward_tree(tree).logits
+    target.select([])
+    return found
+
+
+def by_the_decoder(target):
+    """The same target, whose layers are not recognised."""
+    target.decoder._fused = None
+    return target
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_float32_is_that_of_the_decoder(name, ran):
+    model = shared_model(name)
+    found = logits(TransformersTarget(model))
+    assert ran
+    ran.clear()
+    torch.testing.assert_close(found, logits(by_the_decoder(TransformersTarget(model))), atol=2e-5, rtol=1e-4)
+    assert not ran
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_bfloat16_is_near_the_decoder(name, ran):
+    """Relative norm of the difference to float32, beside that of the decoder's own forward in bfloat16."""
+    model = copy.deepcopy(shared_model(name)).bfloat16()
+    exact = logits(by_the_decoder(TransformersTarget(copy.deepcopy(model).float())))
+    found, usual = logits(TransformersTarget(model)), logits(by_the_decoder(TransformersTarget(model)))
+    assert ran
+    ours, theirs = ((x.float() - exact).norm() / exact.norm() for x in (found, usual))
+    assert ours < 1.2 * theirs < 0.05
+
+
+@pytest.mark.parametrize("name", ["gemma2", "dory", "bamba"])
+def test_other_layers_run_in_the_decoder(name, ran):
+    logits(TransformersTarget(shared_model(name)), 1)
+    assert not ran
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def wrapped(model):
+    layer, forward = model.model.layers[0], model.model.layers[0].forward
+    layer.forward = lambda *args, **given: 2 * forward(*args, **given)
+
+
+def replaced(model):
+    attention = model.model.layers[1].self_attn
+    attention.v_proj = copy.deepcopy(attention.v_proj)
+    attention.v_proj.weight.data *= 2
+
+
+def written(model):
+    model.model.layers[1].self_attn.v_proj.weight.data.mul_(2)
+
+
+def moved(model):
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data = 2 * layer.mlp.up_proj.weight.data
+        layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.clone()
+
+
+def scaled(model):
+    model.model.norm.weight.data = 3 * model.model.norm.weight.data
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [(hooked, False), (wrapped, False), (replaced, False), (written, True), (moved, True), (scaled, True)],
+)
+def test_changes_between_passes_take_effect(change, fused, ran):
+    """Of a module, whether it is called or only read, and of weights, wherever they are kept."""
+    model = copy.deepcopy(shared_model("llama"))
+    target = TransformersTarget(model)
+    before = logits(target)
+    change(model)
+    ran.clear()
+    found = logits(target)
+    assert bool(ran) == fused
+    assert not torch.allclose(found, before, atol=1e-3)
+    torch.testing.assert_close(found, logits(by_the_decoder(TransformersTarget(model))), atol=2e-5, rtol=1e-4)
+
+
+def test_a_decoder_that_does_more_is_noticed_once(ran):
+    model = copy.deepcopy(shared_model("llama"))
+    forward = model.model.forward
+
+    def doubled(*args, **given):
+        out = forward(*args, **given)
+        out.last_hidden_state = 2 * out.last_hidden_state
+        return out
+
+    target, other = TransformersTarget(model), by_the_decoder(TransformersTarget(model))
+    model.model.forward = doubled
+    found = logits(target)
+    assert len(ran) == 1
+    torch.testing.assert_close(logits(target), found)
+    assert len(ran) == 1
+    torch.testing.assert_close(found, logits(other))
+
+
+def test_joined_weights_stay_those_of_the_model():
+    model = copy.deepcopy(shared_model("qwen2"))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    parameters = list(model.parameters())
+    logits(TransformersTarget(model))
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    after = model.state_dict()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    attention = model.model.layers[0].self_attn
+    places = {
+        part.weight.untyped_storage().data_ptr() for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    }
+    assert len(places) == 1
+    logits(TransformersTarget(model))
+    assert {attention.q_proj.weight.untyped_storage().data_ptr()} == places  # joined once
+
+
+def test_layers_that_do_not_turn_are_not_merged():
+    """One in four of SmolLM3 has no rotary positions."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(_shrink(SmolLM3Config, **sizes)).eval()
+    ids, kinds = torch.randint(90, (1, 30)), {layer.self_attn.use_rope for layer in model.model.layers}
+    expected = model(ids).logits
+    merge_layers(model.model)
+    assert len(kinds) == 2
+    assert not any(isinstance(layer, MergedLayer) for layer in model.model.layers)
+    assert torch.equal(model(ids).logits, expected)
+    torch.testing.assert_close(logits(TransformersTarget(model)), logits(by_the_decoder(TransformersTarget(model))))
