@@ -63,10 +63,10 @@ class _Event:
 
     def record(self) -> None:
         assert not self._device.capturing, "an event is recorded while a pass is captured"
-        self._reads = self._device.reads.total()
+        self._at = self._device.waits
 
     def elapsed_time(self, end: _Event) -> float:
-        assert self._device.reads.total() > end._reads, "the device may not have come to the event"
+        assert self._device.waits > end._at, "the device may not have come to the event"
         return 1.0
 
 
@@ -74,7 +74,7 @@ class FakeCuda(TorchFunctionMode):
     """Runs what Python hands to torch on tensors that are not there.
 
     Attributes:
-        reads: of the device by the host, by name.
+        reads: of the device by the host, by name; ``waits`` are all there have been.
         copies: of numbers of the host to the device from memory that is not pinned.
         captured: passes, and ``capturing`` while one is.
     """
@@ -83,6 +83,7 @@ class FakeCuda(TorchFunctionMode):
         super().__init__()
         self.reads: Counter[str] = Counter()
         self.copies = 0
+        self.waits = 0
         self.captured = 0
         self.capturing = False
 
@@ -117,6 +118,7 @@ class FakeCuda(TorchFunctionMode):
         """The host waits for a number of the device."""
         assert not self.capturing, f"{name} while a pass is captured"
         self.reads[name] += 1
+        self.waits += 1
 
     def copied(self) -> None:
         assert not self.capturing, "numbers of the host are copied while a pass is captured"

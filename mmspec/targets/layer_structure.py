@@ -122,8 +122,9 @@ def _small(layer: Any) -> Any:
             memo[id(stored)] = []
         if part.bias is not None:
             memo[id(part.bias)] = nn.Parameter(part.bias[rows].float().cpu(), requires_grad=False)
-    for norm in norms_of(layer).values():
-        memo[id(norm.weight)] = nn.Parameter(norm.weight[some].float().cpu(), requires_grad=False)
+    heads = [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
+    for norm, features in (*((norm, some) for norm in norms_of(layer).values()), *((norm, whole) for norm in heads)):
+        memo[id(norm.weight)] = nn.Parameter(norm.weight[features].float().cpu(), requires_grad=False)
     small = copy.deepcopy(layer, memo)
     for part in small.modules():
         if isinstance(part, nn.Linear):
