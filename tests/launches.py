@@ -96,7 +96,7 @@ def drafters(model: Any) -> dict[str, Any]:
     }
 
 
-def measure(name: str, nodes: int = 31) -> dict[str, Any]:
+def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
     """Launches of a step's parts, and Python's milliseconds."""
     config = VISION_CONFIGS["llava"]()
     config.text_config.num_hidden_layers = LAYERS
@@ -124,7 +124,7 @@ def measure(name: str, nodes: int = 31) -> dict[str, Any]:
         if drafter is not None:
             drafter.attach(target)
         ids = on_fake_cuda(text_inputs(1)["input_ids"])
-        budget = Budget(nodes if drafter else 0, 16)
+        budget = Budget(nodes if drafter else 0, depth)
         running = decode(target, drafter, Prompt(ids), Sampler(), Stopper(10**6, criteria=[]), budget)
         for _ in range(6):
             next(running)
@@ -168,7 +168,10 @@ def _buffers(graph: Any) -> Any:
 def main() -> None:
     """A table; with names of drafters, what each part launches."""
     chosen = sys.argv[1:]
-    rows = [measure(name) for name in chosen or ("none", "msd", "flash", "eagle3", "dflash")]
+    rows = [
+        {**measure(name), "shallow": measure(name, depth=4)["parts"]}
+        for name in chosen or ("none", "msd", "flash", "eagle3", "dflash")
+    ]
     for row in rows if chosen else ():
         for part, names in (*row["parts"].items(), ("outside", row["outside"])):
             print(row["drafter"], part, names.total(), dict(names.most_common()))
@@ -177,6 +180,7 @@ def main() -> None:
         ("pass", lambda row: str(row["parts"]["_pass"].total())),
         ("a layer", lambda row: f"{row['parts']['_pass'].total() / LAYERS:.1f}"),
         ("draft", lambda row: str(row["parts"].get("_grown", Counter()).total())),
+        ("of 4 levels", lambda row: str(row["shallow"].get("_grown", Counter()).total())),
         ("commit", lambda row: str(row["parts"]["commit_on_device"].total())),
         ("outside of graphs", lambda row: str(row["outside"].total())),
         ("graphs", lambda row: str(row["graphs"].total())),

@@ -76,7 +76,7 @@ def test_bfloat16_is_near_the_decoder(name, ran):
     assert ours < 1.2 * theirs < 0.05
 
 
-@pytest.mark.parametrize("name", ["gemma2", "dory", "bamba"])
+@pytest.mark.parametrize("name", ["gemma2", "doge", "bamba"])
 def test_other_layers_run_in_the_decoder(name, ran):
     logits(TransformersTarget(shared_model(name)), 1)
     assert not ran
