@@ -452,6 +452,13 @@ def test_trees_are_as_deep_as_paths_go(levels, best):
     assert depths[-64:].count(best) >= 62  # all but probes
 
 
+def test_paths_that_end_at_a_level_have_not_reached_the_next():
+    budget = SteadyBudget(FREE)
+    for _ in range(100):
+        budget.observe(16, [[0, 1, 2], []], 0.1, 1.0, shape=DraftShape(15, False, 12))
+    assert budget._reached.total(12) == pytest.approx(2, abs=0.1)
+
+
 # ---------------------------------------------------------------------- chains in place of trees
 
 
