@@ -176,9 +176,11 @@ class VerifyRunner(ABC):
 
     Attributes:
         static_shapes: whether shapes and addresses of tensors are static.
+        adapter: what the model's layers use; each has captured passes of its own.
     """
 
     static_shapes: ClassVar[bool]
+    adapter: Hashable = None
 
     def __init__(self, decoder: Decoder, head: Head) -> None:
         self._decoder, self._head = decoder, head
@@ -360,11 +362,14 @@ class StaticRunner(VerifyRunner):
         nodes, batch = tree.nodes, tree.batch
         width, rows = node_bucket(width), batch_bucket(batch)
         self.cache.reserve_nodes(width)
-        logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, names=tuple(names))
+        settings = {"names": tuple(names), "adapter": self.adapter}
+        logits, *states = self._graphed_pass(*_padded(tree, width, rows), version=self.version, **settings)
         features = {name: state[:batch, :nodes] for name, state in zip(names, states, strict=True)}
         return TargetOutput(logits[:batch, :nodes], features)
 
-    def _pass(self, tokens: Tensor, depth: Tensor, reach: Tensor, names: tuple[Feature, ...]) -> tuple[Tensor, ...]:
+    def _pass(
+        self, tokens: Tensor, depth: Tensor, reach: Tensor, names: tuple[Feature, ...], adapter: Hashable
+    ) -> tuple[Tensor, ...]:
         """Logits and features of a whole tree; captured."""
         states = self._forward(tokens, depth, reach, names)
         return self._head(states["last"]), *[states[name] for name in names]

@@ -178,6 +178,7 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def forward_tree(self, tree: TokenTree) -> TargetOutput:
+        self.runner.adapter = self.adapters.key(self.adapters.chosen)
         nodes, batch = tree.nodes, tree.batch
         width = nodes if self.cost is None else self.cost.width(nodes, batch)
         output = self.runner.forward_tree(tree, width, self.features)

@@ -85,6 +85,23 @@ def test_other_layers_run_in_the_decoder(name, ran):
     assert not ran
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama", "qwen2-window"])
+def test_nodes_that_stay_are_attended_to(name, ran):
+    """A level after another, of which each has two nodes."""
+    found = []
+    for change in (lambda target: target, by_the_decoder):
+        target = change(TransformersTarget(shared_model(name)))
+        target.prefill(Prompt((torch.arange(12) * 7 % 90)[None]), 20)
+        first, depth = torch.tensor([[3, 4]]), torch.zeros(1, 2, dtype=torch.long)
+        target.runner.forward_nodes(first, depth, torch.eye(2, dtype=torch.bool)[None])
+        target.runner.keep_nodes(depth)
+        reach = torch.tensor([[[True, False, True, False], [False, True, False, True]]])
+        found.append(target.runner.forward_nodes(torch.tensor([[7, 8]]), depth + 1, reach))
+    assert ran
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-4)
+
+
 def hooked(model):
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
 

@@ -12,6 +12,7 @@ import torch
 import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
+from tests.device import record_captures
 
 peft = pytest.importorskip("peft")
 
@@ -102,6 +103,23 @@ def test_two_pipelines_of_a_model_at_once(loaded, names) -> None:
         for piece, so_far in zip(pieces, tokens, strict=True):
             so_far += piece.token_ids if piece else []
     assert tokens == [expected[name][0] for name in names]
+
+
+def test_captured_passes_are_those_of_an_adapter(loaded, monkeypatch) -> None:
+    prompt, tree = loaded[0].encode([{"prompt": PROMPTS[0]}]), TokenTree.root(torch.tensor([5]))
+
+    def logits(target, name):
+        target.prefill(replace(prompt, adapter=name), 8)
+        found = [target.forward_tree(tree).logits.clone() for _ in range(3)]  # as it is, captured, replayed
+        target.select([])
+        return found
+
+    expected = {name: logits(loaded[0].target.fork(), name)[0] for name in (None, "one", "two")}
+    record_captures(monkeypatch)
+    target = loaded[0].target.fork()
+    for name in (None, "one", "two", "one", None):
+        for found in logits(target, name):
+            torch.testing.assert_close(found, expected[name], atol=1e-4, rtol=1e-4)
 
 
 def test_targets_of_one_model_take_turns(loaded) -> None:
