@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -17,11 +18,13 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
+from mmspec.ops import kernels
 from mmspec.sampling import defaults
 from tests.decoding import SteppedEngine, decode
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.configs import VIDEO, VOCAB
+from tests.tiny.drafters import tiny_drafter
 from tests.tiny.models import text_inputs, video_inputs, vision_inputs
 
 BYTES = 1 << 24
@@ -237,6 +240,26 @@ def test_answers_that_stop_inside_a_draft_are_kept_up_to_the_stop(name):
         expected, _ = answered(plain, None, again)
         # A recurrent state after the stop contains the draft.
         assert answered(target, None, again) == (expected, length + (0 if name in RECURRENT else stop))
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_drafter_reads_the_states_of_an_answer(fixed, monkeypatch):
+    """Of its last step, too, whose accepted tokens the host reads late."""
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: fixed)
+    model, ((prompt, answer),) = prompts_of("llama", 1)
+    plain, target = targets_of(model)
+    drafter = copy.deepcopy(tiny_drafter("eagle3", model))
+    drafter.attach(target)
+    sampler = defaults.sampler(SamplingParams())
+    *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(6, criteria=[]), Budget(3, 2))
+    assert row.token_ids == answer[:6]
+    plain.features = target.features = drafter.features
+    again = followed(prompt, row.token_ids)
+    expected, found = plain.prefill(again, 8), target.prefill(again, 8)
+    assert found.cached_tokens > prompt.input_ids.shape[1]
+    assert expected.features
+    for name, states in expected.features.items():
+        torch.testing.assert_close(found.features[name], states, atol=1e-4, rtol=1e-4)
 
 
 def test_another_image_computes_everything(monkeypatch):
