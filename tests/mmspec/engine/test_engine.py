@@ -9,6 +9,7 @@ from transformers import StoppingCriteria
 
 from mmspec import TokenTree
 from mmspec.core.budget import Budget, CostTable
+from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
@@ -645,3 +646,47 @@ def test_budgets_learn_beside_plain_sequences() -> None:
         together += 1
     assert max(seen) > 1
     assert len(seen) >= together - 1
+
+
+class Ahead(Drafter):
+    """Proposes roots, before the tokens of a step are in the histories."""
+
+    drafts_ahead = True
+
+    def __init__(self):
+        self.history, self.proposed, self.early = [], [], []
+
+    def begin(self, prompt, output, history):
+        self.history = [*self.history, *history]
+
+    def select(self, rows):
+        self.history = [self.history[row] for row in rows]
+
+    def propose(self, token, budget):
+        self.proposed.append(token.tolist())
+        self.early.append(token.tolist() != [row[-1] for row in self.history])
+        return TokenTree.root(token)
+
+    def observe(self, tree, verdict, output): ...
+
+
+def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
+    """Rows end while others wait, so that as many run in the next step, but not the same."""
+    table, prompts = table_model(VOCAB), [[1, 2], [5, 4], [3, 3], [2, 5]]
+    target, drafter, passes = TableTarget(table), Ahead(), []
+    forward = target.forward_tree
+    target.forward_tree = lambda tree: (
+        passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
+    )
+    engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(3, 2), max_num_seqs=2)
+    counts = (4, 9, 6, 5)
+    rows = [
+        row
+        for prompt, count in zip(prompts, counts, strict=True)
+        for row in engine.add(prompt_of([prompt]), Sampler(), Stopper(count))
+    ]
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.token_ids for row in rows] == [said_plainly(table, *one) for one in zip(prompts, counts, strict=True)]
+    assert all(roots == proposed for roots, proposed in passes)
+    assert len({len(roots) for roots, _ in passes}) == 2
+    assert any(drafter.early)
