@@ -678,7 +678,8 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     target.forward_tree = lambda tree: (
         passes.append((tree.tokens[:, 0].tolist(), drafter.proposed[-1])) or forward(tree)
     )
-    engine = SteppedEngine(target, drafter, lambda batch, nodes: Budget(3, 2), max_num_seqs=2)
+    budget = Budget(3, 2)
+    engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=2)
     counts = (4, 9, 6, 5)
     rows = [
         row
@@ -689,4 +690,5 @@ def test_drafts_that_come_ahead_are_those_of_the_rows_that_run():
     assert [row.token_ids for row in rows] == [said_plainly(table, *one) for one in zip(prompts, counts, strict=True)]
     assert all(roots == proposed for roots, proposed in passes)
     assert len({len(roots) for roots, _ in passes}) == 2
+    assert len(passes) < len(drafter.proposed) < 2 * len(passes)  # few again
     assert any(drafter.early)
