@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from mmspec.quantisation.formats import StoredRows
 
+CAPTURE = "transformers.utils.output_capturing"
+"""Module of the hooks that transformers installs in order to return hidden states or attentions."""
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
@@ -21,8 +24,10 @@ _FEATURES = 64  # of a layer that is tried
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call does more than the module's class: it has hooks, or a forward of its own (accelerate)."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+    """Whether a call does more than the module's class: it has hooks, other than those that transformers installs to
+    return hidden states or attentions, or a forward of its own (accelerate)."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return "forward" in vars(module) or any(getattr(hook, "__module__", None) != CAPTURE for hook in hooks)
 
 
 def _has_parts(layer: Any) -> bool:

@@ -21,6 +21,7 @@ from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError
 from mmspec.targets.alibi import Alibi
+from mmspec.targets.layer_structure import CAPTURE
 from mmspec.targets.layers import ATTENTION, TreeLayers
 from mmspec.targets.masks import slot_limit
 
@@ -113,12 +114,9 @@ def without_output_capture(model: PreTrainedModel) -> PreTrainedModel:
     for module in same.modules():
         vars(module).pop("_output_capturing_hooks_installed", None)
         hooks = module._forward_hooks
-        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == _CAPTURE]:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", None) == CAPTURE]:
             del hooks[key]
     return same
-
-
-_CAPTURE = "transformers.utils.output_capturing"
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -121,6 +121,12 @@ def written(model):
     model.model.layers[1].self_attn.v_proj.weight.data.mul_(2)
 
 
+def recorded(model):
+    """transformers' own hooks, which stay, do nothing later on."""
+    model(torch.arange(4)[None], output_hidden_states=True)
+    written(model)
+
+
 def moved(model):
     for layer in model.model.layers:
         layer.mlp.up_proj.weight.data = 2 * layer.mlp.up_proj.weight.data
@@ -133,7 +139,15 @@ def scaled(model):
 
 @pytest.mark.parametrize(
     ("change", "fused"),
-    [(hooked, False), (wrapped, False), (replaced, False), (written, True), (moved, True), (scaled, True)],
+    [
+        (hooked, False),
+        (wrapped, False),
+        (replaced, False),
+        (written, True),
+        (recorded, True),
+        (moved, True),
+        (scaled, True),
+    ],
 )
 def test_changes_between_passes_take_effect(change, fused, ran):
     """Of a module, whether it is called or only read, and of weights, wherever they are kept."""
@@ -181,6 +195,8 @@ def test_joined_weights_stay_those_of_the_model():
     assert len(places) == 1
     logits(TransformersTarget(model))
     assert {attention.q_proj.weight.untyped_storage().data_ptr()} == places  # joined once
+    model(torch.arange(9)[None]).logits.sum().backward()
+    assert attention.k_proj.weight.grad.any()
 
 
 def test_layers_that_do_not_turn_are_not_merged():
