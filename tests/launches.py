@@ -140,7 +140,7 @@ def measure(name: str, nodes: int = 31, depth: int = 16) -> dict[str, Any]:
         times = []
         with Beside() as beside:
             beside.calibrate(ids)
-            gc.disable()  # tensors that are not there leave much garbage
+            gc.disable()  # fake tensors are in reference cycles, whose collection would be timed
             for _ in range(_STEPS):
                 seconds, began = beside.seconds, clock()
                 next(running)

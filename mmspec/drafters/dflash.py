@@ -33,7 +33,13 @@ from mmspec.drafters import checkpoint
 from mmspec.drafters.captured import RowState
 from mmspec.drafters.fused import FusedLayers
 from mmspec.drafters.growth import grow_levels, grow_slots
-from mmspec.drafters.hidden_state import PositionedDrafter, allowed_slots, attention, plain_embedding, seen_by
+from mmspec.drafters.hidden_state import (
+    PositionedDrafter,
+    allowed_slots,
+    attention,
+    attention_metadata,
+    plain_embedding,
+)
 from mmspec.drafters.layer import Attend, LayerParts, Norm, Rotation, rotate, take
 from mmspec.drafters.layouts import recogniser
 from mmspec.drafters.native import Native, NativeLayers
@@ -539,7 +545,7 @@ class DFlash(PositionedDrafter):
             self.native_layers.write(x, rotation, cache)
             return x[..., :0]
         if cache.static_shapes and self.fused_layers is not None:
-            self.fused_layers.write(x, rotation, seen_by(cache, x.new_empty(len(x), 0, 0)), cache)
+            self.fused_layers.write(x, rotation, attention_metadata(cache, x.new_empty(len(x), 0, 0)), cache)
             return x[..., :0]
         if cache.static_shapes:
             cache.set_write_slots(x.shape[1])
@@ -620,8 +626,11 @@ class DFlash(PositionedDrafter):
         windows = [(config.window + 1) * (layer in config.sliding) for layer in range(config.layers)]
         depth = place.expand(batch, -1)
         if cache.static_shapes and self.fused_layers is not None:
-            seen = [seen_by(cache, mask[:, 0], window, depth) for mask, window in zip(masks, windows, strict=True)]
-            return self.fused_layers(x, rotation, seen, cache, last=self.network.norm)
+            metadata = [
+                attention_metadata(cache, mask[:, 0], window, depth)
+                for mask, window in zip(masks, windows, strict=True)
+            ]
+            return self.fused_layers(x, rotation, metadata, cache, last=self.network.norm)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             return attention((q, k, v), cache, layer, masks[layer], windows[layer], depth)

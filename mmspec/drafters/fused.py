@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.drafters.layer import LayerParts, Norm, Rotation
 from mmspec.drafters.shape import LayerShape
-from mmspec.targets.fused_layers import Buffers, FusedLayer, FusedNorm, JoinedLinear, Seen, cache_states, run_layers
+from mmspec.targets.fused_layers import (
+    AttentionMetadata,
+    Buffers,
+    FusedLayer,
+    FusedNorm,
+    JoinedLinear,
+    Linear,
+    cache_states,
+    run_layers,
+)
 
 
 class FusedLayers:
@@ -28,16 +37,16 @@ class FusedLayers:
 
     @classmethod
     def of(cls, layers: Sequence[Any], shape: LayerShape) -> FusedLayers | None:
-        """Of a network's layers; None where these are others, or packed."""
-        parts: list[Any] = [getattr(layer, "parts", None) for layer in layers] if shape.mlp else []
-        dense = all(part and all(type(one) is nn.Linear for one in part.qkv) for part in parts)
+        """Of a network's layers; None where these have no MLPs, or are packed."""
+        parts: list[LayerParts] = [layer.parts for layer in layers] if shape.mlp else []
+        dense = all(type(one) is nn.Linear for part in parts for one in part.qkv)
         return cls(parts, shape) if parts and dense else None
 
     def __call__(
         self,
         x: Tensor,
         rotation: Rotation,
-        seen: Sequence[Seen],
+        metadata: Sequence[AttentionMetadata],
         cache: TreeCache,
         middle: bool = False,
         last: Norm | None = None,
@@ -47,7 +56,7 @@ class FusedLayers:
         Args:
             x: (batch, nodes, any), inputs.
             rotation: cosines and sines, (batch, nodes or 1, 1, head_dim) each.
-            seen: by the entries, in each layer.
+            metadata: by the entries, in each layer.
             middle: return the last layer's residual stream before its MLP, too.
             last: a norm of the last layer's outputs.
 
@@ -56,17 +65,17 @@ class FusedLayers:
         """
         turns, buffers = [_turns(rotation)] * len(self._layers), self._buffers(cache, len(x))
         add = not middle and last is None
-        (*_, residual), y = run_layers(self._layers, x, turns, buffers, seen, add)
+        (*_, residual), y = run_layers(self._layers, x, turns, buffers, metadata, add)
         if last is not None:
             return FusedNorm(last, self._eps)(y, residual, None)[1]
         return y if add else torch.cat([residual + y, residual], dim=-1)
 
-    def write(self, x: Tensor, rotation: Rotation, seen: Seen, cache: TreeCache) -> None:
+    def write(self, x: Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: TreeCache) -> None:
         """Write the keys and values that layers whose queries are a product of their own have of states, (batch, nodes,
         hidden), to the cache."""
         turns = _turns(rotation)
         for layer, product, buffers in zip(self._layers, self._keys_values, self._buffers(cache, len(x)), strict=True):
-            cache_states(layer, product(x), turns, buffers, seen)
+            cache_states(layer, product(x), turns, buffers, metadata)
 
     def _buffers(self, cache: TreeCache, rows: int) -> list[Buffers]:
         return [[states[:rows] for states in cache.kv.states(place)] for place in range(len(self._layers))]
@@ -83,7 +92,7 @@ def _fused(layer: LayerParts, shape: LayerShape) -> FusedLayer:
         (norms["attention"],) = layer.attention_norms
     elif layer.attention_norms:
         norms["attention"] = SimpleNamespace(weight=torch.stack([norm.weight for norm in layer.attention_norms]))
-    qkv: Any = layer.qkv[0] if len(layer.qkv) == 1 else JoinedLinear(layer.qkv)
+    qkv: Linear = layer.qkv[0] if len(layer.qkv) == 1 else JoinedLinear(layer.qkv)
     return FusedLayer(
         *(qkv, layer.out, layer.gate_up, layer.down),
         {name: FusedNorm(norm, shape.norm_eps) for name, norm in norms.items()},

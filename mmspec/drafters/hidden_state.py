@@ -35,7 +35,7 @@ from mmspec.drafters.trained import TrainedDrafter
 from mmspec.errors import UserError
 from mmspec.ops import cpu_library, kernels
 from mmspec.ops.transfer import on_device
-from mmspec.targets.fused_layers import Seen, add_product
+from mmspec.targets.fused_layers import AttentionMetadata, add_product
 from mmspec.targets.packing import drafter_kind, pack_drafter
 
 
@@ -140,17 +140,16 @@ def attention(
     if not cache.static_shapes:
         return F.scaled_dot_product_attention(q, keys, values, allowed, is_causal=allowed is None, enable_gqa=True)
     assert allowed is not None
-    seen = seen_by(cache, allowed[:, 0], window, depth)
-    lengths, start = seen.bounds.lengths, seen.bounds.start
-    slides = partial(ops.tree_attention, depth=seen.depth, window=seen.window)
-    return slides(q, keys, values, lengths, seen.mask, start=start).transpose(1, 2)
+    return attention_metadata(cache, allowed[:, 0], window, depth).attend(q, keys, values).transpose(1, 2)
 
 
-def seen_by(cache: TreeCache, reach: Tensor, window: int = 0, depth: Tensor | None = None) -> Seen:
+def attention_metadata(
+    cache: TreeCache, reach: Tensor, window: int = 0, depth: Tensor | None = None
+) -> AttentionMetadata:
     """What new entries attend to, in a cache of static shapes; ``depth`` as for ``attention``."""
     assert cache.bounds is not None
     depth = _depth(reach) if window and depth is None else depth
-    return Seen(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
+    return AttentionMetadata(cache.bounds.first(len(reach)), cache.offset, reach, depth, window or None)
 
 
 def run(
@@ -425,8 +424,8 @@ class HiddenStateDrafter(TrainedDrafter):
         """Run the network on new entries, see ``run``, by kernels that take its layers."""
         if cache.static_shapes and self.fused_layers is not None:
             assert allowed is not None
-            seen = seen_by(cache, allowed[:, 0], self.window)
-            return self.fused_layers(x, rotation, [seen] * self._layers, cache, middle=self.slots > 1)
+            metadata = attention_metadata(cache, allowed[:, 0], self.window)
+            return self.fused_layers(x, rotation, [metadata] * self._layers, cache, middle=self.slots > 1)
         if self.native_layers is None or cache.static_shapes:
             return run(self.network, x, rotation, allowed, cache, self.window)
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)

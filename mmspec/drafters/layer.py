@@ -13,10 +13,12 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mmspec import ops
+from mmspec.core.target import Target
 from mmspec.drafters.shape import LayerShape, RotaryShape
 from mmspec.errors import explained
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.layer_structure import is_hooked
+from mmspec.targets.transformers_target import TransformersTarget
 
 Attend = Callable[..., Tensor]
 Rotation = tuple[Tensor, Tensor]
@@ -147,9 +149,9 @@ class NodeInputs:
     draft_ids: Tensor | None
 
     @classmethod
-    def of(cls, target: Any, draft_ids: Tensor | None) -> NodeInputs:
+    def of(cls, target: Target, draft_ids: Tensor | None) -> NodeInputs:
         """With a target's embeddings."""
-        table = target.model.get_input_embeddings() if hasattr(target, "model") else None
+        table = target.model.get_input_embeddings() if isinstance(target, TransformersTarget) else None
         return cls(target.embed, table if type(table) is nn.Embedding and not is_hooked(table) else None, draft_ids)
 
     def __call__(self, tokens: Tensor, states: Tensor, origin: Tensor | None) -> Tensor:

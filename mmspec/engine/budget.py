@@ -459,7 +459,7 @@ class SteadyBudget(MeasuredBudget):
     """
 
     def __init__(self, cost: CostTable, shapes: Sequence[DraftShape] = STEADY_SHAPES, batch: int = 1) -> None:
-        most, deepest = (max(getattr(shape, name) for shape in shapes) for name in ("nodes", "depth"))
+        most, deepest = max(shape.nodes for shape in shapes), max(shape.depth for shape in shapes)
         super().__init__(cost, most, deepest)
         self._shapes, self._deepest = [_PLAIN, *shapes], deepest
         self._spent: dict[int, dict[DraftShape, float]] = {}  # by batch size and shape: seconds of a step

@@ -79,7 +79,7 @@ class FusedLayer:
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionMetadata:
     """What the nodes of a pass attend to in a layer.
 
     Attributes:
@@ -96,18 +96,30 @@ class Seen:
     depth: Tensor | None = None
     window: int | None = None
 
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+        """``ops.tree_attention``: (batch, nodes, heads, head_dim)."""
+        return ops.tree_attention(
+            *(query, keys, values, self.bounds.lengths, self.mask),
+            scale=scale,
+            start=self.bounds.start,
+            depth=self.depth,
+            window=self.window,
+        )
+
 
 Buffers = Sequence[Tensor]
 """Keys and values of a layer, (batch, kv_heads, slots, head_dim) each."""
 
 
-def cache_states(layer: FusedLayer, qkv: Tensor, rotation: Rotation, buffers: Buffers, seen: Seen) -> Tensor:
+def cache_states(
+    layer: FusedLayer, qkv: Tensor, rotation: Rotation, buffers: Buffers, metadata: AttentionMetadata
+) -> Tensor:
     """Write keys and values; returns the queries, if there are any, (batch, heads, nodes, head_dim)."""
     norms = [layer.norms[name] for name in ("query", "key") if name in layer.norms]
     weights, first = tuple(norm.module.weight for norm in norms), norms[0] if norms else FusedNorm(None, 0.0)
     keys, values = buffers
     return ops.rotate_and_cache(
-        qkv, rotation, keys, values, seen.bounds.start, seen.offset, weights, first.eps, first.plus
+        qkv, rotation, keys, values, metadata.bounds.start, metadata.offset, weights, first.eps, first.plus
     )
 
 
@@ -116,14 +128,14 @@ def run_layers(
     x: Tensor,
     rotations: Sequence[Rotation],
     buffers: Sequence[Buffers],
-    seen: Sequence[Seen],
+    metadata: Sequence[AttentionMetadata],
     add: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
     """Run layers on the nodes of a pass, and write their keys and values.
 
     Args:
         x: (batch, nodes, width), inputs of the first.
-        rotations, buffers, seen: of each layer.
+        rotations, buffers, metadata: of each layer.
         add: write the sum over the last of the residual streams.
 
     Returns:
@@ -132,21 +144,14 @@ def run_layers(
     """
     streams: list[Tensor] = []
     residual, after = None, None
-    for layer, rotation, kept, one in zip(layers, rotations, buffers, seen, strict=True):
+    for layer, rotation, kept, one in zip(layers, rotations, buffers, metadata, strict=True):
         if "attention" in layer.norms:
             total, normed = layer.norms["attention"](x, residual, after)
         else:
             total = normed = x if residual is None else residual + x
         streams.append(total)
         query = cache_states(layer, layer.qkv(normed), rotation, kept, one)
-        read = ops.tree_attention(
-            *(query, kept[0], kept[1], one.bounds.lengths, one.mask),
-            scale=layer.scale,
-            start=one.bounds.start,
-            depth=one.depth,
-            window=one.window,
-        )
-        x = layer.out(read.flatten(2))
+        x = layer.out(one.attend(query, kept[0], kept[1], layer.scale).flatten(2))
         residual = (normed if layer.normed_residual else total)[..., -x.shape[-1] :]
         residual, normed = layer.norms["mlp"](x, residual, layer.norms.get("attention_after"))
         gated, after = ops.act_and_mul(layer.gate_up(normed), layer.gelu), layer.norms.get("mlp_after")
@@ -159,7 +164,7 @@ def add_product(residual: Tensor, layer: Linear, x: Tensor) -> Tensor:
     """``residual + layer(x)``, written over ``residual`` where that takes no operation of its own."""
     if not isinstance(layer, nn.Linear) or layer.bias is not None or residual.dtype != x.dtype:
         return residual + layer(x)
-    residual.flatten(0, -2).addmm_(x.flatten(0, -2), layer.weight.detach().t())
+    residual.view(-1, residual.shape[-1]).addmm_(x.flatten(0, -2), layer.weight.detach().t())
     return residual
 
 
@@ -225,14 +230,14 @@ class FusedDecoder:
         kinds = [""] * len(self._layers)
         kinds = (getattr(self._config, "layer_types", None) or kinds)[: len(kinds)]
         rotations: dict[str, Rotation] = {}
-        seen: dict[str, Seen] = {}
+        metadata: dict[str, AttentionMetadata] = {}
         buffers = [[states[: len(x)] for states in cache.kv.states(place)] for place in range(len(kinds))]
         for place, (kind, layer) in enumerate(zip(kinds, decoder.layers, strict=True)):
-            if kind not in seen:
+            if kind not in metadata:
                 mask, window = masks[kind] if isinstance(masks, dict) else masks, window_of(self._config, place)
                 rotations[kind] = rotation_of(decoder.rotary_emb, layer, x, positions)
-                seen[kind] = Seen(tree.bounds, cache.offset, mask[:, 0], tree.depth, window)
-        each = [rotations[kind] for kind in kinds], buffers, [seen[kind] for kind in kinds]
+                metadata[kind] = AttentionMetadata(tree.bounds, cache.offset, mask[:, 0], tree.depth, window)
+        each = [rotations[kind] for kind in kinds], buffers, [metadata[kind] for kind in kinds]
         (*streams, residual), y = run_layers(self._layers, x, *each)
         whole, normed = self._norm(y, residual, self._layers[-1].norms.get("mlp_after"))
         return [*streams, whole], normed
@@ -276,6 +281,6 @@ def _alone(layer: Any, x: Tensor, rotation: Rotation) -> Tensor:
     buffers = x.new_zeros(2, batch, layer.self_attn.k_proj.out_features // width, nodes, width)
     none = torch.zeros(batch + 1, dtype=torch.long)
     mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
-    seen = Seen(SlotBounds(none[:-1], none[-1:]), 0, mask)
-    streams, y = run_layers([fused], x, [rotation], [list(buffers)], [seen])
+    metadata = AttentionMetadata(SlotBounds(none[:-1], none[-1:]), 0, mask)
+    streams, y = run_layers([fused], x, [rotation], [list(buffers)], [metadata])
     return fused.norms["mlp"](y, streams[-1], fused.norms.get("mlp_after"))[0]

@@ -155,7 +155,7 @@ NORMS = [
 
 
 def check_norm(case: Norms, device: str = "cpu") -> None:
-    """Rows one by one in float64, whose sums are rounded before their norms; what is given stays as it is."""
+    """Each row against float64: the sum, and the norm of the rounded sum. Inputs are not changed."""
     g = torch.Generator().manual_seed(case.features)
     shape = *case.rows, case.parts * case.features
     x, residual = (torch.randn(shape, generator=g).to(case.dtype) * 3 for _ in range(2))
