@@ -188,7 +188,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
         place += part.numel()
     if together:
         return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
-    with torch.inference_mode(False):  # the model may be trained afterwards
+    with torch.inference_mode(first.is_inference()):  # the model may be trained afterwards
         whole = torch.cat([part.detach() for part in parts])
     for part, view in zip(parts, whole.split([len(part) for part in parts]), strict=True):
         part.data = view

@@ -199,6 +199,18 @@ def test_joined_weights_stay_those_of_the_model():
     assert attention.k_proj.weight.grad.any()
 
 
+def test_a_model_that_was_made_in_inference_mode(ran):
+    with torch.inference_mode():
+        model = copy.deepcopy(shared_model("qwen2"))
+        for weight in model.parameters():
+            weight.data = weight.data.clone()
+    target = TransformersTarget(model)
+    found = logits(target)
+    torch.testing.assert_close(logits(target), found)
+    assert ran
+    torch.testing.assert_close(found, logits(TransformersTarget(shared_model("qwen2"))))
+
+
 def test_layers_that_do_not_turn_are_not_merged():
     """One in four of SmolLM3 has no rotary positions."""
     torch.manual_seed(0)
