@@ -253,6 +253,12 @@ SPEC = DrafterSpec(
     Ngram,
     chains=False,
 )
+
+
+class Suffix(Ngram):
+    """``Ngram`` under the name of SuffixDecoding (arXiv 2411.04975), which finds the same matches of any length."""
+
+
 SUFFIX = replace(
-    SPEC, name="suffix", label="suffix", summary="ngram under the name of SuffixDecoding, arXiv 2411.04975"
+    SPEC, name="suffix", label="suffix", summary="ngram, by the name of SuffixDecoding", implementation=Suffix
 )
