@@ -1,7 +1,7 @@
 """Decoding speed beside other programs, by number of threads: ``python -m mmspec.eval busy``.
 
-The same prompt is decoded with one thread and with more, on the machine as it is and beside programs that only compute,
-interleaved. A decoder whose threads wait for each other stops where the system does not run one of them.
+The same prompt is decoded with 1, 2, 4, ... threads, up to all processors, on the machine as it is and beside programs
+that only compute, interleaved. A decoder whose threads wait for each other stops where the system does not run one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from time import perf_counter as clock
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 
 import mmspec
 from mmspec.engine.calibrate import describe
-from mmspec.eval.harness.output import Column, benchmark, make_table, wide_console
+from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer
+from mmspec.eval.harness.timing import wait_for_huge_pages
 
 _PROMPT = "Tell me about the sea."
 _LLAMA_TOKENS = 16
@@ -30,9 +31,10 @@ _LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5
 _COLUMNS: list[Column] = [
     ("decoder", "{decoder}"),
     ("threads", "{threads}"),
-    ("busy programs", "{busy}"),
-    ("tokens/s", "{tokens_per_second:.1f}"),
-    ("over one thread", "{over_one_thread:.2f}"),
+    ("alone, tokens/s", "{alone:.1f}"),
+    ("over one thread", "{alone_over_one:.2f}"),
+    ("beside them, tokens/s", "{beside:.1f}"),
+    ("over one thread", "{beside_over_one:.2f}"),
 ]
 
 
@@ -70,7 +72,7 @@ def decode_rate(pipe: mmspec.Pipeline, seconds: float) -> float:
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--dtype", "dtypes", multiple=True, default=("int4", "float32"), show_default=True)
 @click.option("--busy", type=click.IntRange(1), help="Programs that compute; by default one per processor.")
-@click.option("--threads", type=click.IntRange(2), help="Compared with one; torch's default if not given.")
+@click.option("--threads", type=SIZES, help="Numbers of threads; by default 1, 2, 4, ... and all processors.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--seconds", type=click.FloatRange(0.1), default=10.0, show_default=True, help="Of each answer.")
 @click.option("--llama-server", help="Path of llama.cpp's server, which decodes the same GGUF file.")
@@ -78,15 +80,17 @@ def main(
     model: str,
     dtypes: tuple[str, ...],
     busy: int | None,
-    threads: int | None,
+    threads: Sequence[int] | None,
     rounds: int,
     seconds: float,
     llama_server: str | None,
 ) -> dict[str, Any]:
     """Measure decoding speed beside other programs: a table of medians, then one JSON line."""
-    busy = busy or len(os.sched_getaffinity(0))
-    counts = (1, threads or max(2, torch.get_num_threads()))
+    processors = len(os.sched_getaffinity(0))
+    busy = busy or processors
+    counts = sorted({1, *(threads or [2**i for i in range(processors.bit_length())] + [processors])})
     pipes = {dtype: mmspec.load(model, drafter=None, device="cpu", dtype=dtype) for dtype in dtypes}
+    wait_for_huge_pages()
     rates: dict[tuple[str, int, int], list[float]] = {}
     before = torch.get_num_threads()
     with ExitStack() as stack:
@@ -99,21 +103,24 @@ def main(
                     for count in counts:
                         torch.set_num_threads(count)
                         for dtype, pipe in pipes.items():
-                            rates.setdefault((dtype, programs, count), []).append(decode_rate(pipe, seconds))
+                            rates.setdefault((dtype, count, programs), []).append(decode_rate(pipe, seconds))
                         if count in servers:
                             answer = servers[count].complete(prompt, _LLAMA_TOKENS, ignore_eos=True)
-                            rates.setdefault(("llama.cpp", programs, count), []).append(1 / answer.token_seconds)
+                            rates.setdefault(("llama.cpp", count, programs), []).append(1 / answer.token_seconds)
     medians = {key: statistics.median(found) for key, found in rates.items()}
     table = [
         {
             "decoder": decoder,
             "threads": count,
-            "busy": programs,
-            "tokens_per_second": rate,
-            "over_one_thread": rate / medians[decoder, programs, 1],
+            "alone": medians[decoder, count, 0],
+            "alone_over_one": medians[decoder, count, 0] / medians[decoder, 1, 0],
+            "beside": medians[decoder, count, busy],
+            "beside_over_one": medians[decoder, count, busy] / medians[decoder, 1, busy],
         }
-        for (decoder, programs, count), rate in sorted(medians.items())
+        for decoder, count, programs in sorted(medians)
+        if not programs
     ]
-    wide_console().print(make_table(_COLUMNS, table, sections=["decoder", "busy"]))
-    load = os.getloadavg()[0]
-    return {"model": model, **describe(pipes[dtypes[0]].target), "rounds": rounds, "load": load, "rates": table}
+    title = f"decoding alone and beside {busy} busy programs"
+    wide_console().print(make_table(_COLUMNS, table, sections=["decoder"], title=title))
+    about = {"model": model, **describe(pipes[dtypes[0]].target), "busy": busy, "rounds": rounds}
+    return {**about, "load": os.getloadavg()[0], "rates": table}

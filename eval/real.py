@@ -32,7 +32,7 @@ from mmspec.core.tree import TokenTree
 from mmspec.drafters.ngram import Ngram
 from mmspec.eval.harness.output import SIZES, Column, benchmark, make_table, wide_console
 from mmspec.eval.harness.peers import LlamaServer
-from mmspec.eval.harness.timing import interleaved
+from mmspec.eval.harness.timing import interleaved, wait_for_huge_pages
 from mmspec.eval.suite.settings import llama_server_option
 from mmspec.loading import load_target
 from mmspec.ops import cpu, cpu_library
@@ -201,6 +201,7 @@ def main(model: str, threads: tuple[int, ...], llama_server: str | None, **optio
         if options["divergence"]:
             divergences[form] = divergence(targets[form], expected, ids)
             click.echo(f"{form}: diverges by {divergences[form]:.5f} nats from float32", err=True)
+    wait_for_huge_pages()
     tables = {}
     for count in threads:
         torch.set_num_threads(count)

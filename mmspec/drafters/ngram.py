@@ -12,6 +12,7 @@ import copy
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -251,4 +252,13 @@ SPEC = DrafterSpec(
     "looks up what followed the last tokens earlier: prompt lookup, as in arXiv 2304.04487",
     Ngram,
     chains=False,
+)
+
+
+class Suffix(Ngram):
+    """``Ngram`` under the name of SuffixDecoding (arXiv 2411.04975), which finds the same matches of any length."""
+
+
+SUFFIX = replace(
+    SPEC, name="suffix", label="suffix", summary="ngram, by the name of SuffixDecoding", implementation=Suffix
 )

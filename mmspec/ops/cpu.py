@@ -24,6 +24,9 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
+MOVER = "huge pages"
+"""Name of the threads of ``use_huge_pages``."""
+
 _REST = 4.0  # of the time that moving a page takes
 _COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1, which Python has no name for
 
@@ -58,7 +61,7 @@ def use_huge_pages(memory: Tensor) -> threading.Thread | None:
                 return
             time.sleep(_REST * (clock() - begun))
 
-    thread = threading.Thread(target=move, args=(memory,), name="huge pages", daemon=True)
+    thread = threading.Thread(target=move, args=(memory,), name=MOVER, daemon=True)
     thread.start()
     return thread
 

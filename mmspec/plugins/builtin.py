@@ -19,7 +19,7 @@ BUILTIN = {
     },
     "drafters": {
         "ngram": "mmspec.drafters.ngram:SPEC",
-        "suffix": "mmspec.drafters.suffix:SPEC",
+        "suffix": "mmspec.drafters.ngram:SUFFIX",
         "datastore": "mmspec.drafters.datastore:SPEC",
         "recycle": "mmspec.drafters.recycle:SPEC",
         "small": "mmspec.drafters.small:SPEC",

@@ -1,8 +1,7 @@
 // Loops shared by threads of a pool.
 //
 // Threads claim chunks of a loop from an atomic counter: nobody waits for a thread that has claimed none, and slow cores
-// take fewer. Threads without a chunk spin for microseconds, then sleep. Where the system does not run a thread that has
-// claimed a chunk, as beside other programs, its caller computes alone for a while.
+// take fewer. Threads without a chunk spin for microseconds, then sleep.
 
 #pragma once
 
@@ -24,8 +23,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t CHUNKS = 2;                   // of a loop, per thread
 constexpr std::chrono::microseconds SPIN{50};   // longer than between two loops of a pass
-constexpr int LATE = 8;                         // times a chunk's duration; a slow core takes a few
-constexpr std::chrono::milliseconds REST{5}, MOST_REST{1000};
 
 // Spins until ``ready``, for at most SPIN; returns whether it was.
 template <class Ready>
@@ -75,8 +72,6 @@ class Pool {
   // Calls body(begin, end) for all chunks of a loop, of ``size`` items, in up to ``threads`` threads.
   template <class Body>
   void run(int64_t count, int64_t size, int threads, const Body& body) {
-    auto start = Clock::now();
-    if (start < resting_until_) return body(0, count);
     start_helpers(threads - 1);
     next_ = next_ | UINT32_MAX;  // no chunk may be claimed while the fields change
     call_ = [](const void* of, int64_t begin, int64_t end) { (*static_cast<const Body*>(of))(begin, end); };
@@ -84,27 +79,23 @@ class Pool {
     chunks_ = uint32_t((count + size - 1) / size);
     next_ = next_ + 1;  // the first chunk of the next loop
     idle_.wake();
-    uint32_t own = compute();
+    compute();
     auto done = [this] { return done_ == chunks_; };
-    if (done()) return;
-    auto end = Clock::now();
     if (!spin(done)) finished_.until(done);
-    rest_if_late(end, (end - start) / std::max(own, 1u));
   }
 
  private:
-  // Computes chunks until none is left for this helper (-1: the caller), and returns how many. A helper may come late from
-  // the loop of a larger team.
-  uint32_t compute(int index = -1) {
-    uint32_t computed = 0;
+  // Computes chunks until none is left for this helper (-1: the caller). A helper may come late from the loop of a larger
+  // team.
+  void compute(int index = -1) {
     for (uint64_t next = next_;;) {
       auto call = call_.load();
       const void* body = body_;
       int64_t count = count_, size = size_, begin = int64_t(uint32_t(next)) * size;
-      if (uint32_t(next) >= chunks_ || index >= helpers_) return computed;
+      if (uint32_t(next) >= chunks_ || index >= helpers_) return;
       if (!next_.compare_exchange_strong(next, next + 1)) continue;  // else what was read is of this loop
       call(body, begin, std::min(begin + size, count));
-      computed++, done_++;
+      done_++;
       finished_.wake();
       next = next_;
     }
@@ -128,20 +119,8 @@ class Pool {
       if (!spin(called)) idle_.until(called);
   }
 
-  void rest_if_late(Clock::time_point end, Clock::duration chunk) {
-    auto now = Clock::now();
-    if (now - end > LATE * chunk + SPIN) {
-      rest_ = std::clamp<Clock::duration>(2 * rest_, REST, MOST_REST);
-      resting_until_ = now + rest_;
-    } else if (now - resting_until_ > LATE * rest_) {
-      rest_ = {};
-    }
-  }
-
   std::atomic_flag used_ = ATOMIC_FLAG_INIT;
   int started_ = 0;
-  Clock::duration rest_{};
-  Clock::time_point resting_until_{};
   Sleep idle_, finished_;
 
   // The loop. Its fields change only while no chunk is left: whoever claims one has read those of its loop.

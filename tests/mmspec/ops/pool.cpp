@@ -32,25 +32,40 @@ void loops(int threads, int count) {
   for (int i = 0; i < count; i++) loop(threads, [](int64_t) {}, 2 + i % 40);  // of few chunks and of many
 }
 
+// Computes a loop of two threads, of which the helper must take a chunk; both then call ``held``.
+template <class Held>
+void with_helper(const Held& held) {
+  auto caller = std::this_thread::get_id();
+  std::atomic<bool> taken{false};
+  loop(2, [&](int64_t items) {
+    bool helper = std::this_thread::get_id() != caller;
+    if (helper) taken = true;
+    for (int i = 0; !taken; i++) {
+      if (i == 10000) std::fprintf(stderr, "no helper came\n"), std::exit(1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    held(helper, items);
+  });
+}
+
 // A helper that is stopped holds up its chunk alone: it goes on once all others are computed, which are most of the loop.
 void stopped_helper() {
-  auto caller = std::this_thread::get_id();
-  for (int held = 0; held < 20;) {
+  for (int i = 0; i < 20; i++) {
     std::atomic<int64_t> left{ITEMS};
-    std::atomic<bool> taken{false};
-    loop(2, [&](int64_t items) {
-      if (std::this_thread::get_id() == caller) {
-        // The first chunk waits for a helper to take one, for a while: the pool may rest.
-        for (int i = 0; left == ITEMS && !taken && i < 100; i++) std::this_thread::sleep_for(REST / 50);
-        left -= items;
-        return;
-      }
-      if (items > ITEMS / 4) std::exit(1);
-      taken = true, left -= items;
-      while (left > 0) std::this_thread::yield();
+    with_helper([&](bool helper, int64_t items) {
+      if (helper && items > ITEMS / 4) std::exit(1);
+      left -= items;
+      while (helper && left > 0) std::this_thread::yield();
     });
-    held += taken;
   }
+}
+
+// A helper that was late once, or several times, takes part in the next loop.
+void late_helper() {
+  for (int i = 0; i < 10; i++)
+    with_helper([](bool helper, int64_t) {
+      if (helper) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    });
 }
 
 // Each loop has the threads of its team, not those that an earlier one has started; all of them in the end.
@@ -67,23 +82,6 @@ void other_teams() {
       if (team.size() > size_t(threads)) std::fprintf(stderr, "%zu of %d\n", team.size(), threads), std::exit(1);
       full += team.size() == size_t(threads);
     }
-}
-
-// Each delay of a helper doubles the time in which the pool rests; after a long time without, it begins anew.
-void rests() {
-  Pool pool;
-  auto rest_after = [&](Clock::duration delay) {
-    pool.rest_if_late(Clock::now() - delay, MOST_REST);
-    return pool.rest_;
-  };
-  constexpr auto none = Clock::duration::zero(), late = Clock::duration(2 * LATE * MOST_REST);
-  auto begin = Clock::now();
-  Clock::duration expected = REST;
-  for (int i = 0; i < 10; i++, expected = std::min<Clock::duration>(2 * expected, MOST_REST))
-    if (rest_after(late) != expected || pool.resting_until_ < begin + expected) std::exit(1);
-  if (rest_after(none) != MOST_REST) std::exit(1);  // not long without
-  pool.resting_until_ -= late;
-  if (rest_after(none) != none || rest_after(late) != REST) std::exit(1);
 }
 
 // Helpers that cannot start.
@@ -139,7 +137,7 @@ int main(int, char** arguments) {
   std::string name = arguments[1];
   if (name == "stopped helper") stopped_helper();
   if (name == "other teams") other_teams();
-  if (name == "rests") rests();
+  if (name == "late helper") late_helper();
   if (name == "no helpers") no_helpers();
   if (name == "forked") forked();
   if (name == "several callers") several_callers();
