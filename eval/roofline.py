@@ -46,7 +46,7 @@ def products(library: ctypes.CDLL, memory: Tensor, kind: str, rows: int) -> tupl
     """A product of rows with weights that take the memory, and its output features."""
     outputs = len(memory) // cpu.bytes_of_blocks(kind, INPUTS, 16) * 16
     weights, threads = cpu.linear_weights(kind, memory, None, INPUTS, outputs), torch.get_num_threads()
-    x, out = torch.randn(rows, INPUTS), torch.empty(rows, outputs)
+    x, out = torch.randn(rows, INPUTS, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
     return lambda: library.linear(weights, x.data_ptr(), rows, out.data_ptr(), threads), outputs
 
 

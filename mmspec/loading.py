@@ -274,7 +274,7 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-        torch.zeros(1, device=picked).item()  # fails on the meta device, whose tensors have no data
+        torch.zeros(1, dtype=torch.bool, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
         usable = ", ".join(("cpu", *_accelerators()))
         raise UserError(f"device must be auto or one that torch can use here ({usable}): got {device!r}") from error

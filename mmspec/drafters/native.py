@@ -159,7 +159,7 @@ class NativeCell(Native):
         cell, config = network.cell, network.config
         if cell_input.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
             return None
-        if not cpu_library.in_use(torch.empty(0, device=cell_input.table.device)):
+        if not cpu_library.in_use(torch.empty(0, dtype=torch.float32, device=cell_input.table.device)):
             return None
         own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
         layers = [layer for layer in map(BlockLinear.of, (cell_input.over_x, cell.out, *own)) if layer is not None]

@@ -142,7 +142,7 @@ def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | 
     Args:
         form, places, features, file: as in ``pack_rows``.
     """
-    out = torch.empty(len(places), -(-features // 32) * 32)
+    out = torch.empty(len(places), -(-features // 32) * 32, dtype=torch.float32)
     arguments = FORMATS.index(form), places.data_ptr(), len(places), features, file, out.data_ptr(), kernel_threads()
     return out if cpu_library.functions().dense_rows(*arguments) else None
 
@@ -523,7 +523,7 @@ def _candidates(first: int, children: int, width: int, levels: int) -> int:
 
 def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
-    return tokens, parents, torch.empty(batch, nodes)
+    return tokens, parents, torch.empty(batch, nodes, dtype=torch.float32)
 
 
 def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:

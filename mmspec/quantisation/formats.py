@@ -233,7 +233,7 @@ def _embedding_of(
 ) -> nn.Embedding:
     table = plain.__new__(plain)
     vars(table).update(kept, _parameters={})
-    table.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    table.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     return StoredEmbedding.of(table, rows, dtype)
 
 
