@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.errors import UserError
-from mmspec.ops import cpu
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import (
     LANES,
     BlockLinear,
@@ -58,9 +58,9 @@ class StoredRows:
     @classmethod
     def of(cls, form: str, data: Tensor, features: int) -> StoredRows:
         """Rows in memory, (rows, bytes) uint8."""
-        data = data.contiguous()
-        places = data.data_ptr() + data.shape[1] * torch.arange(len(data))
-        return cls(form, features, data.shape[1], places, (data,))
+        data, size = data.contiguous(), cpu.bytes_of_row(form, features)
+        places = cpu.pointer(data, torch.uint8, (len(data), size)) + size * torch.arange(len(data))
+        return cls(form, features, size, places, (data,))
 
     @property
     def kind(self) -> type[BlockLinear]:
@@ -309,14 +309,6 @@ class Q6KBlocks(SuperBlocks):
         return (codes - 32) * scale.repeat_interleave(GROUP // 2, dim=2)
 
 
-FORMATS: dict[str, type[BlockLinear]] = {
-    "Q4_0": Int4Blocks,
-    "Q4_1": Int4Blocks,
-    "Q5_0": Q5Blocks,
-    "Q5_1": Q5Blocks,
-    "Q8_0": Int8Blocks,
-    "Q4_K": Q4KBlocks,
-    "Q5_K": Q5KBlocks,
-    "Q6_K": Q6KBlocks,
-}
+_KINDS = {cls.kind: cls for cls in (Int4Blocks, Q5Blocks, Int8Blocks, Q4KBlocks, Q5KBlocks, Q6KBlocks)}
+FORMATS: dict[str, type[BlockLinear]] = {name: _KINDS[kind] for name, kind in cpu_library.FORMATS.items()}
 """Layers for GGUF's types."""

@@ -81,6 +81,9 @@ int64_t bytes_of_blocks(int64_t kind, int64_t in, int64_t out) {
   return (out + BLOCK - 1) / BLOCK * block_bytes(Kind(kind), groups_of(in));
 }
 
+// Bytes of a row in a format of GGUF.
+int64_t bytes_of_row(int64_t format, int64_t features) { return row_bytes(Stored(format), groups_of(features)); }
+
 // Rows in a format of GGUF, at addresses or, unless ``file`` is -1, at places of a file, that become ``blocks``.
 struct Packing {
   const int64_t* places;
