@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import accumulate
-from operator import mul
 from time import perf_counter as clock
 from typing import Any
 
@@ -128,7 +126,7 @@ def pointer(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], packed: int |
     Raises:
         RuntimeError: the tensor has another dtype or shape, is not contiguous, or not on the CPU.
     """
-    dense = x.is_contiguous() if packed is None else _is_packed(x.shape[-packed:], x.stride()[-packed:])
+    dense = x.is_contiguous() if packed is None else _is_packed(x.shape, x.stride(), packed)
     if x.dtype is not dtype or x.shape != shape or not dense or not x.is_cpu:
         raise RuntimeError(
             f"expected a contiguous tensor {shape} of {dtype} on the CPU: got {tuple(x.shape)} of {x.dtype} on "
@@ -137,11 +135,13 @@ def pointer(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], packed: int |
     return x.data_ptr()
 
 
-def _is_packed(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = accumulate(reversed(shape), mul, initial=1)
-    return all(
-        size == 1 or stride == own for size, stride, own in zip(shape[::-1], strides[::-1], expected, strict=False)
-    )
+def _is_packed(shape: Sequence[int], strides: Sequence[int], last: int) -> bool:
+    whole = 1
+    for axis in range(-1, -1 - last, -1):
+        if strides[axis] != whole and shape[axis] != 1:
+            return False
+        whole *= shape[axis]
+    return True
 
 
 def bytes_of_row(form: str, features: int) -> int:
@@ -166,7 +166,8 @@ def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads:
             descriptor, or -1; a layer's ``blocks``.
 
     Returns:
-        How many are done; fewer than all where a file has not all rows of the next.
+        How many are done; fewer than all where a file has not all rows of the next; -1 less that number where the next
+        contains scales that are not finite.
     """
     fields = (
         Packing(

@@ -87,12 +87,14 @@ class StoredRows:
         """Rows, or those of an index, as (rows, features) float32.
 
         Raises:
-            UserError: the file was cut meanwhile.
+            UserError: the file was cut meanwhile, or a row is not finite.
         """
         places = self.places if index is None else self.places[index]
         found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
             raise self.cut
+        if not bool(found.sum().isfinite()) and not bool((finite := found.isfinite().all(1)).all()):
+            raise self._not_finite(int(places[~finite][0]))
         return found[:, : self.features]
 
     def data(self) -> Tensor:
@@ -109,6 +111,10 @@ class StoredRows:
     def cut(self) -> UserError:
         return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
 
+    def _not_finite(self, place: int) -> UserError:
+        where = f"{self.kept[0].tensor_at(place)} in {self.kept[0].name}" if self.in_file else f"one in {self.format}"
+        return UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
+
     @property
     def _descriptor(self) -> int:
         return int(self.kept[0].fileno()) if self.in_file else -1
@@ -118,10 +124,13 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
     """Write rows to the blocks of layers.
 
     Raises:
-        UserError: a file was cut meanwhile.
+        UserError: a file was cut meanwhile, or a row is not finite.
     """
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
-    if (done := cpu.pack_rows(fields, threads)) < len(packings):
+    if (done := cpu.pack_rows(fields, threads)) < 0:
+        for row in packings[-1 - done][0].places.split(_AT_ONCE):
+            replace(packings[-1 - done][0], places=row).dense()
+    if done < len(packings):
         raise packings[done][0].cut
 
 

@@ -346,10 +346,10 @@ def merged(parts: list[nn.Linear]) -> nn.Linear:
     kept = all(stored)
     weight = torch.cat([part.weight.detach() if kept else weight_of(part) for part in parts])
     bias = None
-    if any(part.bias is not None for part in parts):
-        dtype = next(part.bias.dtype for part in parts if part.bias is not None)
-        zeros = [torch.zeros(part.out_features, dtype=dtype) if part.bias is None else part.bias for part in parts]
-        bias = torch.cat(zeros).detach()
+    if given := [part.bias.detach() for part in parts if part.bias is not None]:
+        biases = [part.bias for part in parts]
+        zeros = [given[0].new_zeros(part.out_features) for part in parts]
+        bias = torch.cat([zero if own is None else own.detach() for own, zero in zip(biases, zeros, strict=True)])
     return _linear(weight, bias, concatenated(chain(*stored)) if kept else [])
 
 
