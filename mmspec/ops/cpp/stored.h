@@ -30,7 +30,10 @@ struct Stored32 {
   uint16_t first, second;
 };
 
+inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
 inline float from_half(uint16_t half) {
+  if (!is_finite(half)) return NAN;
   uint32_t bits = uint32_t(half & 0x8000) << 16 | uint32_t(half & 0x7fff) << 13;
   return load<float>(&bits) * 0x1p112f;
 }
@@ -113,8 +116,6 @@ void dense_row(const uint8_t* row, int64_t groups, float* out) {
     }
   }
 }
-
-inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
 // A block of the kernels' layout, from up to 16 rows; null ones are zeros. Returns whether all scales are finite.
 template <Stored format>
