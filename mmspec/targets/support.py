@@ -217,6 +217,8 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
         raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
+    if model.config.return_dict is False:  # transformers' own models read fields of their decoder's output
+        raise UserError(f"the target must return fields by name: config.return_dict of {name} is False")
     if output_layer(model) is None:
         raise UserError(f"the target must have an output layer: {name} has none")
     if model.config.is_encoder_decoder:

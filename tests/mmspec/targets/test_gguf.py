@@ -85,8 +85,9 @@ def test_weights_and_tokens_are_those_that_transformers_reads(file: Path, cache:
 
 @needs_kernels
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
-@pytest.mark.parametrize("damaged", ["blk.0.attn_q", "blk.1.ffn_down", "token_embd"])
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "int4"])
+@pytest.mark.parametrize(
+    ("damaged", "dtype"), [("blk.0.attn_q", "auto"), ("token_embd", "auto"), ("blk.1.ffn_down", "int4")]
+)
 def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Path, tmp_path: Path) -> None:
     """The last scale of a tensor; also where an embedding stays in its file, whose rows are also the head's."""
 
@@ -109,7 +110,7 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
         mmspec.UserError, match=r"weights must be finite: .* contains NaN or infinite numbers"
     ) as raised:
         mmspec.load(str(path), drafter=None, dtype=dtype)
-    names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}
+    names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}  # dense ones
     assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
 
 
