@@ -1,4 +1,4 @@
-"""Whatever drafts, however requests are scheduled and steps run, under any default dtype: the tokens of plain decoding."""
+"""Whatever drafts, however requests are scheduled and steps run, by any default dtype: the tokens of plain decoding."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
