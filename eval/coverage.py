@@ -202,7 +202,7 @@ def _inputs(network: PreTrainedModel) -> dict[str, Callable[[], dict[str, Tensor
 def _text_inputs(lengths: list[int]) -> dict[str, Tensor]:
     generator, longest = torch.Generator().manual_seed(len(lengths)), max(lengths)
     ids = torch.randint(5, WORDS, (len(lengths), longest), generator=generator)
-    padding = torch.arange(longest) < longest - torch.tensor(lengths)[:, None]
+    padding = torch.arange(longest) < longest - torch.tensor(lengths, dtype=torch.long)[:, None]
     return {"input_ids": ids.masked_fill(padding, 0), "attention_mask": (~padding).long()}
 
 
@@ -295,8 +295,8 @@ def _prompts(lengths: list[int], media: list[int], token: int | None, known: Map
         words = torch.randint(5, WORDS, (length,), generator=generator).tolist()
         rows.append([0] * (longest - length) + [*words[:2], *media, *words[2:]])
         masks.append([int(place >= longest - length) for place in range(len(rows[-1]))])
-    ids = torch.tensor(rows)
-    inputs = {"input_ids": ids, "attention_mask": torch.tensor(masks)}
+    ids = torch.tensor(rows, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor(masks, dtype=torch.bool)}
     kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
     visual = (ids == token).long() if token is not None else torch.zeros_like(ids)
     return {**inputs, **dict.fromkeys(kinds, visual)}

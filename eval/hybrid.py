@@ -70,8 +70,7 @@ def unroll(tree: TokenTree) -> tuple[TokenTree, Tensor]:
     widest = max(len(tokens) for tokens, _, _ in rows)
     tokens = [tokens + [0] * (widest - len(tokens)) for tokens, _, _ in rows]
     parents = [parents + [0] * (widest - len(parents)) for _, parents, _ in rows]
-    device = tree.tokens.device
-    ids, above, copies = (torch.tensor(x, device=device) for x in (tokens, parents, [copy for *_, copy in rows]))
+    ids, above, copies = (tree.tokens.new_tensor(x) for x in (tokens, parents, [copy for *_, copy in rows]))
     return TokenTree(ids, above, check=False), copies
 
 

@@ -44,10 +44,12 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def products(library: ctypes.CDLL, memory: Tensor, kind: str, rows: int) -> tuple[Callable[[], None], int]:
     """A product of rows with weights that take the memory, and its output features."""
-    outputs = len(memory) // cpu.bytes_of_blocks(kind, INPUTS, 16) * 16
-    weights, threads = cpu.linear_weights(kind, memory, None, INPUTS, outputs), torch.get_num_threads()
-    x, out = torch.randn(rows, INPUTS), torch.empty(rows, outputs)
-    return lambda: library.linear(weights, x.data_ptr(), rows, out.data_ptr(), threads), outputs
+    size = cpu.bytes_of_blocks(kind, INPUTS, cpu.LANES)
+    blocks, threads = memory[: len(memory) // size * size].view(-1, size), torch.get_num_threads()
+    weights = cpu.linear_weights(kind, blocks, None, INPUTS, outputs := len(blocks) * cpu.LANES)
+    x, out = torch.randn(rows, INPUTS, dtype=torch.float32), torch.empty(rows, outputs, dtype=torch.float32)
+    x_at, out_at = cpu.pointer(x, torch.float32, (rows, INPUTS)), out.data_ptr()
+    return lambda: library.linear(weights, x_at, rows, out_at, threads), outputs
 
 
 def measure(

@@ -180,7 +180,7 @@ def _decode(
             wakeup.wait(lambda: all(row.done for row in rows) if streamer is None else rows[0].has_output)
             ended = all(row.done for row in rows)  # before the tokens: another thread may be adding some
             for token in rows[0].take() if streamer is not None else ():
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], dtype=torch.long))
     finally:
         pipe.engine.remove(rows)
     for row in rows:
@@ -322,7 +322,7 @@ def _padding(config: GenerationConfig) -> int:
 def _join(input_ids: Tensor, rows: list[RequestState], padding: int) -> Tensor:
     longest = max(len(row.token_ids) for row in rows)
     new = [row.token_ids + [padding] * (longest - len(row.token_ids)) for row in rows]
-    return torch.cat([input_ids, torch.tensor(new, device=input_ids.device)], dim=1)
+    return torch.cat([input_ids, torch.tensor(new, dtype=torch.long, device=input_ids.device)], dim=1)
 
 
 def _refuse_unsupported(config: GenerationConfig, model_kwargs: dict[str, Any], assistant_model: Any) -> None:

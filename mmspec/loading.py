@@ -31,7 +31,7 @@ from mmspec.targets.lora import add_adapters
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
 from mmspec.targets.placement import is_split, split_options
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows
+from mmspec.targets.support import bars_on_terminals, base_model, lay_out_for_few_rows, refuse_not_finite
 from mmspec.targets.transformers_target import TransformersTarget
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -184,6 +184,8 @@ def load_target(
         with bars_on_terminals():
             model, kind = source.model(adapter.auto_class, config, kind, on_cpu, **options, **placing)
             packs = on_cpu and kind in QUANTISED
+            if packs:
+                refuse_not_finite(model.named_parameters())
             finish = start_packing(model, kind) if packs else None
             processor = source.processor(adapter.processor_class, **options)
             if finish is not None:
@@ -253,10 +255,11 @@ def _prepared(model: Any, kind: Any, device: torch.device) -> Any:
     """A model that is not packed, in the dtype ``kind`` on a device, laid out for products with few rows."""
     on_cpu = device.type == "cpu"
     model = model.to(device=device)
+    model = model if kind in ("auto", *QUANTISED) else model.to(dtype=kind)
+    refuse_not_finite(model.named_parameters())
     if kind in QUANTISED:
         quantise_on_cuda(model, kind)
         return model
-    model = model if kind == "auto" else model.to(dtype=kind)
     if on_cpu and model.dtype == torch.bfloat16 and packs_bfloat16():
         pack_model(model, "bfloat16")
     else:
@@ -274,7 +277,7 @@ def pick_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         picked = torch.device(device)
-        torch.zeros(1, device=picked).item()  # fails on the meta device, whose tensors have no data
+        torch.zeros(1, dtype=torch.bool, device=picked).item()  # fails on the meta device, whose tensors have no data
     except (RuntimeError, AssertionError, TypeError) as error:
         usable = ", ".join(("cpu", *_accelerators()))
         raise UserError(f"device must be auto or one that torch can use here ({usable}): got {device!r}") from error

@@ -66,7 +66,7 @@ class LightningAttention(Mamba2):
     def read(  # type: ignore[override]
         self, place: int, state: Tensor, ancestors: Tensor, q: Tensor, k: Tensor, v: Tensor, slope: Tensor
     ) -> tuple[Tensor, Tensor]:
-        steps = torch.ones(q.shape[:3], device=q.device)
+        steps = torch.ones(q.shape[:3], dtype=torch.float32, device=q.device)
         y, _ = super().read(place, state, ancestors, v, steps, -slope.flatten().float(), k, q)
         return y.to(v.dtype), torch.cat([k, v], dim=2).flatten(2)
 
@@ -74,7 +74,7 @@ class LightningAttention(Mamba2):
         assert self._stored_a is not None
         a = self._stored_a[part].flatten()
         k, v = (t.flatten(2).unflatten(2, (len(a), -1)) for t in gates.chunk(2, dim=-1))
-        commit_scan(v, torch.ones(v.shape[:3], device=v.device), a, k, state, path)
+        commit_scan(v, torch.ones(v.shape[:3], dtype=torch.float32, device=v.device), a, k, state, path)
 
 
 def _block(

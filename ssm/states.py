@@ -40,7 +40,7 @@ class Convolutions:
         self._prompt: dict[Key, Tensor] = {}  # (batch, channels, width - 1) until the prompt is committed
         self._channels: dict[Key, slice] = {}
         self._parameters: dict[Key, tuple[Tensor, Tensor | None, str | None]] = {}  # weight, bias and activation
-        self._inputs = torch.empty(0, 0, 0)  # (rows, nodes, channels)
+        self._inputs = torch.empty(0, 0, 0, dtype=torch.float32)  # (rows, nodes, channels)
         self._reallocated = object()  # replaced with the buffer of inputs
 
     def __len__(self) -> int:

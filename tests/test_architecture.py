@@ -5,6 +5,7 @@ A room is a folder of a package, or a single module beside such folders. Imports
 
 from __future__ import annotations
 
+import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -96,6 +97,29 @@ def test_files_have_no_circles() -> None:
             next((part for part in (one, one.rpartition(".")[0]) if part in names), name) for one in found
         } - {name}
     assert list(TopologicalSorter(files).static_order())
+
+
+FLOATING = {"empty", "zeros", "ones", "rand", "randn", "linspace", "logspace", "eye", "normal"}
+"""Functions of torch whose results have the default dtype."""
+
+
+def test_new_tensors_name_their_dtype() -> None:
+    """The default dtype is the user's, and transformers changes it while another thread loads a model."""
+    wrong = []
+    for path in FILES:
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            module, _, name = ast.unparse(call.func).rpartition(".")
+            made = name in {*FLOATING, "tensor", "as_tensor", "scalar_tensor"}
+            values = [ast.unparse(value) for value in call.args]
+            if name == "full":  # of an integer, it is int64
+                made = not values[1].lstrip("-").isdecimal()
+            elif name == "arange":
+                made = any("." in value and value.replace(".", "").isdecimal() for value in values)
+            elif name == "where" and len(values) == 3:
+                made = all(value.lstrip("-") == "torch.inf" or value[-1].isdecimal() for value in values[1:])
+            if module == "torch" and made and "dtype" not in {keyword.arg for keyword in call.keywords}:
+                wrong.append(f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}")
+    assert wrong == []
 
 
 def test_the_project_does_not_grow() -> None:

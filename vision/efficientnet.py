@@ -99,7 +99,7 @@ class EfficientNetLite(EfficientNetModel):
         for block in self.encoder.blocks:
             block.squeeze_excite = nn.Identity()
         self.classifier = nn.Linear(config.hidden_dim, config.classes)
-        self.labels = nn.Parameter(torch.zeros(config.classes, BLOCK, config.label_size))
+        self.labels = nn.Parameter(torch.zeros(config.classes, BLOCK, config.label_size, dtype=torch.float32))
 
     def said(self, pooled: Tensor) -> Tensor:
         """The mean label under the classes' probabilities, (images, 4, label_size), of features (images, 1280).

@@ -266,7 +266,7 @@ class _Family(ABC):
         parts: defaultdict[str, dict[str, GGUFTensor]] = defaultdict(dict)
         for name, tensor in self._file.tensors.items():
             parts[self._name(name)][name] = tensor
-        found: dict[str, Any] = {name: torch.zeros(shapes[name]) for name in self.unused}
+        found: dict[str, Any] = {name: torch.zeros(shapes[name], dtype=torch.float32) for name in self.unused}
         for name, tensors in parts.items():
             change = next((one for end, one in self.changes.items() if name.endswith(end)), _only)
             ordered = [tensors[key] for key in sorted(tensors, key=_order)]

@@ -26,4 +26,4 @@ class VisionTarget(TransformersTarget):
     def visual(self, prompt: Prompt) -> Tensor:
         config, ids = self.model.config, prompt.input_ids
         marks = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
-        return torch.isin(ids, torch.tensor([mark for mark in marks if mark is not None], device=ids.device))
+        return torch.isin(ids, ids.new_tensor([mark for mark in marks if mark is not None]))

@@ -156,7 +156,7 @@ def init_low_rank_head(network: MSDNetwork, head: Tensor, guess: nn.Linear | Non
     network.cell.narrow.weight.zero_()
     network.cell.head.weight[:, : len(kept)] = left[:, : len(kept)] * kept
     network.cell.narrow.weight[: len(kept)] = kept[:, None] * right[: len(kept)]
-    network.cell.head.bias.copy_(torch.zeros(len(head)) if guess is None else head @ guess.bias.to(head))
+    network.cell.head.bias.copy_(head.new_zeros(len(head)) if guess is None else head @ guess.bias.to(head))
 
 
 @torch.no_grad()
@@ -396,9 +396,9 @@ class _Chains:
         self.losses.add(depth, scores, goal, weight, **further)
         if self.glancing == 0.0 or own:
             return state
-        drawn = torch.rand(len(predicted), generator=self.generator, device=state.device) < self.glancing
-        wrong = scores.argmax(-1) != goal.argmax(-1)
-        replaced = torch.zeros_like(valid).masked_scatter(valid, drawn & wrong)
+        drawn = torch.rand(len(predicted), dtype=torch.float32, generator=self.generator, device=state.device)
+        wrong = (drawn < self.glancing) & (scores.argmax(-1) != goal.argmax(-1))
+        replaced = torch.zeros_like(valid).masked_scatter(valid, wrong)
         return torch.where(replaced[..., None], truth.to(state.dtype), state)
 
 

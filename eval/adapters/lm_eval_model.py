@@ -96,4 +96,4 @@ class _StopTexts(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         stops = [self._stopper.at_stop_string(row, self._prompt_length) for row in input_ids.tolist()]
-        return torch.tensor(stops, device=input_ids.device)
+        return torch.tensor(stops, dtype=torch.long, device=input_ids.device)

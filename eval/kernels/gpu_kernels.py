@@ -94,7 +94,7 @@ def last_path(batch: int, nodes: int, device: torch.device) -> Tensor:
     path = [nodes - 1]
     while path[0]:
         path.insert(0, (path[0] - 1) // 2)
-    return torch.tensor(path, device=device).expand(batch, -1).contiguous()
+    return torch.tensor(path, dtype=torch.long, device=device).expand(batch, -1).contiguous()
 
 
 class Inputs:
@@ -110,12 +110,12 @@ class Inputs:
 
     def randn(self, *size: int) -> Tensor:
         """In the kernels' dtype."""
-        values = torch.randn(size, generator=self.generator, device=self.device).to(self._dtype)
+        values = torch.randn(size, dtype=torch.float32, generator=self.generator, device=self.device).to(self._dtype)
         return values.float() if self._exact else values
 
     def rand(self, *size: int) -> Tensor:
         """Uniform in [0, 1), float32."""
-        return torch.rand(size, generator=self.generator, device=self.device)
+        return torch.rand(size, dtype=torch.float32, generator=self.generator, device=self.device)
 
 
 Make = Callable[[Inputs], Callable[[], Tensor]]
@@ -186,7 +186,7 @@ def attention_row(timer: KernelTimer, name: str, shape: Shape, batch: int, prefi
     """Tree attention of one layer."""
     slots = prefix + nodes
     mask = binary_tree(batch, nodes, timer.device).ancestors.contiguous()
-    lengths = torch.full((batch,), prefix, device=timer.device)
+    lengths = torch.full((batch,), prefix, dtype=torch.long, device=timer.device)
 
     def attention(inputs: Inputs) -> Callable[[], Tensor]:
         query = inputs.randn(batch, shape.heads, nodes, shape.head_dim)
@@ -260,7 +260,7 @@ def growth_rows(
 def compaction_row(timer: KernelTimer, shape: Shape, batch: int, nodes: int, slots: int = 1024) -> dict[str, Any]:
     """KV compaction of a tree's longest path in all layers."""
     path = last_path(batch, nodes, timer.device)
-    lengths = torch.full((batch,), slots - nodes - 1, device=timer.device)
+    lengths = torch.full((batch,), slots - nodes - 1, dtype=torch.long, device=timer.device)
 
     def compact(inputs: Inputs) -> Callable[[], Tensor]:
         storage = inputs.randn(2 * shape.layers, batch, shape.kv_heads, slots, shape.head_dim)
@@ -289,7 +289,7 @@ def scan_rows(timer: KernelTimer, name: str, batch: int, nodes: int) -> Iterator
     tree = binary_tree(batch, nodes, timer.device)
     path = last_path(batch, nodes, timer.device)
     window = mamba_ops.conv_window(tree.parents, _WIDTH)
-    a = -torch.linspace(0.5, 16, heads, device=timer.device)
+    a = -torch.linspace(0.5, 16, heads, dtype=torch.float32, device=timer.device)
 
     def projected(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x, step sizes, B, C and the state before the tree."""

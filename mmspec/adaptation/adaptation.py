@@ -86,7 +86,7 @@ class _Row:
         visual, shown = torch.zeros(length, dtype=torch.bool), next(iter(features.values()))[:0]
         if self.visual is not None and self.shown is not None:
             visual[: self.prompt], shown = self.visual.cpu(), self.shown
-        tokens = torch.tensor(self.history[:length])
+        tokens = torch.tensor(self.history[:length], dtype=torch.long)
         return RecordedAnswer(tokens, self.prompt, {name: x[:length] for name, x in features.items()}, visual, shown)
 
 

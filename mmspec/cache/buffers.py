@@ -227,7 +227,7 @@ class KVBuffers:
                 buffer[:, :1, :, slot : slot + longest] = buffer[:, :1, :, start + path[0].to(buffer.device)]
             return
         steps = torch.arange(longest, device=path.device)
-        ends = torch.tensor(lengths, device=path.device)[:, None]
+        ends = torch.tensor(lengths, dtype=torch.long, device=path.device)[:, None]
         target = torch.where(path >= 0, ends + steps, self.capacity - 1)
         source = start + path.clamp(min=0)
         row = torch.arange(len(rows), device=path.device)[:, None]

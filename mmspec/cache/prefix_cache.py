@@ -97,7 +97,7 @@ class RunningStates:
         features = {name: torch.cat([part[name] for part in self.features], 1)[:, :length] for name in self.features[0]}
         embeds = self.embeds
         if embeds is not None:
-            new = torch.tensor([tokens[self.prompt :]], device=embeds.device)
+            new = torch.tensor([tokens[self.prompt :]], dtype=torch.long, device=embeds.device)
             embeds = torch.cat([embeds, embed(new)], dim=1)
         return Prefix(tokens, self.key, cache, None, features, embeds, continued(self.positions, self.prompt, length))
 

@@ -42,7 +42,7 @@ class RowTensor:
 
     def __init__(self, static_shapes: bool = False) -> None:
         self.static_shapes = static_shapes
-        self.data = torch.empty(0)
+        self.data = torch.empty(0, dtype=torch.float32)
         self.rows = 0
         self.version = object()
 

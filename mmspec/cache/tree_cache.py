@@ -122,7 +122,7 @@ class TreeCache(Cache):
         """(rows, length) bool, committed slots of each row."""
         if self._attended is None:
             device = self.kv.tensors[0].device
-            lengths = torch.tensor(self.lengths, device=device)
+            lengths = torch.tensor(self.lengths, dtype=torch.long, device=device)
             self._attended = torch.arange(self.length, device=device) < lengths[:, None]
         return self._attended
 

@@ -65,8 +65,8 @@ class Rehearsed(Drafter):
         drafts = torch.tensor(tokens, dtype=torch.long, device=device).view(len(token), -1)
         return TokenTree(
             torch.cat([token[:, None], drafts], dim=1),
-            torch.tensor(parents, device=device),
-            torch.tensor(valid, device=device),
+            torch.tensor(parents, dtype=torch.long, device=device),
+            torch.tensor(valid, dtype=torch.bool, device=device),
             check=False,
         )
 

@@ -63,7 +63,7 @@ def two_samples(first: Sequence[Hashable], second: Sequence[Hashable], seed: int
     both = Counter([*first, *second])
     common = [outcome for outcome, count in both.items() if count >= 2 * _LEAST]
     cell = {outcome: place for place, outcome in enumerate(common)}
-    cells = torch.tensor([cell.get(outcome, len(common)) for outcome in (*first, *second)])
+    cells = torch.tensor([cell.get(outcome, len(common)) for outcome in (*first, *second)], dtype=torch.long)
     one_hot = torch.nn.functional.one_hot(cells, len(common) + 1).float()
     totals = one_hot.sum(0)
     generator = torch.Generator().manual_seed(seed)
@@ -73,10 +73,10 @@ def two_samples(first: Sequence[Hashable], second: Sequence[Hashable], seed: int
         counts = members @ one_hot
         return ((2 * counts - totals) ** 2 / totals.clamp(min=1)).sum(-1)
 
-    own = statistic(torch.tensor([[1.0] * len(first) + [0.0] * len(second)]))
+    own = statistic(torch.tensor([[1.0] * len(first) + [0.0] * len(second)], dtype=torch.float32))
     as_large = 0
     for _ in range(_PERMUTATIONS // 1000):
-        order = torch.rand(1000, len(cells), generator=generator).argsort(-1)
+        order = torch.rand(1000, len(cells), dtype=torch.float32, generator=generator).argsort(-1)
         as_large += int((statistic((order < len(first)).float()) >= own - 1e-4).sum())
     free = max(int((totals > 0).sum()) - 1, 1)
     return (1 + as_large) / (1 + _PERMUTATIONS), min(sqrt(_noncentrality(free) / (2 * len(first))), 1.0)

@@ -116,7 +116,7 @@ class TokenTree:
     def ancestors(self) -> Tensor:
         """(batch, nodes, nodes) bool: [b, i, j] is True if j is i or an ancestor of i."""
         if self.tokens.numel() <= _FEW_NODES and not kernels.static_shapes(self.tokens.device):
-            return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()])
+            return torch.tensor([_ancestors(parents) for parents in self.parents.tolist()], dtype=torch.bool)
         return self._ancestors_and_depth[0]
 
     @cached_property
@@ -274,7 +274,7 @@ def build_tree(
     tree.drafted = [len(tokens) for tokens, _ in rows]
     if path_probs is not None:
         padded = [[1.0, *row, *[0.0] * (widest - len(row))] for row in path_probs]
-        tree.log_probs, tree.path_probs = on_device(padded, device).log(), path_probs
+        tree.log_probs, tree.path_probs = on_device(padded, device, torch.float32).log(), path_probs
     return tree
 
 

@@ -165,7 +165,7 @@ class CapturedDrafter(Drafter):
                 )
                 for at in range(len(steps[0][0]) - 1)
             ]
-        return *merged, torch.tensor(accepted, device=merged[0].device)
+        return *merged, torch.tensor(accepted, dtype=torch.long, device=merged[0].device)
 
     def _padded(self, inputs: Inputs) -> Inputs:
         return tuple(pad_rows(x, batch_bucket(self.rows)) for x in inputs)

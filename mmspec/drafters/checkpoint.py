@@ -236,7 +236,7 @@ def load_weights(file: Path, shapes_only: Collection[str] = ()) -> dict[str, Ten
         return _unpickle(file)
     with _opened(file) as stored:
         return {
-            name: torch.empty(stored.get_slice(name).get_shape(), device="meta")
+            name: torch.empty(stored.get_slice(name).get_shape(), dtype=torch.float32, device="meta")
             if name in shapes_only
             else stored.get_tensor(name)
             for name in stored.keys()  # noqa: SIM118, not a mapping

@@ -185,7 +185,7 @@ class BlockConvolution(nn.Module):
         super().__init__()
         width, self.block = config.hidden_size, config.block_size
         self.taps, self.group = config.conv_kernel_size, config.conv_group_size
-        base = torch.zeros(2, self.taps, width)
+        base = torch.zeros(2, self.taps, width, dtype=torch.float32)
         base[:, 0] = 1.0  # the identity, as projections start at 0
         self.base = nn.Parameter(base)
         self.delta = nn.Linear(width, 2 * self.taps * width // self.group, bias=False)
@@ -219,7 +219,7 @@ class Refiner(nn.Module):
         self.out = nn.Linear(rank, config.markov_outputs, bias=False)
         self.state, self.mean = (nn.Linear(width, rank, bias=False) for _ in range(2))
         self.into = nn.Linear(3 * rank, rank, bias=False)
-        self.mix = nn.Parameter(torch.zeros(rank, config.block_size, config.block_size))
+        self.mix = nn.Parameter(torch.zeros(rank, config.block_size, config.block_size, dtype=torch.float32))
         self.gate_up, self.down = nn.Linear(rank, 2 * inner, bias=False), nn.Linear(inner, rank, bias=False)
 
     def forward(self, embeds: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -649,7 +649,7 @@ class DFlash(PositionedDrafter):
 
 def _slot_masks(cache: TreeCache, place: Tensor, config: DFlashConfig) -> list[Tensor]:
     """Masks of all layers over context and block, (batch, 1, block, slots) bool."""
-    lengths = torch.tensor(cache.lengths, device=place.device)[:, None, None]
+    lengths = torch.tensor(cache.lengths, dtype=torch.long, device=place.device)[:, None, None]
     prefix = lengths + place[:, None] - torch.arange(cache.length, device=place.device)
     block = (place[:, None] - place).expand(len(prefix), -1, -1)
     slots = allowed_slots(cache, torch.ones_like(block, dtype=torch.bool))

@@ -178,7 +178,7 @@ class Eagle3Network(nn.Module):
         self.layers = nn.ModuleList([FirstLayer(config), *later])
         self.norm = Norm(width, eps)
         if config.mask_token_id is not None:
-            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.states * source))
+            self.mask_hidden = nn.Parameter(torch.randn(1, 1, config.states * source, dtype=torch.float32))
         if config.candidates:
             self.efficient_lm_head_down_proj = nn.Linear(width, config.head_rank, bias=False)
             self.efficient_lm_head = nn.Linear(config.head_rank, config.head, bias=False)
@@ -286,7 +286,7 @@ class Eagle3(PositionedDrafter):
     def _later(self, batch: int, count: int) -> Tensor:
         """Outputs of the levels after the first, (batch, count, hidden), which attend to those before."""
         network, device = self.network, self._position.data.device
-        mask = torch.full((1, 1), network.config.mask_token_id, device=device)
+        mask = torch.full((1, 1), network.config.mask_token_id, dtype=torch.long, device=device)
         x = network.combine(self._embed(mask), network.project(network.mask_hidden)).expand(batch, count, -1)
         allowed = allowed_slots(self.cache, causal(batch, count, device), self.window)
         return self.run(x, self.rotation(batch, count), allowed, self.cache)

@@ -148,7 +148,7 @@ class Reach:
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
         self._reach: Tensor | None = None
-        self._own = torch.empty(0, 0)
+        self._own = torch.empty(0, 0, dtype=torch.float32)
 
     def __call__(self, origin: Tensor) -> Tensor:
         """Append a beam.

@@ -70,7 +70,7 @@ def counted_positions(prompt: Prompt) -> tuple[Tensor | slice, Tensor]:
     int64."""
     batch, length = prompt.input_ids.shape
     if prompt.attention_mask is None:
-        return slice(0, length), torch.full((batch,), length, device=prompt.input_ids.device)
+        return slice(0, length), torch.full((batch,), length, dtype=torch.long, device=prompt.input_ids.device)
     mask = prompt.attention_mask.bool().long()
     return (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
 
@@ -114,7 +114,7 @@ def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
     batch, nodes = reach.shape[:2]
     prefix = cache.attended[:, None, :] if cache.padded else reach.new_ones(1, 1, 1)
     if window:
-        lengths = torch.tensor(cache.lengths, device=reach.device)[:, None, None]
+        lengths = torch.tensor(cache.lengths, dtype=torch.long, device=reach.device)[:, None, None]
         at = lengths + _depth(reach)[..., None]
         prefix = prefix & (at - torch.arange(cache.length, device=reach.device) < window)
     return torch.cat([prefix.expand(batch, nodes, cache.length), reach], dim=-1)[:, None]

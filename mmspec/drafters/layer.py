@@ -296,7 +296,7 @@ def _axes(sections: list[int], interleaved: bool) -> Tensor:
     """The axis of each frequency: in consecutive sections (arXiv 2409.12191), or interleaved as in Qwen3-VL, where
     height and width have every third frequency, as many as their sections."""
     if not interleaved:
-        return torch.arange(3).repeat_interleave(torch.tensor(sections))
+        return torch.arange(3).repeat_interleave(torch.tensor(sections, dtype=torch.long))
     axis = torch.zeros(sum(sections), dtype=torch.long)
     for number in (1, 2):
         axis[number : 3 * sections[number] : 3] = number

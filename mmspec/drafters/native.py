@@ -99,11 +99,11 @@ class NativeLayers(Native):
 
 
 def _pairs(rotation: Rotation, x: Tensor) -> Tensor:
-    """Rotation of pairs of neighbouring features, (batch, nodes, head_dim / 2) complex64."""
+    """Rotation of pairs of neighbouring features, (batch, nodes, 1, head_dim / 2) complex64."""
     cos, sin = rotation
     half = cos.shape[-1] // 2
-    turns = torch.complex(cos[..., 0, :half].float(), sin[..., 0, half:].float())
-    return turns.expand(*x.shape[:2], -1).contiguous()
+    turns = torch.complex(cos[..., :half].float(), sin[..., half:].float())
+    return turns.expand(*x.shape[:2], -1, -1).contiguous()
 
 
 def _linears(layer: LayerParts, shape: LayerShape, kind: str) -> list[BlockLinear]:
@@ -129,7 +129,7 @@ def _norms(layer: LayerParts, shape: LayerShape) -> dict[str, tuple[Tensor, floa
     order = torch.arange(shape.head_dim).view(2, -1).t().flatten()
     gains = {"attention": [_weight(norm) for norm in layer.attention_norms], "mlp": [_weight(layer.mlp_norm)]}
     counts = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
-    gains["head"] = [_weight(norm)[order].repeat(count) for norm, count in counts]
+    gains["head"] = [_weight(norm)[order].expand(count, -1) for norm, count in counts]
     return {name: (torch.cat(parts).float(), shape.norm_eps) for name, parts in gains.items() if parts}
 
 
@@ -159,7 +159,7 @@ class NativeCell(Native):
         cell, config = network.cell, network.config
         if cell_input.table is None or config.norm_output or config.confidence or config.hidden_size % LANES:
             return None
-        if not cpu_library.in_use(torch.empty(0, device=cell_input.table.device)):
+        if not cpu_library.in_use(torch.empty(0, dtype=torch.float32, device=cell_input.table.device)):
             return None
         own = (cell.narrow, cell.head) if config.rank else (cell.guess, getattr(head, "linear", None))
         layers = [layer for layer in map(BlockLinear.of, (cell_input.over_x, cell.out, *own)) if layer is not None]

@@ -73,7 +73,7 @@ class VisualShare:
         Returns:
             (batch, length) bool.
         """
-        kept = (visual.sum(1, keepdim=True) * self.share).round().long().clamp(min=1)
+        kept = (visual.sum(1, keepdim=True).float() * self.share).round().long().clamp(min=1)
         after = visual.flip(1).cumsum(1).flip(1) == 0
         queries = min(int(after.sum(1).max()), _QUERIES)
         weights = None

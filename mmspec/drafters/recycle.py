@@ -68,7 +68,7 @@ class Rankings:
     def __init__(self, slots: int, width: int, device: torch.device) -> None:
         self.key = torch.full((slots + 1,), -1, device=device)
         self.tokens = torch.zeros(slots + 1, width, dtype=torch.long, device=device)
-        self.probs = torch.zeros(slots + 1, width, device=device)
+        self.probs = torch.zeros(slots + 1, width, dtype=torch.float32, device=device)
 
     def look_up(self, slot: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and probabilities, (..., width) each, of contexts, (...); unknown contexts have probabilities 0."""
@@ -218,15 +218,15 @@ class DeviceTable(CapturedDrafter):
             best = [sorted(ranking.items(), key=lambda item: -item[1]) for ranking in chosen.values()]
             width = kept.tokens.shape[1]
             rows = [row[:width] + [(0, 0.0)] * (width - len(row)) for row in best]
-            before, token = torch.tensor([*chosen]).unbind(1)
+            before, token = torch.tensor([*chosen], dtype=torch.long).unbind(1)
             key = self._pair(before, token) if pairs else token
             slot = self._slot(key) if pairs else key
             place = {int(at): number for number, at in enumerate(slot)}  # the last one of each
-            order = torch.tensor([*place.values()])
-            where = torch.tensor([*place], device=kept.key.device)
+            order = torch.tensor([*place.values()], dtype=torch.long)
+            where = kept.key.new_tensor([*place])
             kept.key[where] = key[order].to(where.device)
-            kept.tokens[where] = torch.tensor([[t for t, _ in row] for row in rows])[order].to(where.device)
-            kept.probs[where] = torch.tensor([[p for _, p in row] for row in rows])[order].to(where.device)
+            kept.tokens[where] = kept.tokens.new_tensor([[t for t, _ in row] for row in rows])[order]
+            kept.probs[where] = kept.probs.new_tensor([[p for _, p in row] for row in rows])[order]
 
     def entries(self) -> Iterator[tuple[Context, Ranking]]:
         """Iterate over the table in the host table's format."""
@@ -427,7 +427,7 @@ class Recycle(LookUpDrafter):
         for tokens, logits in texts:
             self._vocab = logits.shape[-1]
             best, log_probs = ops.top_log_probs(logits, self.top_k)
-            last = torch.tensor(tokens)
+            last = torch.tensor(tokens, dtype=torch.long)
             pairs = (last[:-1] + 1) * self._vocab + last[1:]  # below the vocabulary's size: a context of one token
             places = torch.cat([torch.arange(len(tokens)), torch.arange(1, len(tokens))][: 1 + self.pairs])
             keys.append(torch.cat([last, pairs][: 1 + self.pairs]))
@@ -441,7 +441,8 @@ class Recycle(LookUpDrafter):
         rank = torch.empty_like(count)
         rank[count.argsort(descending=True, stable=True)] = torch.arange(len(count))
         successor, entry = (place[:, None] * self._vocab + torch.cat(ranked)).unique(return_inverse=True)
-        total = torch.zeros(len(successor)).index_add_(0, entry.flatten(), torch.cat(probs).flatten())
+        every = torch.cat(probs).flatten()
+        total = every.new_zeros(len(successor)).index_add_(0, entry.flatten(), every)
         of = successor // self._vocab
         mean = total / count[of]
         kept = (mean >= UNLIKELY) & (rank[of] < (len(count) if contexts is None else contexts))

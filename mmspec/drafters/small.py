@@ -302,7 +302,7 @@ class SharedTokens:
         pairs = {token: own for token, own in pairs.items() if token < sizes[0] and own < sizes[1]}
         self._target, self._draft = target, draft
         self._pieces: dict[int, list[int]] = {token: [own] for token, own in pairs.items()}
-        self.target_ids, self.draft_ids = torch.tensor(list(pairs)).long(), torch.tensor(list(pairs.values())).long()
+        self.target_ids, self.draft_ids = (torch.tensor([*ids], dtype=torch.long) for ids in (pairs, pairs.values()))
 
     def translate(self, tokens: Sequence[int]) -> list[int]:
         """Draft tokens of the target's: a token that is not shared is encoded by its text."""

@@ -154,7 +154,7 @@ def describe(target: TransformersTarget) -> dict[str, Any]:
 
 def _comb(size: int, vocab: int, device: torch.device) -> TokenTree:
     """Chain with one sibling per level: deep and wide like real trees."""
-    parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], device=device)
+    parents = torch.tensor([-1] + [max(0, i - 2 + i % 2) for i in range(1, size)], dtype=torch.long, device=device)
     return TokenTree((torch.arange(size, device=device) % vocab)[None], parents[None], check=False)
 
 

@@ -64,7 +64,7 @@ class Ranks:
         Raises:
             RankError: states differ, or a rank is lost.
         """
-        own = torch.tensor([self._turn, state, len(orders)])
+        own = torch.tensor([self._turn, state, len(orders)], dtype=torch.long)
         of_all = [torch.empty_like(own) for _ in range(self._size)]
         try:
             distributed.all_gather(of_all, own, group=self._orders)
@@ -106,7 +106,7 @@ class Ranks:
         ended = False
         while not ended:
             self._ended.wait(_INTERVAL)
-            sign = torch.tensor([int(self._ended.is_set())])
+            sign = torch.tensor([int(self._ended.is_set())], dtype=torch.long)
             try:
                 distributed.all_reduce(sign, distributed.ReduceOp.MAX, group=self._signs)
             except RuntimeError as error:

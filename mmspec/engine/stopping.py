@@ -124,8 +124,8 @@ class Stopper:
     def _criterion(self, history: list[int]) -> bool:
         if not self.criteria:
             return False
-        ids = torch.tensor([history], device=self._device)
-        met = [bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria]  # all are called
+        ids = torch.tensor([history], dtype=torch.long, device=self._device)
+        met = [bool(torch.as_tensor(one(ids, None), dtype=torch.bool).all()) for one in self.criteria]  # all are called
         return any(met)
 
 

@@ -21,6 +21,9 @@ from mmspec.ops.cpu_library import FORMATS, KINDS, NORMS, Attention, EagleCell, 
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 256)
 
+LANES = 16
+"""Output features of a block of weights."""
+
 PAGE = 2 << 20
 """Bytes of a huge page."""
 
@@ -117,9 +120,45 @@ def _openmp() -> Any:
     return library if hasattr(library, "omp_set_num_threads") else None
 
 
+def pointer(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], packed: int | None = None) -> int:
+    """The address of a tensor for a kernel, which reads or writes this dtype and shape.
+
+    Args:
+        packed: number of last axes that are contiguous; None is all.
+
+    Raises:
+        RuntimeError: the tensor has another dtype or shape, is not contiguous, or not on the CPU.
+    """
+    dense = x.is_contiguous() if packed is None else _is_packed(x.shape, x.stride(), packed)
+    if x.dtype is not dtype or x.shape != shape or not dense or not x.is_cpu:
+        raise RuntimeError(
+            f"expected a contiguous tensor {shape} of {dtype} on the CPU: got {tuple(x.shape)} of {x.dtype} on "
+            f"{x.device} with strides {x.stride()}"
+        )
+    return x.data_ptr()
+
+
+def _is_packed(shape: Sequence[int], strides: Sequence[int], last: int) -> bool:
+    whole = 1
+    for axis in range(-1, -1 - last, -1):
+        if strides[axis] != whole and shape[axis] != 1:
+            return False
+        whole *= shape[axis]
+    return True
+
+
+def bytes_of_row(form: str, features: int) -> int:
+    """Bytes of a row in a format of GGUF."""
+    return int(cpu_library.functions().bytes_of_row(list(FORMATS).index(form), features))
+
+
 def bytes_of_blocks(kind: str, inputs: int, outputs: int) -> int:
     """Bytes of a linear layer's ``blocks``, see ``linear_weights``."""
     return int(cpu_library.functions().bytes_of_blocks(KINDS.index(kind), inputs, outputs))
+
+
+def _blocks(blocks: Tensor, kind: str, inputs: int, outputs: int) -> int:
+    return pointer(blocks, torch.uint8, (-(-outputs // LANES), bytes_of_blocks(kind, inputs, LANES)))
 
 
 def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads: int) -> int:
@@ -130,10 +169,15 @@ def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads:
             descriptor, or -1; a layer's ``blocks``.
 
     Returns:
-        How many are done; fewer than all where a file has not all rows of the next.
+        How many are done; fewer than all where a file has not all rows of the next; -1 less that number where the next
+        contains scales that are not finite.
     """
     fields = (
-        Packing(places.data_ptr(), blocks.data_ptr(), FORMATS.index(form), len(places), features, file)
+        Packing(
+            pointer(places, torch.int64, (len(places),)),
+            _blocks(blocks, FORMATS[form], features, len(places)),
+            *(list(FORMATS).index(form), len(places), features, file),
+        )
         for form, places, features, file, blocks in packings
     )
     return int(cpu_library.functions().pack_rows((Packing * len(packings))(*fields), len(packings), threads))
@@ -145,9 +189,10 @@ def dense_rows(form: str, places: Tensor, features: int, file: int) -> Tensor | 
     Args:
         form, places, features, file: as in ``pack_rows``.
     """
-    out = torch.empty(len(places), -(-features // 32) * 32)
-    arguments = FORMATS.index(form), places.data_ptr(), len(places), features, file, out.data_ptr(), kernel_threads()
-    return out if cpu_library.functions().dense_rows(*arguments) else None
+    out = torch.empty(len(places), -(-features // 32) * 32, dtype=torch.float32)
+    rows = pointer(places, torch.int64, (len(places),)), len(places), features, file
+    to = pointer(out, torch.float32, tuple(out.shape)), kernel_threads()
+    return out if cpu_library.functions().dense_rows(list(FORMATS).index(form), *rows, *to) else None
 
 
 def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, outputs: int) -> Linear:
@@ -159,7 +204,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
         bias: (outputs,) float32.
     """
     sizes = KINDS.index(kind), inputs, outputs, outputs
-    return Linear(blocks.data_ptr(), None if bias is None else bias.data_ptr(), *sizes)
+    added = None if bias is None else pointer(bias, torch.float32, (outputs,))
+    return Linear(_blocks(blocks, kind, inputs, outputs), added, *sizes)
 
 
 def joined_weights(parts: Sequence[Linear]) -> Linear:
@@ -200,7 +246,13 @@ def layer_weights(
         parts: into which the inputs are divided, each normed by itself; the last one is the residual.
         normed_residual: whether the residual is taken after its norm.
     """
-    gains = [norms[name][0].data_ptr() if name in norms else None for name in NORMS]
+    qkv, read, gate_up, _ = linears
+    shapes: list[tuple[int, ...]] = [(qkv.inputs,), (gate_up.inputs,), (read.outputs,), (read.outputs,)]
+    shapes.append((heads + kv_heads, head_dim))
+    gains = [
+        pointer(norms[name][0], torch.float32, shape) if name in norms else None
+        for name, shape in zip(NORMS, shapes, strict=True)
+    ]
     named = ("attention", "mlp", "attention_after", "head")
     epsilons = [norms[name][1] if name in norms else 0.0 for name in named]
     layer = Layer(*linears, *gains, *epsilons, heads, kv_heads, head_dim, gelu, parts, normed_residual)
@@ -217,12 +269,11 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
     Raises:
         RuntimeError: other inputs, as torch's product does.
     """
-    if x.shape[-1] != weights.inputs:
-        raise RuntimeError(f"x must have {weights.inputs} features: got {x.shape[-1]}")
     x = x.contiguous()
+    inputs = pointer(x, torch.float32, (*x.shape[:-1], weights.inputs))
     out = x.new_empty(*x.shape[:-1], weights.outputs)
     rows = x.numel() // weights.inputs
-    cpu_library.functions().linear(weights, x.data_ptr(), rows, out.data_ptr(), kernel_threads())
+    cpu_library.functions().linear(weights, inputs, rows, out.data_ptr(), kernel_threads())
     return out
 
 
@@ -231,16 +282,16 @@ def attention_inputs(weights: Layer, x: Tensor, rotation: Tensor) -> Tensor:
 
     Args:
         x: (batch, nodes, hidden) float32, contiguous.
-        rotation: (batch, nodes, head_dim / 2) complex64, contiguous, for pairs of neighbouring features.
+        rotation: (batch, nodes, 1, head_dim / 2) complex64, contiguous, for pairs of neighbouring features.
 
     Returns:
         (batch, nodes, heads + 2 * kv_heads, head_dim).
     """
     batch, nodes, _ = x.shape
     out = x.new_empty(batch, nodes, weights.heads + 2 * weights.kv_heads, weights.head_dim)
-    cpu_library.functions().attention_inputs(
-        weights, x.data_ptr(), rotation.data_ptr(), batch * nodes, out.data_ptr(), kernel_threads()
-    )
+    inputs = pointer(x, torch.float32, (batch, nodes, weights.qkv.inputs))
+    turns = pointer(rotation, torch.complex64, (batch, nodes, 1, weights.head_dim // 2))
+    cpu_library.functions().attention_inputs(weights, inputs, turns, batch * nodes, out.data_ptr(), kernel_threads())
     return out
 
 
@@ -258,10 +309,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         (batch, nodes, heads * head_dim).
     """
     batch, nodes, heads, head_dim = query.shape
-    _, kv_heads, slots, _ = key.shape
+    _, kv_heads, slots, _ = shape = key.shape
     out = query.new_empty(batch, nodes, heads * head_dim)
     task = _attention(batch, nodes, slots, heads, kv_heads, head_dim, key.stride(), mask, scale)
-    task.query, task.key, task.value, task.read = (part.data_ptr() for part in (query, key, value, out))
+    task.query, task.read = pointer(query, torch.float32, tuple(query.shape), 2), out.data_ptr()
+    task.key, task.value = (pointer(part, torch.bfloat16, (batch, *shape[1:3], head_dim), 1) for part in (key, value))
+    if key.stride() != value.stride():
+        raise RuntimeError(f"keys and values must have equal strides: got {key.stride()} and {value.stride()}")
     task.query_row, task.query_node, *_ = query.stride()
     cpu_library.functions().attention(task, kernel_threads())
     return out
@@ -280,7 +334,10 @@ def _attention(
 ) -> Attention:
     """Shapes, mask and scale of an attention; ``strides`` are those of (batch, kv_heads, slots, head_dim) keys."""
     row, head, slot, _ = strides
-    masked = {} if mask is None else {"mask": mask.data_ptr(), "mask_row": mask.stride(0), "mask_node": mask.stride(2)}
+    masked = {}
+    if mask is not None:
+        allowed = pointer(mask, torch.bool, (batch, 1, nodes, slots), 1)
+        masked = {"mask": allowed, "mask_row": mask.stride(0), "mask_node": mask.stride(2)}
     return Attention(
         batch=batch,
         nodes=nodes,
@@ -303,10 +360,11 @@ def layer_outputs(weights: Layer, read: Tensor, x: Tensor) -> Tensor:
         read: (batch, nodes, heads * head_dim) float32, contiguous: what attention read.
         x: (batch, nodes, hidden) float32, contiguous: the layer's input.
     """
-    out = torch.empty_like(x)
-    rows = x.shape[0] * x.shape[1]
+    (batch, nodes, _), out = x.shape, torch.empty_like(x)
+    attended = pointer(read, torch.float32, (batch, nodes, weights.read.inputs))
+    residual = pointer(x, torch.float32, (batch, nodes, weights.read.outputs))
     cpu_library.functions().layer_outputs(
-        weights, read.data_ptr(), x.data_ptr(), rows, out.data_ptr(), None, kernel_threads()
+        weights, attended, residual, batch * nodes, out.data_ptr(), None, kernel_threads()
     )
     return out
 
@@ -333,8 +391,8 @@ def decode(
         x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: as of ``attention_inputs``.
         mask: (batch, 1, nodes, slots) as of ``attention``, slots up to the last that is written.
-        cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, contiguous: keys and values by layer. Those of
-            the nodes are written to the slots from ``start`` on of the first rows.
+        cache: (2 * layers, rows, kv_heads, slots, head_dim) bfloat16, the last axis contiguous: keys and values by
+            layer. Those of the nodes are written to the slots from ``start`` on of the first rows.
         middle: (batch, nodes, hidden) float32; is set to the last layer's residual before its MLP.
 
     Returns:
@@ -345,7 +403,7 @@ def decode(
     states = x.new_empty(len(weights), batch, nodes, hidden)
     work = _pass(weights, x, rotation, cache, start, mask, scale)
     work.hidden, work.states = hidden, states.data_ptr()
-    work.middle = None if middle is None else middle.data_ptr()
+    work.middle = None if middle is None else pointer(middle, torch.float32, (batch, nodes, hidden))
     cpu_library.functions().decode(work, kernel_threads())
     return states
 
@@ -366,13 +424,14 @@ def _pass(
     """A pass that writes keys and values to a cache; arguments as for ``decode``."""
     (batch, nodes, _), layer = x.shape, weights[0]
     heads = layer.heads, layer.kv_heads, layer.head_dim
+    rows, slots = max(batch, cache.shape[1]), max(start + nodes, cache.shape[3])  # at least those
     return Pass(
         layers=ctypes.addressof(weights),
         count=len(weights),
         start=start,
-        x=x.data_ptr(),
-        rotation=rotation.data_ptr(),
-        cache=cache.data_ptr(),
+        x=pointer(x, torch.float32, (batch, nodes, layer.qkv.inputs)),
+        rotation=pointer(rotation, torch.complex64, (batch, nodes, 1, layer.head_dim // 2)),
+        cache=pointer(cache, torch.bfloat16, (2 * len(weights), rows, layer.kv_heads, slots, layer.head_dim), 1),
         cache_part=cache.stride(0),
         attention=_attention(batch, nodes, start + nodes, *heads, cache.stride()[1:], mask, scale),
     )
@@ -393,10 +452,8 @@ def greatest(x: Tensor, k: int, log_softmax: bool = False) -> tuple[Tensor, Tens
     rows = x.numel() // x.shape[-1]
     best = x.new_empty(*x.shape[:-1], k)
     places = best.new_empty(best.shape, dtype=torch.int64)
-    pointers = best.data_ptr(), places.data_ptr()
-    cpu_library.functions().greatest_of_rows(
-        x.data_ptr(), rows, x.shape[-1], k, log_softmax, *pointers, kernel_threads()
-    )
+    task = pointer(x, torch.float32, tuple(x.shape)), rows, x.shape[-1], k, log_softmax
+    cpu_library.functions().greatest_of_rows(*task, best.data_ptr(), places.data_ptr(), kernel_threads())
     return best, places
 
 
@@ -412,9 +469,10 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
     """
     scores, uniform = scores.contiguous(), uniform.contiguous()
     tokens = torch.empty(uniform.shape, dtype=torch.int64)
-    pointers = uniform.data_ptr(), tokens.data_ptr()
     cpu_library.functions().quantiles_of_rows(
-        scores.data_ptr(), uniform.numel(), scores.shape[-1], *pointers, kernel_threads()
+        pointer(scores, torch.float32, (*uniform.shape, scores.shape[-1])),
+        *(uniform.numel(), scores.shape[-1], pointer(uniform, torch.float32, tuple(uniform.shape))),
+        *(tokens.data_ptr(), kernel_threads()),
     )
     return tokens
 
@@ -428,8 +486,10 @@ def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> EagleCel
         table: (tokens, into.outputs) float32, contiguous: what ``into`` adds for each token, its bias included.
         norm: a ``torch.nn.LayerNorm`` with float32 weights.
     """
-    pointers = table.data_ptr(), norm.weight.data_ptr(), norm.bias.data_ptr()
-    return EagleCell(*layers, *pointers, norm.eps)
+    into, out, _, head = layers
+    read = pointer(table, torch.float32, (max(len(table), head.outputs), into.outputs))
+    affine = [pointer(part, torch.float32, (out.outputs,)) for part in (norm.weight, norm.bias)]
+    return EagleCell(*layers, read, *affine, norm.eps)
 
 
 def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Markov:
@@ -440,7 +500,8 @@ def markov_weights(out: Linear, table: Tensor, draft_ids: Tensor | None) -> Mark
         table: (tokens, out.inputs) float32, contiguous, the embeddings; must outlive the result, as must ``draft_ids``.
         draft_ids: (out.outputs,) int64, the target's tokens; None is the identity.
     """
-    return Markov(out, table.data_ptr(), len(table), None if draft_ids is None else draft_ids.data_ptr())
+    ids = None if draft_ids is None else pointer(draft_ids, torch.int64, (out.outputs,))
+    return Markov(out, pointer(table, torch.float32, (len(table), out.inputs)), len(table), ids)
 
 
 def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -462,9 +523,8 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
     nodes = 1 + min(nodes, _candidates(k, k, width, slots))
     tree = _tree(batch, nodes)
     logits, last = logits.contiguous(), last.contiguous()
-    cpu_library.functions().draft_slots(
-        weights, logits.data_ptr(), last.data_ptr(), batch, slots, width, nodes, *_pointers(tree)
-    )
+    inputs = pointer(logits, torch.float32, (batch, slots, weights.out.outputs)), pointer(last, torch.int64, (batch,))
+    cpu_library.functions().draft_slots(weights, *inputs, batch, slots, width, nodes, *_pointers(tree))
     return tree
 
 
@@ -503,10 +563,15 @@ def draft_cells(
     (batch, k), later = first[0].shape, min(width, weights.head.outputs)
     most = 1 + min(nodes, _candidates(k, later, width, levels))
     tree = _tree(batch, most)
-    inputs = [x.contiguous() for x in (carried, *first, last)]
-    ids = None if draft_ids is None else draft_ids.data_ptr()
+    carried, tokens, scores, last = (x.contiguous() for x in (carried, *first, last))
+    inputs = (
+        pointer(carried, torch.float32, (batch, weights.out.outputs)),
+        *(pointer(tokens, torch.int64, (batch, k)), pointer(scores, torch.float32, (batch, k))),
+        pointer(last, torch.int64, (batch,)),
+        None if draft_ids is None else pointer(draft_ids, torch.int64, (max(len(draft_ids), weights.head.outputs),)),
+    )
     grown: int = cpu_library.functions().draft_cells(
-        *(weights, *(x.data_ptr() for x in inputs), ids, batch, k, width, levels, least_gain, most),
+        *(weights, *inputs, batch, k, width, levels, least_gain, most),
         *(*_pointers(tree), kernel_threads()),
     )
     if grown < levels:
@@ -526,7 +591,7 @@ def _candidates(first: int, children: int, width: int, levels: int) -> int:
 
 def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
-    return tokens, parents, torch.empty(batch, nodes)
+    return tokens, parents, torch.empty(batch, nodes, dtype=torch.float32)
 
 
 def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:

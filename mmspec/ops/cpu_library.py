@@ -26,7 +26,9 @@ BUILDS = {
 """Compiler flags of the kernels that take these instructions, where the processor has them (``instructions`` of the
 library says which)."""
 KINDS = ("int4", "int8", "bfloat16", "float32", "q5", "q4_k", "q5_k", "q6_k")  # ``Kind`` of ``cpp/formats.h``
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # ``Stored`` of ``cpp/stored.h``
+FORMATS = {"Q4_0": "int4", "Q4_1": "int4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "int8"}
+FORMATS |= {"Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+"""Formats of GGUF (``Stored`` of ``cpp/stored.h``), and the kinds of their blocks."""
 
 NORMS = "attention", "mlp", "attention_after", "mlp_after", "head"
 
@@ -148,6 +150,7 @@ def compiled(flags: Sequence[str]) -> ctypes.CDLL | str:
     loaded.draft_cells.argtypes = [address(EagleCell), *[pointer] * 5, *limits, *tree, threads]
     loaded.draft_cells.restype = count
     loaded.bytes_of_blocks.argtypes, loaded.bytes_of_blocks.restype = [count] * 3, count
+    loaded.bytes_of_row.argtypes, loaded.bytes_of_row.restype = [count] * 2, count
     loaded.pack_rows.argtypes, loaded.pack_rows.restype = [address(Packing), count, threads], count
     loaded.instructions.restype = ctypes.c_char_p
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count

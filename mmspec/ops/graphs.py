@@ -188,7 +188,7 @@ def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAG
 def _shared(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
     """Memory pool and capture stream of a device's graphs, and a dummy graph that keeps the pool alive."""
     pool, stream, keeper = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    something = torch.zeros(1, device=device).add_(1)
+    something = torch.zeros(1, dtype=torch.float32, device=device).add_(1)
     with torch.cuda.graph(keeper, pool=pool, stream=stream, capture_error_mode="thread_local"):
         something.add_(1)
     return pool, stream, keeper

@@ -89,6 +89,13 @@ def in_use(device: torch.device) -> str:
     return "reference" if problem else "triton"
 
 
+def require_contiguous(*tensors: torch.Tensor | None) -> None:
+    """Raise ``RuntimeError`` if a tensor that a kernel reads without its strides is not contiguous."""
+    for x in tensors:
+        if x is not None and not x.is_contiguous():
+            raise RuntimeError(f"expected a contiguous tensor: got {tuple(x.shape)} with strides {x.stride()}")
+
+
 def static_shapes(device: torch.device) -> bool:
     """Whether steps use static shapes and buffers and sync with the host once: on CUDA, and wherever Triton runs."""
     return device.type == "cuda" or in_use(device) == "triton"

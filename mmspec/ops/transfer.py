@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 
-def on_device(numbers: Any, device: torch.device) -> Tensor:
-    """``torch.as_tensor(numbers, device=device)`` of numbers, or of a tensor on the CPU, without its host sync on CUDA:
-    copies from pinned memory."""
-    if device.type != "cuda":
-        return torch.as_tensor(numbers, device=device)
-    return torch.as_tensor(numbers).pin_memory().to(device, non_blocking=True)
+def on_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.as_tensor(numbers, dtype=dtype, device=device)`` of numbers, or of a tensor on the CPU, without its host
+    sync on CUDA: copies from pinned memory. Floats require a dtype, others have their own."""
+    made = torch.as_tensor(numbers, dtype=dtype)
+    return made.to(device) if device.type != "cuda" else made.pin_memory().to(device, non_blocking=True)

@@ -51,8 +51,8 @@ def tree_attention(
     splits = max(1, min(device.programs // (parts * key.shape[1] * batch), triton.cdiv(slots, _MIN_SPLIT)))
     read = query.new_empty(batch, nodes, heads, value_dim)
     if splits > 1:
-        part = torch.empty(batch, nodes, heads, splits, value_dim, device=query.device)
-        weight = torch.empty(batch, nodes, heads, splits, device=query.device)
+        part = torch.empty(batch, nodes, heads, splits, value_dim, dtype=torch.float32, device=query.device)
+        weight = torch.empty(batch, nodes, heads, splits, dtype=torch.float32, device=query.device)
     else:
         part = weight = read
     mask = mask.view(torch.uint8)

@@ -30,9 +30,9 @@ def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     block = min(_VOCAB, triton.next_power_of_2(max(vocab, k)))
     rows, parts = len(flat), triton.cdiv(vocab, block)
     keys = torch.empty(rows, parts, k, dtype=torch.long, device=flat.device)
-    peaks, sums = torch.empty(2, rows, parts, device=flat.device)
+    peaks, sums = torch.empty(2, rows, parts, dtype=torch.float32, device=flat.device)
     tokens = torch.empty(rows, k, dtype=torch.long, device=flat.device)
-    log_probs = torch.empty(rows, k, device=flat.device)
+    log_probs = torch.empty(rows, k, dtype=torch.float32, device=flat.device)
     _rank_kernel[(rows, parts)](
         *(flat, keys, peaks, sums, vocab, flat.stride(0)), K=k, BLOCK_VOCAB=block, num_warps=4 if block < _VOCAB else 8
     )

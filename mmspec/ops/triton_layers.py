@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmspec.ops import kernels
+
 _FEATURES = 1024
 """Features of an activation per program."""
 
@@ -19,6 +21,7 @@ def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, plus: float, after: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See ``mmspec.ops.add_norm``."""
+    kernels.require_contiguous(x, weight, after)
     features = weight.shape[-1]
     summed = residual is not None or after is not None
     total, normed = torch.empty_like(x) if summed else x, torch.empty_like(x)
@@ -47,6 +50,7 @@ def rotate_and_cache(
     plus: float,
 ) -> Tensor:
     """See ``mmspec.ops.rotate_and_cache``."""
+    kernels.require_contiguous(qkv, *norms)
     (batch, nodes, width), (kv_heads, head_dim) = qkv.shape, keys.shape[1::2]
     heads = width // head_dim - 2 * kv_heads
     query = qkv.new_empty(batch, nodes, heads, head_dim)
@@ -65,6 +69,7 @@ def rotate_and_cache(
 
 def act_and_mul(x: Tensor, gelu: bool) -> Tensor:
     """See ``mmspec.ops.act_and_mul``."""
+    kernels.require_contiguous(x)
     features = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], features)
     block = min(_FEATURES, triton.next_power_of_2(features))

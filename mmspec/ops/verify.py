@@ -48,7 +48,7 @@ def _path_on_device(tree: TokenTree, choices: Tensor) -> Tensor:
 
 def _path_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
     if tree.nodes == 1:
-        return torch.tensor([[1, choice, 0, choice] for (choice,) in choices.tolist()], device=choices.device)
+        return choices.new_tensor([[1, choice, 0, choice] for (choice,) in choices.tolist()])
     rows = []
     valid = itertools.repeat(None) if tree.valid is None else tree.valid.tolist()
     for tokens, parents, alive, choice in zip(
@@ -61,7 +61,7 @@ def _path_on_host(tree: TokenTree, choices: Tensor) -> Tensor:
         rest = tree.max_depth + 1 - len(path)
         chosen = [choice[node] for node in path]
         rows.append([len(path), chosen[-1], *path, *[-1] * rest, *chosen, *[choice[0]] * rest])
-    return torch.tensor(rows, device=choices.device)
+    return choices.new_tensor(rows)
 
 
 def greedy(scores: Tensor) -> Tensor:

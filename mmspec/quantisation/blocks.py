@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmspec.ops import cpu
+from mmspec.ops.cpu import LANES
 from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 
-LANES = 16  # output features of a block
 _LINE = 64  # bytes of a cache line
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmspec.errors import UserError
-from mmspec.ops import cpu
+from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import (
     LANES,
     BlockLinear,
@@ -58,9 +58,9 @@ class StoredRows:
     @classmethod
     def of(cls, form: str, data: Tensor, features: int) -> StoredRows:
         """Rows in memory, (rows, bytes) uint8."""
-        data = data.contiguous()
-        places = data.data_ptr() + data.shape[1] * torch.arange(len(data))
-        return cls(form, features, data.shape[1], places, (data,))
+        data, size = data.contiguous(), cpu.bytes_of_row(form, features)
+        places = cpu.pointer(data, torch.uint8, (len(data), size)) + size * torch.arange(len(data))
+        return cls(form, features, size, places, (data,))
 
     @property
     def kind(self) -> type[BlockLinear]:
@@ -87,12 +87,14 @@ class StoredRows:
         """Rows, or those of an index, as (rows, features) float32.
 
         Raises:
-            UserError: the file was cut meanwhile.
+            UserError: the file was cut meanwhile, or a row is not finite.
         """
         places = self.places if index is None else self.places[index]
         found = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
             raise self.cut
+        if not bool(found.sum().isfinite()) and not bool((finite := found.isfinite().all(1)).all()):
+            raise self._not_finite(int(places[~finite][0]))
         return found[:, : self.features]
 
     def data(self) -> Tensor:
@@ -109,6 +111,10 @@ class StoredRows:
     def cut(self) -> UserError:
         return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
 
+    def _not_finite(self, place: int) -> UserError:
+        where = f"{self.kept[0].tensor_at(place)} in {self.kept[0].name}" if self.in_file else f"one in {self.format}"
+        return UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
+
     @property
     def _descriptor(self) -> int:
         return int(self.kept[0].fileno()) if self.in_file else -1
@@ -118,10 +124,13 @@ def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
     """Write rows to the blocks of layers.
 
     Raises:
-        UserError: a file was cut meanwhile.
+        UserError: a file was cut meanwhile, or a row is not finite.
     """
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
-    if (done := cpu.pack_rows(fields, threads)) < len(packings):
+    if (done := cpu.pack_rows(fields, threads)) < 0:
+        for row in packings[-1 - done][0].places.split(_AT_ONCE):
+            replace(packings[-1 - done][0], places=row).dense()
+    if done < len(packings):
         raise packings[done][0].cut
 
 
@@ -233,7 +242,7 @@ def _embedding_of(
 ) -> nn.Embedding:
     table = plain.__new__(plain)
     vars(table).update(kept, _parameters={})
-    table.weight = nn.Parameter(torch.empty(shape, device="meta"))
+    table.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     return StoredEmbedding.of(table, rows, dtype)
 
 
@@ -309,14 +318,6 @@ class Q6KBlocks(SuperBlocks):
         return (codes - 32) * scale.repeat_interleave(GROUP // 2, dim=2)
 
 
-FORMATS: dict[str, type[BlockLinear]] = {
-    "Q4_0": Int4Blocks,
-    "Q4_1": Int4Blocks,
-    "Q5_0": Q5Blocks,
-    "Q5_1": Q5Blocks,
-    "Q8_0": Int8Blocks,
-    "Q4_K": Q4KBlocks,
-    "Q5_K": Q5KBlocks,
-    "Q6_K": Q6KBlocks,
-}
+_KINDS = {cls.kind: cls for cls in (Int4Blocks, Q5Blocks, Int8Blocks, Q4KBlocks, Q5KBlocks, Q6KBlocks)}
+FORMATS: dict[str, type[BlockLinear]] = {name: _KINDS[kind] for name, kind in cpu_library.FORMATS.items()}
 """Layers for GGUF's types."""

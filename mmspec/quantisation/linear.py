@@ -61,7 +61,7 @@ class PackedLinear(nn.Module, ABC):
         key = type(self), self.in_features, self.out_features, torch.get_num_threads()
         if key not in _SINGLE_DIFFERS:
             generator = torch.Generator().manual_seed(0)
-            rows = torch.randn(8, self.in_features, generator=generator).to(self.takes)
+            rows = torch.randn(8, self.in_features, dtype=torch.float32, generator=generator).to(self.takes)
             alone = torch.cat([self._product(row) for row in rows.split(1)])
             _SINGLE_DIFFERS[key] = not torch.equal(alone, self._product(rows))
         return _SINGLE_DIFFERS[key]

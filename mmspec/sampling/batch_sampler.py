@@ -134,7 +134,7 @@ class _Group:
         reached: list[tuple[int, int, tuple[int, ...]]] = [(row, 0, ()) for row in range(tree.batch)]
         while reached:
             places = [row * tree.nodes + node for row, node, _ in reached]
-            at = torch.tensor(places)
+            at = torch.tensor(places, dtype=torch.long)
             # One row without a copy.
             level = scores[at] if len(places) > 1 else scores[places[0] : places[0] + 1]
             below = []
@@ -145,7 +145,7 @@ class _Group:
                 if (child := tree.children[row][node].get(token)) is not None:
                     below.append((row, child, (*path, token)))
             reached = below
-        return torch.tensor(choices)
+        return torch.tensor(choices, dtype=torch.long)
 
     def _along_paths_on_device(self, tree: TokenTree, scores: Tensor, numbers: tuple[Tensor, ...]) -> Tensor:
         """In a round for each level, without a host sync; a path that has ended stays at its last node."""

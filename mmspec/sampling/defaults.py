@@ -74,7 +74,7 @@ def processors(
     if params.repetition_penalty != 1.0:
         chain.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))  # type: ignore[arg-type]
     if params.min_new_tokens and eos_token_ids:
-        ends = torch.tensor(eos_token_ids)
+        ends = torch.tensor(eos_token_ids, dtype=torch.long)
         chain.append(hf.MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, ends))
     chain.extend(additive(params, prompt_length))
     chain.extend(custom)
@@ -226,7 +226,8 @@ class ModelDefaults(Defaults):
         if config.min_new_tokens is not None:
             config.min_length = length + config.min_new_tokens
         ends, device = config.eos_token_id, input_ids.device
-        config._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device).reshape(-1)
+        ended = None if ends is None else torch.tensor(ends, dtype=torch.long, device=device).reshape(-1)
+        config._eos_token_tensor = ended
         return self._model._get_logits_processor(  # type: ignore[operator]
             config,
             input_ids_seq_length=length,

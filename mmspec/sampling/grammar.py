@@ -119,7 +119,7 @@ class Grammars:
         if (key, before) not in self._spelt:
             if len(self._spelt) >= _MOST_SPELT:
                 self._spelt.clear()
-            self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts])
+            self._spelt[key, before] = torch.tensor([holds(before + text) for text in self._texts], dtype=torch.bool)
         return self._spelt[key, before]
 
     def _build(self, kind: str, text: str) -> Grammar:

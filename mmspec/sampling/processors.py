@@ -53,7 +53,7 @@ class Histories:
     """Device copy of append-only token lists."""
 
     def __init__(self) -> None:
-        self._tokens = torch.empty(0, 0)  # (batch, capacity) int64, right-padded with NOTHING
+        self._tokens = torch.empty(0, 0, dtype=torch.long)  # (batch, capacity) int64, right-padded with NOTHING
         self._known: list[int] = []
         self._rows: list[list[int]] = []
 
@@ -128,7 +128,7 @@ class NodeHistories:
             return tree.tokens[:, :, None][:, :, :0]
         # Scatter ancestors' tokens by depth; other nodes and the root go to an extra column.
         place = torch.where(tree.ancestors & (tree.depth > 0)[:, None], tree.depth[:, None] - 1, deepest)
-        path = torch.full((*tree.tokens.shape, deepest + 1), NOTHING, device=place.device)
+        path = torch.full((*tree.tokens.shape, deepest + 1), NOTHING, dtype=torch.long, device=place.device)
         return path.scatter(2, place, tree.tokens[:, None].expand_as(place))[:, :, :-1]
 
     @cached_property
@@ -305,8 +305,8 @@ class AdditiveTerms(LogitsProcessor):
         if greatest >= vocab:
             raise UserError(f"biased tokens must be below the vocabulary's size {vocab}: got {greatest}")
         tokens, biases = zip(*self.bias, strict=True)
-        found = torch.zeros(vocab, device=scores.device)
-        found[on_device(list(tokens), scores.device)] = on_device(list(biases), scores.device)
+        found = torch.zeros(vocab, dtype=torch.float32, device=scores.device)
+        found[on_device(list(tokens), scores.device)] = on_device(list(biases), scores.device, torch.float32)
         return found
 
     def penalised(self, output: Tensor, scores: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ def _bias(processor: Any, scores: Tensor) -> OnTrees:
         (
             on_device([ids[:-1] for ids, _ in group], device).long(),  # (sequences, length - 1), none of one token
             on_device([ids[-1] for ids, _ in group], device),
-            on_device([bias for _, bias in group], device),
+            on_device([bias for _, bias in group], device, torch.float32),
         )
         for group in by_length.values()
     ]
@@ -403,7 +403,7 @@ def _force(processor: Any, scores: Tensor) -> OnTrees:
         tokens, length = on_device([processor.bos_token_id], scores.device), 1
     else:
         tokens, length = processor.eos_token_id, processor.max_length - 1
-    forced = torch.where(_mask(tokens, scores), 0.0, -torch.inf)
+    forced = scores.new_zeros(scores.shape[-1]).masked_fill(~_mask(tokens, scores), -torch.inf)
     return lambda history, scores: torch.where((history.lengths == length)[:, :, None], forced, scores)
 
 

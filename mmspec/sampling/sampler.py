@@ -298,7 +298,7 @@ class Sampled:
         self.alignment = Alignment() if sampler.aligned else None
         self.failures: dict[int, Exception] = {}
         self.error: Exception | None = None
-        self._uniforms, self._used = torch.empty(0), 0  # used by rejected outputs
+        self._uniforms, self._used = torch.empty(0, dtype=torch.float32), 0  # used by rejected outputs
         self._begin()
 
     def _begin(self) -> None:
@@ -320,7 +320,7 @@ class Sampled:
     def drawn(self, count: int, device: torch.device) -> Tensor:
         """(count,) random numbers, generated on the host: a seed gives the same numbers on every device."""
         where = torch.device("cpu") if self.generator is None else self.generator.device
-        numbers = torch.rand(count, generator=self.generator, device=where)
+        numbers = torch.rand(count, dtype=torch.float32, generator=self.generator, device=where)
         return numbers if where == device else on_device(numbers.cpu(), device)
 
     def uniforms(self, count: int, device: torch.device) -> Tensor:

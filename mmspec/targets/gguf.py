@@ -151,6 +151,7 @@ class GGUFTensor:
                 f"{file.name} has the tensor {name} of type {kind}: expected a type up to {max(gguf.GGML_QUANT_SIZES)}"
             ) from None
         self.format: str = self._kind.name
+        file.names[place] = name
         count, size = gguf.GGML_QUANT_SIZES[self._kind]
         self.size: int = prod(shape) // count * size
 
@@ -195,10 +196,14 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
+        self.names: dict[int, str] = {}  # of tensors, by their places
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def fileno(self) -> int:
         return self._descriptor
+
+    def tensor_at(self, place: int) -> str:
+        return self.names[max(start for start in self.names if start <= place)]
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):

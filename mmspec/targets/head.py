@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mmspec.errors import UserError
 from mmspec.quantisation.linear import PackedLinear
 from mmspec.targets.placement import is_split
-from mmspec.targets.support import output_layer
+from mmspec.targets.support import output_layer, refuse_not_finite
 
 
 class Head:
@@ -77,9 +77,8 @@ class Head:
                 break
         else:
             if bool(logits.isnan().any()):
-                raise UserError(
-                    f"{self._name}: expected logits that are numbers, received NaN{_nan_weights(self._model)}"
-                )
+                refuse_not_finite(self._model.state_dict().items())
+                raise UserError(f"{self._name}: expected logits that are numbers, received NaN")
             raise UserError(
                 f"{self._name} transforms its logits after the output layer in an unknown way: expected "
                 "head(hidden) to equal the model's logits"
@@ -129,13 +128,6 @@ def _by_rows(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     and copy the whole weight."""
     y = layer(x.reshape(-1, x.shape[-1]))
     return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def _nan_weights(model: PreTrainedModel) -> str:
-    """The first of a model's weights that contain NaN, for a message."""
-    names = [name for name, weight in model.state_dict().items() if bool(weight.isnan().any())]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"; of its weights, {', '.join(names[:3])}{more} contain NaN" if names else ""
 
 
 def _logit_scaling(config: Any) -> Callable[[Tensor], Tensor]:

@@ -52,7 +52,7 @@ def _has_parts(layer: Any) -> bool:
 
 def gate_of(function: Any) -> str | None:
     """The kernels' name of an activation function."""
-    x = torch.linspace(-3, 3, 7)
+    x = torch.linspace(-3, 3, 7, dtype=torch.float32)
     known = {"silu": nn.functional.silu(x), "gelu": nn.functional.gelu(x, approximate="tanh")}
     return next((name for name, expected in known.items() if torch.allclose(function(x), expected)), None)
 
@@ -93,8 +93,8 @@ def _kind(layer: Any) -> Hashable:
 def _reproduces(layer: Any, rotary: nn.Module, run: Callable[[Any, Tensor, Rotation], Tensor]) -> bool:
     plain, device = _small(layer), next(rotary.buffers()).device
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, generator=generator)
-    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]])
+    x = torch.randn(2, 5, plain.mlp.down_proj.out_features, dtype=torch.float32, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]], dtype=torch.long)
     try:
         rotation = rotation_of(rotary, layer, x.to(device), positions.to(device))
         rotation = rotation[0].cpu(), rotation[1].cpu()

@@ -107,7 +107,7 @@ def slot_positions(cache: TreeCache, depth: Tensor, tail_depth: Tensor | None) -
     Args:
         cache, depth, tail_depth: as for ``tree_mask``.
     """
-    ends = torch.tensor(cache.lengths, device=depth.device)[:, None]
+    ends = torch.tensor(cache.lengths, dtype=torch.long, device=depth.device)[:, None]
     tail = depth if tail_depth is None else torch.cat([tail_depth, depth], dim=1)
     slots = torch.arange(cache.length, device=depth.device).expand(depth.shape[0], -1)
     return torch.cat([slots, ends + tail], dim=1)

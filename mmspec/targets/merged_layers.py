@@ -208,7 +208,7 @@ class Stack:
     def __init__(self, layers: list[MergedLayer]) -> None:
         self._layers = layers
         self._outputs: list[Tensor] = []
-        self._rotations = torch.empty(0)  # (positions, 1, head_dim / 2) complex64
+        self._rotations = torch.empty(0, dtype=torch.float32)  # (positions, 1, head_dim / 2) complex64
         for place, layer in enumerate(layers):
             layer.place, layer.stack = place, self
 
@@ -305,7 +305,7 @@ class Float32Norm(nn.Module):
     def __init__(self, gain: Tensor, epsilon: float) -> None:
         super().__init__()
         self.register_buffer("weight", gain, persistent=False)
-        self.register_buffer("epsilon", torch.tensor([epsilon]), persistent=False)
+        self.register_buffer("epsilon", torch.tensor([epsilon], dtype=torch.float32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -346,9 +346,10 @@ def merged(parts: list[nn.Linear]) -> nn.Linear:
     kept = all(stored)
     weight = torch.cat([part.weight.detach() if kept else weight_of(part) for part in parts])
     bias = None
-    if any(part.bias is not None for part in parts):
-        zeros = [torch.zeros(part.out_features) if part.bias is None else part.bias.detach() for part in parts]
-        bias = torch.cat(zeros)
+    if given := [part.bias.detach() for part in parts if part.bias is not None]:
+        biases = [part.bias for part in parts]
+        zeros = [given[0].new_zeros(part.out_features) for part in parts]
+        bias = torch.cat([zero if own is None else own.detach() for own, zero in zip(biases, zeros, strict=True)])
     return _linear(weight, bias, concatenated(chain(*stored)) if kept else [])
 
 

@@ -146,8 +146,8 @@ class Processor:
         settings = (chat_template, tools, answer_start, chat_template_kwargs)
         rows = [self._token_ids(request["prompt"], *settings) for request in requests]
         longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], dtype=torch.long)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], dtype=torch.long)
         return Prompt(ids, None if bool(mask.all()) else mask)
 
     def media_decoder(self, **limits: Any) -> Any:

@@ -21,7 +21,7 @@ from mmspec.quantisation.formats import StoredRows, quantised_rows
 from mmspec.targets import completed, gguf, gguf_model
 from mmspec.targets.packing import QUANTISED, head_kind
 from mmspec.targets.streaming import RowsConfig, Takes, unmapped
-from mmspec.targets.support import from_pretrained, read_whole, refuse_other_weights
+from mmspec.targets.support import from_pretrained, read_whole, refuse_not_finite, refuse_other_weights
 
 _LARGE = 1_000_000_000  # parameters; larger models keep the checkpoint's dtype on a CPU, to save memory
 
@@ -64,6 +64,8 @@ class Source:
             rows = RowsConfig(partial(_quantised, kind))
             with unmapped():
                 model: Any = read_whole(auto_class, self.folder, config=config, quantization_config=rows, **options)
+            if rows.refused:
+                raise rows.refused[0]
             refuse_other_weights(model, self.name, (), rows.mismatched, ())
             return model, kind
         model = read_whole(auto_class, self.folder, config=config, **options)
@@ -98,7 +100,7 @@ class LazySource(Source):
         except ImportError as error:
             raise missing(f"reading {self.name}", "accelerate", "real") from error
         with no_init_weights(), init_empty_weights(include_buffers=False):
-            model: Any = auto_class.from_config(config)
+            model: Any = auto_class.from_config(config, dtype=config.dtype or torch.float32)
         state, tied = self._state(model), dict(model.all_tied_weights_keys)
         takes: Takes = {}
         dtype = kind if isinstance(kind, torch.dtype) else torch.float32
@@ -181,14 +183,16 @@ def _quantised(kind: str, model: PreTrainedModel) -> Takes:
     kinds[id(model.get_output_embeddings())] = head_kind(kind)
     linear = {f"{name}.weight": id(layer) for name, layer in model.named_modules() if type(layer) is nn.Linear}
     return {
-        name: partial(_quantised_rows, kinds[layer])
+        name: partial(_quantised_rows, kinds[layer], name)
         for name, layer in linear.items()
         if layer in kinds and name not in tied
     }
 
 
-def _quantised_rows(kind: str, weight: Any) -> StoredRows:
-    return quantised_rows(weight[...], kind)
+def _quantised_rows(kind: str, name: str, weight: Any) -> StoredRows:
+    dense = weight[...]
+    refuse_not_finite([(name, dense)])
+    return quantised_rows(dense, kind)
 
 
 def _rows(model: PreTrainedModel, state: Mapping[str, Any]) -> Takes:

@@ -15,6 +15,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.quantisation.formats import StoredRows
 from mmspec.targets.layers import replaced
@@ -49,6 +50,7 @@ class RowsConfig(QuantizationConfigMixin):
         takes: of a model without weights.
 
     Attributes:
+        refused: errors of ``takes``, which transformers would not raise as they are.
         mismatched: name, shape and expected shape of weights, which transformers does not compare while it quantises:
             those to be quantised, before 5.24 all.
     """
@@ -57,6 +59,7 @@ class RowsConfig(QuantizationConfigMixin):
         self.quant_method: Any = NAME
         self.takes = takes
         self.mismatched: set[tuple[str, Any, Any]] = set()
+        self.refused: list[UserError] = []
 
 
 @register_quantizer(NAME)
@@ -75,7 +78,7 @@ class _Rows(HfQuantizer):
         return param_name in self._takes
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Take(self._takes, self._config.mismatched)
+        return _Take(self._takes, self._config)
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -85,8 +88,8 @@ class _Rows(HfQuantizer):
 
 
 class _Take(ConversionOps):
-    def __init__(self, takes: Takes, mismatched: set[tuple[str, Any, Any]]) -> None:
-        self._takes, self._mismatched = takes, mismatched
+    def __init__(self, takes: Takes, config: RowsConfig) -> None:
+        self._takes, self._config = takes, config
 
     def convert(
         self,
@@ -106,9 +109,12 @@ class _Take(ConversionOps):
             if name in self._takes:
                 layer = model.get_submodule(name.rpartition(".")[0])
                 if tensor.shape == layer.weight.shape:
-                    layer.stored = [self._takes[name](tensor)]
+                    try:
+                        layer.stored = [self._takes[name](tensor)]
+                    except UserError as error:
+                        self._config.refused.append(error)
                 else:
-                    self._mismatched.add((name, tensor.shape, layer.weight.shape))
+                    self._config.mismatched.add((name, tensor.shape, layer.weight.shape))
                 missing_keys.discard(name)
                 cpu.trim()  # the allocator would keep as much again as all rows take
             else:

@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
@@ -90,6 +90,17 @@ def refuse_other_weights(
         raise UserError(
             f"cannot load model {name!r}: expected exactly the weights of {type(model).__name__}, but {shown}"
         )
+
+
+def refuse_not_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a weight, by name, contains NaN or infinite numbers: quantised inputs would hide them from the logits.
+
+    Sums show them, at the speed of memory.
+    """
+    for name, weight in weights:
+        dense = weight.is_floating_point() and weight.itemsize > 1 and not weight.is_meta
+        if dense and not bool(weight.sum(dtype=torch.float32).isfinite()) and not bool(weight.isfinite().all()):
+            raise UserError(f"weights must be finite: {name} contains NaN or infinite numbers in {weight.dtype}")
 
 
 @contextmanager
@@ -206,6 +217,8 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
     name = type(model).__name__
     if reason := _NEVER_EXACT.get(model.config.model_type):
         raise UserError(f"the target must be one that trees can reproduce: {name} {reason}")
+    if model.config.return_dict is False:  # transformers' own models read fields of their decoder's output
+        raise UserError(f"the target must return fields by name: config.return_dict of {name} is False")
     if output_layer(model) is None:
         raise UserError(f"the target must have an output layer: {name} has none")
     if model.config.is_encoder_decoder:

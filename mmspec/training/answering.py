@@ -189,7 +189,7 @@ def user_opening(tokenizer: Any) -> list[int]:
 def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: SamplingParams) -> list[str | None]:
     """Sample prompts; None for unusable ones."""
     target = pipe.target
-    prompt = torch.tensor([opening], device=target.device)
+    prompt = torch.tensor([opening], dtype=torch.long, device=target.device)
     stopper = Stopper(MAX_TOKENS, context_limit=target.context_limit, eos_token_ids=target.eos_token_ids)
     sequences, wakeup = [], Wakeup()
     seeds = [zlib.crc32(f"prompt {params.seed} {number}".encode()) for number in numbers]

@@ -202,8 +202,8 @@ def selector_loss(network: DFlashNetwork, scores: Tensor, goal: Tensor, states: 
 
 def _draw(possible: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
     """Positions of up to ``count`` different anchors per row, (batch, anchors) int64; rows with fewer are padded."""
-    noise = torch.rand(possible.shape, generator=generator, device=possible.device).masked_fill(~possible, -1.0)
-    return noise.topk(min(count, int(possible.sum(1).max())), dim=1).indices
+    noise = torch.rand(possible.shape, dtype=torch.float32, generator=generator, device=possible.device)
+    return noise.masked_fill(~possible, -1.0).topk(min(count, int(possible.sum(1).max())), dim=1).indices
 
 
 def _states(network: DFlashNetwork, target: Target, batch: Features, anchors: Tensor) -> Tensor:

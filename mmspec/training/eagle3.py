@@ -147,8 +147,8 @@ class Eagle3Objective(Eagle3Passes):
         for number in range(self.passes):
             if number:
                 entry = (entry + 1).clamp(max=wanted.shape[1] - 1)
-                kept = torch.rand(valid.shape, generator=generator, device=valid.device) < self.keep
-                places, valid = packing(kept & valid & wanted.gather(1, entry), left=False)
+                kept = torch.rand(valid.shape, dtype=torch.float32, generator=generator, device=valid.device)
+                places, valid = packing((kept < self.keep) & valid & wanted.gather(1, entry), left=False)
                 if places.shape[1] == 0:
                     break
                 entry = entry.gather(1, places)
@@ -165,7 +165,7 @@ def _inputs(network: Eagle3Network, target: Target, embeds: Tensor, state: Tenso
     """Layer inputs of a further pass, (batch, chains, 2 * hidden), from its tokens' embeddings and predicted states."""
     if (mask := network.config.mask_token_id) is None:
         return network.combine(embeds, state)
-    embed = _embeddings(network, target, torch.tensor([[mask]], device=embeds.device))
+    embed = _embeddings(network, target, torch.full((1, 1), mask, dtype=torch.long, device=embeds.device))
     return network.combine(embed, network.project(network.mask_hidden)).expand(*embeds.shape[:2], -1)
 
 

@@ -129,14 +129,15 @@ class FeatureCache:
     def _write(self, number: int, rows: Sequence[ConversationFeatures | None], skipped: Counter[str]) -> None:
         present = [row for row in rows if row is not None]
         width = self.target.config.hidden_size
-        tokens, mask = torch.zeros(0, dtype=torch.int32), torch.zeros(0) > 0
+        tokens, mask = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.bool)
         hidden, layers = (torch.zeros(0, n * width, dtype=self.dtype) for n in (1, len(self.extractor.layers)))
         # Concatenates to the right dtypes and widths.
         empty = ConversationFeatures(tokens, hidden, hidden, mask, mask, layers)
         names = (*_BY_TOKEN, "shown", *(["layers"] if self.extractor.layers else []))
         tensors = {name: torch.cat([getattr(row, name) for row in [empty, *present]]) for name in names}
-        tensors["lengths"] = torch.tensor([0 if row is None else len(row.tokens) for row in rows])
-        tensors["shown_lengths"] = torch.tensor([0 if row is None else len(row.shown) for row in rows])
+        lengths = [(0, 0) if row is None else (len(row.tokens), len(row.shown)) for row in rows]
+        columns = zip(("lengths", "shown_lengths"), zip(*lengths, strict=True), strict=True)
+        tensors |= {name: torch.tensor(column, dtype=torch.long) for name, column in columns}
         with atomic(self._path(number)) as part:
             save_file(tensors, part, {"skipped": json.dumps(skipped)})
 

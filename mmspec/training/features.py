@@ -169,7 +169,7 @@ class Encoder:
             return None
         self._check_expansion(shown[:last], processed)
         tokens = self._expanded(tokens, processed)
-        ids, turns = (torch.tensor(column) for column in zip(*tokens, strict=True))
+        ids, turns = (torch.tensor(column, dtype=torch.long) for column in zip(*tokens, strict=True))
         visual = torch.isin(ids, torch.tensor(sorted(self.visual_ids), dtype=torch.long))
         return EncodedConversation(ids, turns, visual, prompt.inputs)
 
@@ -295,7 +295,7 @@ class Extractor:
         longest = max(len(one.tokens) for one in batch)
         pads = [longest - len(one.tokens) for one in batch]
         ids = torch.stack([torch.nn.functional.pad(one.tokens, (p, 0)) for one, p in zip(batch, pads, strict=True)])
-        mask = (torch.arange(longest) >= torch.tensor(pads)[:, None]).long()
+        mask = (torch.arange(longest) >= torch.tensor(pads, dtype=torch.long)[:, None]).long()
         inputs = _concatenated(batch)
         if any(_TOKEN_TYPES in one.inputs for one in batch):
             inputs[_TOKEN_TYPES] = self._token_types(ids).to(device)
@@ -334,7 +334,7 @@ def collate(rows: Sequence[ConversationFeatures], target: TransformersTarget) ->
         rows = [ConversationFeatures(marks.long(), empty, empty[:0], marks, marks)]
         lengths = torch.zeros(1, dtype=torch.long)
     else:
-        lengths = torch.tensor([len(row.tokens) for row in rows])
+        lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.long)
     tokens, visual, answer, hidden = (
         pad_sequence([getattr(row, name).to(device) for row in rows], batch_first=True)
         for name in ("tokens", "visual", "answer", "hidden")

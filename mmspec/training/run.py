@@ -226,7 +226,7 @@ def frequent_tokens(answers: Iterable[Sequence[int]], count: int, always: Sequen
     where these have fewer, the first of the vocabulary, which a tokenizer learnt first."""
     seen = Counter(token for answer in answers for token in answer)
     ranked = dict.fromkeys([*always, *(token for token, _ in seen.most_common()), *range(vocab)])
-    return torch.tensor(sorted(list(ranked)[:count]))
+    return torch.tensor(sorted(list(ranked)[:count]), dtype=torch.long)
 
 
 class DrafterTask:

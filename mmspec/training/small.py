@@ -114,7 +114,7 @@ def _new_model(pipe: Pipeline, layers: int, hidden: int | None) -> Any:
         tie_word_embeddings=width != theirs.hidden_size or target.model.config.tie_word_embeddings,
         **special,
     )
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if width == theirs.hidden_size:
         tokens = torch.arange(theirs.vocab_size, device=target.device)
         model.get_input_embeddings().weight.copy_(plain_embedding(target, tokens))

@@ -235,7 +235,7 @@ def mask_token(pipe: Pipeline) -> int:
     tokenizer, vocab = pipe.processor.tokenizer, pipe.target.config.vocab_size
     named = (getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad", "unk"))
     for token in [*(token for token in named if token is not None and token < vocab), *reversed(range(vocab))]:
-        embedding = plain_embedding(pipe.target, torch.tensor([token], device=pipe.target.device))
+        embedding = plain_embedding(pipe.target, torch.tensor([token], dtype=torch.long, device=pipe.target.device))
         if token not in pipe.target.eos_token_ids and bool(embedding.any()):
             return int(token)
     raise UserError("expected a target with a token for masks, received one whose embeddings are all zero")

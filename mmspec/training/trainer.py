@@ -186,7 +186,7 @@ class Trainer:
         """Factor on this process's mean loss such that the mean over processes is that of the joint batch."""
         if self.accelerator.num_processes == 1:
             return 1.0
-        own = torch.tensor([float(self.task.weight(batch))], device=self.accelerator.device)
+        own = torch.tensor([float(self.task.weight(batch))], dtype=torch.float32, device=self.accelerator.device)
         counts = self.accelerator.gather(own)
         return own / counts.mean().clamp(min=1.0)
 
@@ -202,7 +202,7 @@ class Trainer:
         self.seconds = time.monotonic() - self._start
         if self.accelerator.num_processes == 1:
             return stop()
-        own = torch.tensor([[float(stop()), self.seconds]], device=self.accelerator.device)
+        own = torch.tensor([[float(stop()), self.seconds]], dtype=torch.float32, device=self.accelerator.device)
         gathered = self.accelerator.gather(own)
         self.seconds = gathered[0, 1].item()
         return bool(gathered[:, 0].any())

@@ -85,16 +85,17 @@ class MambaLayer(nn.Module):
         self.config = c = config
         self.norm = nn.LayerNorm(c.hidden_size, c.norm_eps)
         self.in_proj = nn.Linear(c.hidden_size, c.inner + c.channels + c.heads)
-        self.conv = nn.Parameter(torch.empty(c.window, 1, c.channels).uniform_(-1, 1) / math.sqrt(c.window))
-        self.a_log = nn.Parameter(torch.empty(c.heads).uniform_(1, 16).log())
-        self.d = nn.Parameter(torch.ones(c.heads, 1))
+        taps = torch.empty(c.window, 1, c.channels, dtype=torch.float32).uniform_(-1, 1)
+        self.conv = nn.Parameter(taps / math.sqrt(c.window))
+        self.a_log = nn.Parameter(torch.empty(c.heads, dtype=torch.float32).uniform_(1, 16).log())
+        self.d = nn.Parameter(torch.ones(c.heads, 1, dtype=torch.float32))
         self.gated_norm = nn.LayerNorm(c.inner, c.norm_eps)
         self.out_proj = nn.Linear(c.inner, c.hidden_size, bias=False)
         self.a: Tensor | None = None  # set by ``freeze``
         with torch.no_grad():
             self.in_proj.bias.zero_()
             # dt of 0.001 to 0.1 after softplus, as in the paper's code.
-            steps = torch.exp(torch.empty(c.heads).uniform_(math.log(1e-3), math.log(1e-1)))
+            steps = torch.exp(torch.empty(c.heads, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)))
             self.in_proj.bias[-c.heads :] = steps + torch.log(-torch.expm1(-steps))
 
     def project(self, x: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class MambaNetwork(nn.Module):
     def initial_state(self, rows: int) -> State:
         c, weight = self.config, self.embed.weight
         window = weight.new_zeros(rows, c.window - 1, c.channels)
-        s = torch.zeros(rows, c.state, c.heads, c.head_dim, device=weight.device)
+        s = torch.zeros(rows, c.state, c.heads, c.head_dim, dtype=torch.float32, device=weight.device)
         return tuple((window, s) for _ in range(c.layers))
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, state: State | None = None) -> tuple[Tensor, State]:
@@ -289,7 +290,7 @@ class Mamba(TrainedDrafter):
     usual_tree = TreeShape(top_k=8, depth=6, total_tokens=40)
 
     def __init__(self, network: MambaNetwork, draft_ids: Tensor | None = None, **settings: Any) -> None:
-        self._head = torch.empty(0)  # (draft tokens, hidden)
+        self._head = torch.empty(0, dtype=torch.float32)  # (draft tokens, hidden)
         super().__init__(network, draft_ids, **settings)
 
     def reset(self, static_shapes: bool = False) -> None:

@@ -122,8 +122,8 @@ def _read(rows: Tensor, state: Tensor) -> Tensor:
 def _decays(reach: Tensor, ancestors: Tensor) -> Tensor:
     """Decay from node j to node i, (batch * heads, nodes, nodes) [i, j]; 0 if j is not an ancestor."""
     # Mask before exp2, which could overflow for non-ancestors.
-    exponent = (reach.unsqueeze(3) - reach.unsqueeze(2)).float() + torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
-    return exp2(exponent).flatten(0, 1)
+    exponent = (reach.unsqueeze(3) - reach.unsqueeze(2)).float()
+    return exp2(exponent.masked_fill(~ancestors.unsqueeze(1), -torch.inf)).flatten(0, 1)
 
 
 def _solve(overlap: Tensor, beta: Tensor, right: Tensor) -> Tensor:

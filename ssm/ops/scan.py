@@ -83,7 +83,7 @@ def _tree_scan(
     # Row by row if intermediates exceed the CPU cache.
     batch, nodes, heads, head_dim = x.shape
     rows = 1 if batch * heads * nodes * max(nodes, head_dim) > _LARGE else batch
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     by_row = zip(*(t.split(rows) if rows < batch else (t,) for t in (x, dt, b, c, state, ancestors, y)), strict=True)
     for x, dt, b, c, state, ancestors, out in by_row:
         if nodes == 1:
@@ -150,8 +150,7 @@ def _scan_rows(
     reach = torch.bmm(reach, ancestors.transpose(1, 2).to(reach.dtype))
     exponent = (reach.unsqueeze(3) - (reach - dt.log2()).unsqueeze(2)).float()  # includes the factor dt_j
     # Mask before exp2, which could overflow for non-ancestors.
-    exponent += torch.where(ancestors, 0.0, -torch.inf).unsqueeze(1)
-    weight = exp2(exponent)  # (batch, heads, nodes, nodes)
+    weight = exp2(exponent.masked_fill_(~ancestors.unsqueeze(1), -torch.inf))  # (batch, heads, nodes, nodes)
     weight.view(*split, nodes, nodes).mul_(torch.bmm(c, b.transpose(1, 2)).view(batch, groups, 1, nodes, nodes))
     if d is not None:
         weight.diagonal(dim1=2, dim2=3).add_(d.unsqueeze(1))

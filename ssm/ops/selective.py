@@ -99,11 +99,11 @@ def _tree_selective(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, state: Tensor, levels: DepthIndex
 ) -> Tensor:
     (batch, nodes, _), size = x.shape, b.shape[3]
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     for group, part in tiles(x, b, batch * nodes * size):
         step, rate = dt[:, :, part].flatten(0, 1).unsqueeze(2), base2(a[part])
         entering = (step * x[:, :, part].flatten(0, 1).unsqueeze(2)) * b[:, :, group].flatten(0, 1).unsqueeze(1)
-        states = torch.empty(batch, 1 + nodes, *rate.shape, device=x.device)
+        states = torch.empty(batch, 1 + nodes, *rate.shape, dtype=torch.float32, device=x.device)
         states[:, 0] = state[:, part]
         states = states.flatten(0, 1)
         for at, slot, source in zip(levels.nodes, levels.slots, levels.sources, strict=True):
@@ -199,7 +199,7 @@ def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
 
 def _tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     batch, nodes, channels = x.shape
-    states = torch.empty(batch, 1 + nodes, channels, device=x.device)
+    states = torch.empty(batch, 1 + nodes, channels, dtype=torch.float32, device=x.device)
     states[:, 0] = state
     flat, x, a = states.flatten(0, 1), x.flatten(0, 1), a.flatten(0, 1)
     for at, slot, source in zip(levels.nodes, levels.slots, levels.sources, strict=True):

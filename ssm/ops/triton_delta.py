@@ -42,10 +42,10 @@ _WALKING = 4
 def tree_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """See ``mmspec.ssm.ops.tree_delta``."""
     batch, nodes, heads, value_dim = v.shape
-    y = torch.empty(v.shape, device=v.device)
+    y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
     tiles = triton.cdiv(nodes, _NODE_TILE)
-    updates = torch.empty(v.shape, device=v.device) if tiles > 1 else y
+    updates = torch.empty(v.shape, dtype=torch.float32, device=v.device) if tiles > 1 else y
     ancestors = ancestors.view(torch.uint8)
     _tree_delta_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
         *(q, k, v, g, beta, state, ancestors, updates, y),
@@ -213,9 +213,9 @@ def _commit_delta_kernel(
 def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, ancestors: Tensor) -> Tensor:
     """See ``mmspec.ssm.ops.tree_kda``."""
     (batch, nodes, heads, value_dim), key_dim = v.shape, k.shape[3]
-    y = torch.empty(v.shape, device=v.device)
-    rows = torch.empty(2, *k.shape, device=v.device)  # keys and queries, decayed from before the root
-    overlap = torch.empty(2, batch, heads, nodes, nodes, device=v.device)
+    y = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+    rows = k.new_empty(2, *k.shape, dtype=torch.float32)  # keys and queries, decayed from before the root
+    overlap = torch.empty(2, batch, heads, nodes, nodes, dtype=torch.float32, device=v.device)
     ancestors = ancestors.view(torch.uint8)
     _overlap_kda_kernel[(triton.cdiv(nodes, _WALKING), heads, batch)](
         *(q, k, g, beta, ancestors, rows[0], rows[1], overlap[0], overlap[1]),
@@ -228,7 +228,7 @@ def tree_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     )
     block_dim = max(16, min(triton.next_power_of_2(value_dim), _SCAN_DIM))
     tiles = triton.cdiv(nodes, _NODE_TILE)
-    updates = torch.empty(v.shape, device=v.device) if tiles > 1 else y
+    updates = torch.empty(v.shape, dtype=torch.float32, device=v.device) if tiles > 1 else y
     _tree_kda_kernel[(triton.cdiv(value_dim, block_dim), heads, batch)](
         *(rows[0], rows[1], overlap[0], overlap[1], v, beta, state, ancestors, updates, y),
         *(nodes, value_dim, key_dim),

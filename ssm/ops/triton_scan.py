@@ -37,7 +37,7 @@ def tree_scan(
 ) -> Tensor:
     """See ``mmspec.ssm.ops.tree_scan``."""
     batch, nodes, heads, head_dim = x.shape
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     block_dim = max(16, min(triton.next_power_of_2(head_dim), _SCAN_DIM))
     ancestors = ancestors.view(torch.uint8)
     block_nodes = min(_NODE_TILE, max(16, triton.next_power_of_2(nodes)))

@@ -34,14 +34,14 @@ def tree_selective(
 ) -> Tensor:
     """See ``mmspec.ssm.ops.tree_selective``."""
     (batch, nodes, _), size, parents = x.shape, b.shape[3], levels.parents
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     if nodes <= _NODES:
         _walk(x, dt, a, b, c, d, state, parents, y, None)
         return y
     for group, part in tiles(x, b, batch * nodes * size):
         b_part, c_part = (t[:, :, group : group + 1] for t in (b, c))
         x_part, dt_part, y_part = (t[:, :, part] for t in (x, dt, y))
-        states = torch.empty(batch, nodes, x_part.shape[2], size, device=x.device)
+        states = torch.empty(batch, nodes, x_part.shape[2], size, dtype=torch.float32, device=x.device)
         d_part = None if d is None else d[part]
         _walk(x_part, dt_part, a[part], b_part, c_part, d_part, state[:, part], parents, y_part, states)
     return y
@@ -217,7 +217,7 @@ def _commit_selective_kernel(
 def tree_lru(x: Tensor, a: Tensor, state: Tensor, levels: DepthIndex) -> Tensor:
     """See ``mmspec.ssm.ops.tree_lru``."""
     (batch, nodes, channels), parents = x.shape, levels.parents
-    y = torch.empty(x.shape, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     _tree_lru_kernel[triton.cdiv(channels, _LRU_TILE), batch](
         *(x, a, state, parents, y, nodes, channels),
         *(*x.stride(), *a.stride(), *state.stride(), *parents.stride(), *y.stride()),

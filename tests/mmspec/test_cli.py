@@ -311,7 +311,7 @@ def damaged(folder: Path, how: str) -> list[str]:
         return [str(folder)]
     name = next(name for name in weights if part in name)
     if kind == "nan":
-        weights[name][:] = float("nan")
+        weights[name].view(-1)[-1] = float("inf" if part == "layers.0.input" else "nan")
     elif kind == "lacking":
         del weights[name]
     else:
@@ -323,14 +323,23 @@ def damaged(folder: Path, how: str) -> list[str]:
 @pytest.mark.parametrize(
     "how",
     [
-        *("empty", "config", "cut", "pickle other", "pickle cut", "pickle empty"),
-        *("nan up_proj", "nan lm_head", "nan embed_tokens", "lacking up_proj", "misshapen up_proj"),
+        *("empty", "config", "cut", "pickle other", "pickle cut", "pickle empty", "lacking up_proj"),
+        *(
+            "misshapen up_proj",
+            "nan lm_head",
+            "nan embed_tokens",
+            "nan up_proj",
+            "nan model.norm",
+            "nan layers.0.input",
+        ),
     ],
 )
-def test_damaged_models(run: Run, model: str, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+def test_damaged_models(run: Run, model: str, tmp_path: Path, how: str, dtype: str) -> None:
+    """Numbers that are not finite are found as the model is loaded, in every form of its weights."""
     folder = shutil.copytree(model, tmp_path / "model")
     expected = damaged(folder, how)
-    result = run("generate", "A", "--model", str(folder))
+    result = run("generate", "A", "--model", str(folder), "--dtype", dtype)
     assert_user_error(result, *expected)
     assert "weights_only" not in str(result)
 

@@ -111,7 +111,7 @@ def _images(
     runs: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Images:
     """Images of given row, first entry and length; ``spots`` takes the latter two, (images, 1) each."""
-    row, begin, length = torch.tensor(runs, device=device).unbind(1)
+    row, begin, length = torch.tensor(runs, dtype=torch.long, device=device).unbind(1)
     step = torch.arange(int(length.max()), device=device)
     inside = step < length[:, None]
     entry = begin[:, None] + torch.minimum(step, length[:, None] - 1)
@@ -123,7 +123,7 @@ class Latents(nn.Module):
 
     def __init__(self, latents: int, width: int) -> None:
         super().__init__()
-        self.queries = nn.Parameter(torch.randn(latents, width))
+        self.queries = nn.Parameter(torch.randn(latents, width, dtype=torch.float32))
 
     def forward(self, hidden: Tensor, images: Images) -> Tensor:
         """Attention weights of each latent over its image's entries, (images, latents, longest).

@@ -27,7 +27,7 @@ class Adaptor(nn.Module):
     def __init__(self, config: MSDConfig) -> None:
         super().__init__()
         width, heads = config.hidden_size, config.heads
-        self.queries = nn.Parameter(torch.randn(2, heads, width // heads))
+        self.queries = nn.Parameter(torch.randn(2, heads, width // heads, dtype=torch.float32))
         self.key = nn.Linear(width, width, bias=config.qkv_bias)
         self.value = nn.Linear(width, width, bias=config.qkv_bias)
         self.out = nn.Linear(width, width, bias=False)

@@ -81,6 +81,9 @@ int64_t bytes_of_blocks(int64_t kind, int64_t in, int64_t out) {
   return (out + BLOCK - 1) / BLOCK * block_bytes(Kind(kind), groups_of(in));
 }
 
+// Bytes of a row in a format of GGUF.
+int64_t bytes_of_row(int64_t format, int64_t features) { return row_bytes(Stored(format), groups_of(features)); }
+
 // Rows in a format of GGUF, at addresses or, unless ``file`` is -1, at places of a file, that become ``blocks``.
 struct Packing {
   const int64_t* places;
@@ -88,20 +91,23 @@ struct Packing {
   int64_t format, count, features, file;
 };
 
-// Returns how many of the packings are done: all but those from the first on whose file has not all of its rows.
+// Returns how many of the packings are done: all but those from the first on whose file has not all of its rows. Where
+// the next contains scales that are not finite, -1 less that number.
 int64_t pack_rows(const Packing* packings, int64_t count, int threads) {
   Team team(threads);
   for (const Packing* p = packings; p < packings + count; p++) {
     int64_t groups = groups_of(p->features);
+    std::atomic<bool> finite{true};
     bool done = with_format(Stored(p->format), [&](auto of) {
       constexpr Stored stored = decltype(of)::value;
       int64_t size = block_bytes(stored_kind[int64_t(stored)], groups);
       Places places{p->places, p->count, row_bytes(stored, groups), int(p->file)};
       return each_block(places, [&](int64_t first, const uint8_t* const* rows) {
-        pack_block<stored>(rows, groups, p->blocks + first / BLOCK * size);
+        if (!pack_block<stored>(rows, groups, p->blocks + first / BLOCK * size)) finite = false;
       });
     });
     if (!done) return p - packings;
+    if (!finite) return packings - p - 1;
   }
   return count;
 }

@@ -30,7 +30,10 @@ struct Stored32 {
   uint16_t first, second;
 };
 
+inline bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
 inline float from_half(uint16_t half) {
+  if (!is_finite(half)) return NAN;
   uint32_t bits = uint32_t(half & 0x8000) << 16 | uint32_t(half & 0x7fff) << 13;
   return load<float>(&bits) * 0x1p112f;
 }
@@ -114,12 +117,13 @@ void dense_row(const uint8_t* row, int64_t groups, float* out) {
   }
 }
 
-// A block of the kernels' layout, from up to 16 rows; null ones are zeros.
+// A block of the kernels' layout, from up to 16 rows; null ones are zeros. Returns whether all scales are finite.
 template <Stored format>
-void pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
+bool pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
   constexpr Kind kind = stored_kind[int64_t(format)];
   constexpr int64_t stride = together[kind] * (code_bytes[kind] + scale_bytes[kind]) + shared_bytes[kind];
   if (groups % together[kind]) std::memset(block + groups / together[kind] * stride, 0, stride);
+  bool finite = true;
   for (int64_t g = 0; g < groups; g++) {
     int64_t place = g % together[kind];
     uint8_t* start = block + g / together[kind] * stride;
@@ -131,9 +135,11 @@ void pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
       for (int i = 0; i < 8; i++) std::memcpy(&vectors[i][4 * lane], &group.codes[4 * i], 4);
       std::memcpy(scales + 2 * lane, &group.first, 2);
       if constexpr (kind == INT4 || kind == Q5) std::memcpy(scales + 2 * (BLOCK + lane), &group.second, 2);
+      if constexpr (!is_super(format)) finite = finite && is_finite(group.first) && is_finite(group.second);
       if constexpr (is_super(format)) {
         if (place) continue;
         auto [d, dmin] = rows[lane] ? stored_shared<format>(rows[lane], g) : std::pair<uint16_t, uint16_t>{};
+        finite = finite && is_finite(d) && is_finite(dmin);
         uint8_t* shared = end + together[kind] * scale_bytes[kind];
         std::memcpy(shared + 2 * lane, &d, 2), std::memcpy(shared + 2 * (BLOCK + lane), &dmin, 2);
       }
@@ -152,6 +158,7 @@ void pack_block(const uint8_t* const* rows, int64_t groups, uint8_t* block) {
         codes[256 + 64 * plane + j] = bits;
       }
   }
+  return finite;
 }
 
 // Where rows are: at addresses, or at places of a file.

@@ -242,10 +242,45 @@ def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_
 @needs_kernels
 def test_large_scores_do_not_overflow():
     query, key, value, _ = slots_of(1, 2, 140, 2, 1, 32)
-    found = cpu.attention(1000 * query, 1000 * key, value, None, 1.0)
+    query, key = query.mul_(1000), key.mul_(1000)
+    found = cpu.attention(query, key, value, None, 1.0)
     causal = torch.ones(1, 1, 2, 140).tril(138).bool()
-    expected = softmax_attention(1000 * query, 1000 * key, value, causal, 1.0)
+    expected = softmax_attention(query, key, value, causal, 1.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=4e-3)
+
+
+X = torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "packed"),
+    [
+        *((X.to(dtype), None) for dtype in (torch.float64, torch.bfloat16, torch.int32)),
+        *(
+            (X[:1], None),
+            (X[None], None),
+            (X.flatten(1), 1),
+            (X.to("meta"), None),
+            (torch.zeros(2, 3, 5)[..., :4], None),
+        ),
+        *((torch.zeros(2, 3, 8)[..., ::2], 1), (torch.zeros(2, 3, 5)[..., :4], 2), (torch.zeros(2, 4, 3).mT, 1)),
+    ],
+)
+def test_kernels_take_tensors_of_one_dtype_shape_layout_and_device_alone(x, packed):
+    with pytest.raises(
+        RuntimeError, match=r"expected a contiguous tensor \(2, 3, 4\) of torch.float32 on the CPU: got"
+    ):
+        cpu.pointer(x, torch.float32, (2, 3, 4), packed)
+    for whole, last in ((X, None), (torch.zeros(2, 3, 5)[..., :4], 1), (torch.zeros(2, 5, 4)[:, :3], 2)):
+        assert cpu.pointer(whole, torch.float32, (2, 3, 4), last) == whole.data_ptr()
+
+
+@needs_kernels
+def test_products_refuse_other_dtypes_and_widths():
+    layer = BLOCKS["int8"](torch.randn(32, 64))
+    for x in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(2, 65)):
+        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
+            cpu.linear(layer.native, x)
 
 
 def test_reference_kernels_can_be_chosen(monkeypatch):

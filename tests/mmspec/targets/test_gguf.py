@@ -83,6 +83,37 @@ def test_weights_and_tokens_are_those_that_transformers_reads(file: Path, cache:
     assert not list(cache.rglob("*.safetensors"))
 
 
+@needs_kernels
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "F32"])
+@pytest.mark.parametrize(
+    ("damaged", "dtype"), [("blk.0.attn_q", "auto"), ("token_embd", "auto"), ("blk.1.ffn_down", "int4")]
+)
+def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Path, tmp_path: Path) -> None:
+    """The last scale of a tensor; also where an embedding stays in its file, whose rows are also the head's."""
+
+    def matrix(name: str, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, Any]:
+        module = pytest.importorskip("gguf", reason="the package gguf is not installed")
+        kind = module.GGMLQuantizationType[form]
+        if dense := {"F16": np.float16, "F32": np.float32}.get(form):
+            rows = np.random.default_rng(block + 1).standard_normal(shape).astype(dense)
+        else:
+            rows = random_rows(form, shape, block + 1)
+        if damaged == (name if block < 0 else f"blk.{block}.{name}"):
+            numbers = rows.view(np.float32 if form == "F32" else np.float16)
+            size = 2 if form in ("F16", "F32") else module.GGML_QUANT_SIZES[kind][1]
+            numbers[-1, -1 if form in ("F16", "F32", "Q6_K") else -size // 2] = np.nan
+        return rows, kind
+
+    sizes = {"embedding_length": WIDTH, "feed_forward_length": WIDTH, "rope.dimension_count": WIDTH // 4}
+    path = save_gguf(tmp_path / "damaged.gguf", matrix, **sizes)
+    with pytest.raises(
+        mmspec.UserError, match=r"weights must be finite: .* contains NaN or infinite numbers"
+    ) as raised:
+        mmspec.load(str(path), drafter=None, dtype=dtype)
+    names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}  # dense ones
+    assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
