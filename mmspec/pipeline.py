@@ -354,7 +354,9 @@ class Pipeline:
             thoughts=thoughts,
         )
         sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
-        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request)
+        spelling = self.processor.token_bytes if options.trace and self.processor.tokenizer is not None else None
+        recording: dict[str, Any] = {"request": request, "token_bytes": spelling}
+        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, **recording)
         decode = _answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
         verbatim = partial(self.processor.decode, verbatim=True)
         texts = ThoughtsAndAnswer(decode, params.stop_strings, thoughts, verbatim)
