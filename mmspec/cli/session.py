@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
+from io import StringIO
 from itertools import chain, count
 from typing import Any
 
@@ -155,17 +156,21 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
 
 
 def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """Collect the pieces of an answer; print them as they arrive if ``show``."""
+    """Collect the pieces of an answer; print them as they arrive if ``show``, and warnings after them."""
     # Escape sequences in an answer must not control the terminal.
     controls = _CONTROLS if sys.stdout.isatty() else {}
-    text, token_ids = "", []
-    for piece in pieces:
-        text += piece.text
-        token_ids += piece.token_ids
-        if show:
-            click.echo(piece.text.translate(controls), nl=False)
-    if show and not text.endswith("\n"):
-        click.echo()
+    text, token_ids, warnings = "", [], StringIO()
+    try:
+        with redirect_stderr(warnings) if show else nullcontext():
+            for piece in pieces:
+                text += piece.text
+                token_ids += piece.token_ids
+                if show:
+                    click.echo(piece.text.translate(controls), nl=False)
+    finally:
+        if show and not text.endswith("\n"):
+            click.echo()
+        click.echo(warnings.getvalue(), nl=False, err=True)
     assert piece.finish_reason is not None
     assert piece.stats is not None
     return Generation(text, token_ids, piece.finish_reason, piece.stats)

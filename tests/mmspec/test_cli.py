@@ -283,7 +283,7 @@ def test_a_drafter_of_another_model_is_noted_once(generate: Run, model: str, tmp
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     for drafter, notes in ((model, 0), (other, 1)):
         status, _, err = generate("A", *options, "--num-draft-tokens", "1", "--drafter", f"small:{drafter}")
-        assert (status, err.count("note: the drafter Small is of little use: 1.")) == (0, notes), err
+        assert (status, err.count("note: the drafter Small is of little use: below 1.05 ")) == (0, notes), err
 
 
 class Other:
