@@ -74,7 +74,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["as_json"]:
         click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
         return
-    for line in (_stats_line(generation, drafter), *(_comparison_lines(comparison, pipe) if comparison else ())):
+    for line in (_stats_line(generation, drafter, pipe.context_limit), *(_comparison_lines(comparison, pipe) if comparison else ())):
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -134,9 +134,12 @@ def _as_object(
     return content if comparison is None else {**content, "compare": comparison.to_dict()}
 
 
-def _stats_line(generation: Generation, drafter: str | None) -> str:
+def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
     """The line of statistics after an answer."""
-    stats = generation.stats
+    stats, reason = generation.stats, str(generation.finish_reason)
+    if reason == "length":
+        is_full = stats.num_prompt_tokens + stats.num_generated_tokens == context_limit
+        reason = f"length, the model's context of {context_limit}" if is_full else "length, --max-new-tokens raises it"
     drafting = "none"
     if drafter:
         idle = stats.num_spec_steps > 0 and stats.num_draft_tokens == 0
@@ -144,7 +147,7 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
     speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
     return " | ".join(
         (
-            f"{stats.num_generated_tokens} tokens ({generation.finish_reason})",
+            f"{stats.num_generated_tokens} tokens ({reason})",
             speed,
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
             f"{stats.num_spec_steps} steps",

@@ -61,11 +61,14 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) ->
     expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
     assert (status, out.rstrip("\n")) == (0, expected.text.rstrip("\n"))
     assert err.count("\n") == 1
-    for figure in (f"{len(expected.token_ids)} tokens", "mean acceptance length", "drafter recycle", "steps"):
+    for figure in ("12 tokens (length, --max-new-tokens raises it)", "mean acceptance length", "drafter recycle", "steps"):
         assert figure in err
     for nodes, drafted in (("0", "| drafter ngram (nothing drafted) |"), ("4", "| drafter ngram |")):
         args = ("--drafter", "ngram", "--nodes", nodes, "--max-new-tokens", "9")
         assert drafted in generate(" one two three" * 8, *args)[2]
+    whole = mmspec.load(model, drafter=None).context_limit
+    full = generate("Describe", "--max-new-tokens", "100000", "--ignore-eos")[2]
+    assert f" tokens (length, the model's context of {whole}) | " in full
 
 
 def test_json_is_one_object(generate: Run, model: str) -> None:

@@ -357,7 +357,7 @@ def test_a_draft_model_with_a_shorter_context():
 
 def test_the_line_of_figures_says_that_drafting_stopped():
     _, (row,) = on_table(Failing(Ngram(), "propose"), ROWS[:1], [9])
-    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram")
+    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
     assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
 
