@@ -74,7 +74,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["as_json"]:
         click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
         return
-    for line in (_stats_line(generation, drafter, pipe.context_limit), *(_comparison_lines(comparison, pipe) if comparison else ())):
+    compared = _comparison_lines(comparison, pipe) if comparison else ()
+    for line in (_stats_line(generation, drafter, pipe.context_limit), *compared):
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 

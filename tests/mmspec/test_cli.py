@@ -61,7 +61,8 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) ->
     expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
     assert (status, out.rstrip("\n")) == (0, expected.text.rstrip("\n"))
     assert err.count("\n") == 1
-    for figure in ("12 tokens (length, --max-new-tokens raises it)", "mean acceptance length", "drafter recycle", "steps"):
+    ended = "12 tokens (length, --max-new-tokens raises it)"
+    for figure in (ended, "mean acceptance length", "drafter recycle", "steps"):
         assert figure in err
     for nodes, drafted in (("0", "| drafter ngram (nothing drafted) |"), ("4", "| drafter ngram |")):
         args = ("--drafter", "ngram", "--nodes", nodes, "--max-new-tokens", "9")
