@@ -10,11 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 import mmspec
 from mmspec import plugins
@@ -177,10 +178,32 @@ def test_what_cannot_be_removed_is_not_counted(run: Run, tmp_path: Path, monkeyp
     assert json.loads(run("clean", "--json")[1]) == {"removed": []}
 
 
-def test_info_shows_a_file(run: Run, tmp_path: Path) -> None:
-    file = save_gguf(tmp_path / "a.gguf")
+def test_info_shows_what_a_file_or_folder_contains(run: Run, model: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    marked = {"tokenizer.chat_template": "<|im_start|>{{ messages }}", "general.sampling.top_k": 7}
+    file = save_gguf(tmp_path / "a.gguf", entries=marked)
+    sizes: dict[str, int] = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
     (shown,) = json.loads(run("info", str(file), "--json")[1])["models"]
     assert (shown["bytes"], shown.get("problem")) == (file.stat().st_size, None)
+    assert shown["weights"] == {kind: pytest.approx(n / sum(sizes.values()), abs=1e-4) for kind, n in sizes.items()}
+    assert len(sizes) > 2
+    config = mmspec.load(str(file), drafter=None).model.config
+    for facts, own in ((shown, config), (_described(run, model), AutoConfig.from_pretrained(model))):
+        assert facts["architecture"] == (own.architectures or [own.model_type])[0]
+        assert (facts["context_length"], facts["vocabulary"]) == (own.max_position_embeddings, own.vocab_size)
+    assert (shown["chat_template"], shown["sampling"]) == ("ChatML", {"top_k": 7})
+    assert (facts["weights"], facts["chat_template"], facts["sampling"]) == ({"F32": 1.0}, "", {})
+    lines = [" ".join(line.split()) for line in run("info", str(file))[1].splitlines()]
+    for line in ("chat template: ChatML", "sampling in the file, which is not applied: top_k 7"):
+        assert line in lines
+    assert "weights: 100.0 % F32" in run("info", model)[1]
+
+
+def _described(run: Run, model: str) -> dict[str, Any]:
+    (facts,) = json.loads(run("info", model, "--json")[1])["models"]
+    return facts
 
 
 def test_info_shows_problems_without_the_names_of_exceptions(
