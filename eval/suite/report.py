@@ -27,7 +27,7 @@ COLUMNS = {
     "first token": "milliseconds to it",
     "memory": "peak in MiB of the process on a CPU, of torch's tensors on a GPU",
     "equal": "answers with the tokens of `{baseline}`; above temperature 0, of `none` with the same seed",
-    "score": "of the answers, in the task's own measure",
+    "score": "of the answers; on a terminal, the column has the name of the measure",
 }
 REQUEST_COLUMNS = {
     "method": COLUMNS["method"],

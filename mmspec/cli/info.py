@@ -153,16 +153,18 @@ def _kernels() -> dict[str, str]:
 
 
 def _model(name: str, described: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": name}
     try:
         folder = Path(plugins.model_path(name))
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
         if not any(file.name == "config.json" or file.suffix == ".gguf" for file in files):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
-        size = sum(file.stat().st_size for file in files)
-        facts = {"generation_config": _generation_config(folder), **(_description(folder) if described else {})}
+        facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
+        facts["generation_config"] = _generation_config(folder)
+        facts |= _description(folder) if described else {}
     except Exception as error:  # a plug-in may raise anything; others should still be listed
-        return {"name": name, "problem": first_line(error)}
-    return {"name": name, "folder": str(folder), "bytes": size, **facts}
+        facts["problem"] = first_line(error)
+    return facts
 
 
 def _description(path: Path) -> dict[str, Any]:
@@ -224,11 +226,12 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         return f"{d['name']}: {', '.join(details)}"
 
     def model(m: dict[str, Any]) -> str:
-        if "problem" in m:
+        if "generation_config" not in m:
             return f"{m['name']}: {m['problem']}"
         defaults = ", ".join(f"{name} {value}" for name, value in m["generation_config"].items())
         size = f"{m['name']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
-        return f"{size}; defaults of requests: {defaults}" if defaults else size
+        notes = [f"defaults of requests: {defaults}"] if defaults else []
+        return "; ".join([size, *notes, *([m["problem"]] if "problem" in m else [])])
 
     def description(m: dict[str, Any]) -> list[str]:
         weights = ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in m["weights"].items())

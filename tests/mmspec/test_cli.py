@@ -199,6 +199,9 @@ def test_info_shows_what_a_file_or_folder_contains(run: Run, model: str, tmp_pat
     for line in ("chat template: ChatML", "sampling in the file, which is not applied: top_k 7"):
         assert line in lines
     assert "weights: 100.0 % F32" in run("info", model)[1]
+    incomplete = shutil.copytree(model, tmp_path / "incomplete", ignore=shutil.ignore_patterns("token*"))
+    assert "MB in" in (line := " ".join(run("info", str(incomplete))[1].split()))
+    assert "; cannot load model" in line
 
 
 def _described(run: Run, model: str) -> dict[str, Any]:
