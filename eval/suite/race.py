@@ -164,13 +164,11 @@ def race(
 
 def tied(contenders: Sequence[Contender]) -> str:
     """Why the first of ``race``'s methods is no winner; empty where it is, or where plain decoding is."""
-    best, (low, high), count = contenders[0], contenders[0].interval, len(contenders[0].ratios)
-    if best.doubt or high < 1:
-        return best.doubt
-    if low <= 1:
-        return f"{best.method.name} and plain decoding differ by no more than chance"
-    close = [one.method.name for one in contenders[1:] if len(one.ratios) == count and one.interval[1] >= low]
-    return f"{best.method.name} and {', '.join(close)} differ by no more than chance" if close else ""
+    best, (low, high) = contenders[0], contenders[0].interval
+    left = [one for one in contenders[1:] if len(one.ratios) == len(best.ratios)]
+    close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
+    chance = f"{best.method.name} and {', '.join(close)} differ by no more than chance" if close and high >= 1 else ""
+    return best.doubt or chance
 
 
 def _is_slower(one: Contender, best: Contender) -> bool:

@@ -159,17 +159,16 @@ def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
                 yield table
 
 
-def _fitting(widths: Sequence[int], width: int) -> Iterator[list[int]]:
+def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:
     """Columns of tables that are at most ``width`` wide, each with the first column."""
-    columns, first = [0], min(widths[0], width // 2) + 4  # with borders and padding
-    used = first
+    groups, left = list[list[int]](), 0
     for column, own in enumerate(widths[1:], start=1):
-        if used + own + 3 > width and len(columns) > 1:
-            yield columns
-            columns, used = [0], first
-        columns.append(column)
-        used += own + 3
-    yield columns
+        if own + 3 > left:  # with border and padding
+            groups.append([0])
+            left = width - min(widths[0], width // 2) - 4
+        groups[-1].append(column)
+        left -= own + 3
+    return groups
 
 
 def legend(rows: Sequence[Figures]) -> list[str]:
