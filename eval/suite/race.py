@@ -167,8 +167,8 @@ def tied(contenders: Sequence[Contender]) -> str:
     best, (low, high) = contenders[0], contenders[0].interval
     left = [one for one in contenders[1:] if len(one.ratios) == len(best.ratios)]
     close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
-    chance = f"{best.method.name} and {', '.join(close)} differ by no more than chance" if close and high >= 1 else ""
-    return best.doubt or chance
+    chance = f"{'; '.join([best.method.name, *close])}: they differ by no more than chance"
+    return best.doubt or (chance if close and high >= 1 else "")
 
 
 def _is_slower(one: Contender, best: Contender) -> bool:

@@ -69,7 +69,7 @@ def tune(
     methods, unfit = _methods(pipe, drafters, sizes)
     for line in unfit:
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    contenders = _race(notes, pipe, requests, methods, decoding, end - clock())
+    contenders = _race(notes, pipe, requests, methods, decoding, max(end - clock(), 1e-6))
     best, why = contenders[0].to_dict(), tied(contenders)
     chosen = _options(model, contenders[0])
     if as_json:
@@ -78,7 +78,8 @@ def tune(
         click.echo(json.dumps({**content, "options": chosen, "methods": rows}))
         return
     _print_table(contenders)
-    measured = "{method}: {median:.2f}x plain decoding (95 % interval {low:.2f} to {high:.2f})".format_map(best)
+    interval = "" if contenders[0].doubt else " (95 % interval {low:.2f} to {high:.2f})"
+    measured = ("{method}: {median:.2f}x plain decoding" + interval).format_map(best)
     fastest = f"fastest: {measured}" if contenders[0].speed > 1 else f"fastest: plain decoding; {measured}"
     click.echo(f"no winner: {why}; {measured}" if why else fastest)
     click.echo(f"mmspec {'caption FILE' if pipe.processor.reads_media else 'generate PROMPT'} {chosen}")
@@ -136,17 +137,17 @@ def _race(
 
 
 def _print_table(contenders: Sequence[Contender]) -> None:
-    from mmspec.eval.harness.output import make_table, wide_console
+    from mmspec.eval.harness.output import Column, make_table, wide_console
 
-    columns = [
+    columns: list[Column] = [
         ("method", "{method}"),
         ("prompts", "{prompts}"),
         ("tokens per step", "{mean_acceptance_length:.2f}"),
         ("vs plain", "{median:.2f}x"),
-        ("95 % interval", "{low:.2f} to {high:.2f}"),
+        ("95 % interval", lambda row: "" if row["doubt"] else f"{row['low']:.2f} to {row['high']:.2f}"),
         ("equal", "{equal}/{prompts}"),
     ]
-    wide_console().print(make_table(columns, [contender.to_dict() for contender in contenders]))
+    wide_console().print(make_table(columns, [{**one.to_dict(), "doubt": one.doubt} for one in contenders]))
 
 
 def _options(model: str, fastest: Contender) -> str:

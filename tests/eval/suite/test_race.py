@@ -110,10 +110,10 @@ CHOSEN = "m0 --num-draft-tokens 3"
         (
             ([0.9, 1.0, 1.3, 1.3, 1.3, 1.3], [0.9] * 6),
             0,
-            "m0, 3 and plain decoding differ by no more than chance",
+            "m0, 3; plain decoding: they differ by no more than chance",
             "none",
         ),
-        (([1.4, 1.5] * 3, [1.3, 1.45] * 3, [1.2] * 6), 0, "m0, 3 and m1, 3 differ by no more than chance", CHOSEN),
+        (([1.4, 1.5] * 3, [1.3, 1.45] * 3, [1.2] * 6), 0, "m0, 3; m1, 3: they differ by no more than chance", CHOSEN),
         (([1.4, 1.5] * 3, [1.6] * 2, [1.2] * 6), 0, "", CHOSEN),  # it dropped out: slower on the same prompts
         (([0.8] * 6, [0.8] * 6), 0, "", "none"),  # plain decoding is the fastest
     ],
