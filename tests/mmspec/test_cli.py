@@ -57,6 +57,15 @@ def test_help_and_version_go_to_stdout(run: Run) -> None:
     assert run("--version") == (0, f"mmspec, version {mmspec.__version__}\n", "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_no_internal_error() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mmspec", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
+
+
 def test_answer_on_stdout_and_statistics_on_stderr(generate: Run, model: str) -> None:
     status, out, err = generate("Describe", "--max-new-tokens", "12")
     expected = mmspec.load(model, drafter=None).generate("Describe", max_new_tokens=12)
