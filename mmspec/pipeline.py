@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,7 +22,7 @@ from mmspec.drafters.registry import registered_name
 from mmspec.engine.budget import MeasuredBudget
 from mmspec.engine.distributed import DistributedEngine
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
-from mmspec.engine.request import SEQ_COUNT, Request, parse
+from mmspec.engine.request import SEQ_COUNT, GenerateKeywords, Request, parse, shows_keywords
 from mmspec.engine.request_state import RequestState, Wakeup
 from mmspec.engine.speculation import Speculation
 from mmspec.engine.stats import Stats, TreeRecord
@@ -39,6 +39,8 @@ from mmspec.targets.processor import Processor, ThoughtsAndAnswer, is_token_ids
 from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 Message = Mapping[str, Any]
+PromptInput = str | Sequence[Message] | Sequence[int]
+"""Text, chat messages, or token ids."""
 _BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """By processor and tokens that end answers: llguidance reads a large vocabulary in seconds."""
@@ -354,7 +356,9 @@ class Pipeline:
             thoughts=thoughts,
         )
         sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
-        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, request=request)
+        spelling = self.processor.token_bytes if options.trace and self.processor.tokenizer is not None else None
+        recording: dict[str, Any] = {"request": request, "token_bytes": spelling}
+        add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, **recording)
         decode = _answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
         verbatim = partial(self.processor.decode, verbatim=True)
         texts = ThoughtsAndAnswer(decode, params.stop_strings, thoughts, verbatim)
@@ -402,8 +406,9 @@ class Pipeline:
             grammar = TriggeredGrammar(grammar, trigger, token, known[ends].tokenizer)
         return grammar if thoughts is None else AfterThoughts(grammar, thoughts, known[ends].spelt)
 
+    @shows_keywords
     def generate(
-        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: PromptInput, images: Any = None, videos: Any = None, **keywords: Unpack[GenerateKeywords]
     ) -> Generation:
         """Answer one prompt.
 
@@ -412,16 +417,9 @@ class Pipeline:
             images: paths, bytes, data URIs, PIL images or arrays, in the order of their places in the prompt.
             videos: paths, bytes, file objects or ``mmspec.vision.video.Video`` objects.
             **keywords: ``params``, a ``SamplingParams``, or its fields (``max_new_tokens``, ``temperature``, ``stop``,
-                ``seed``, ``json_schema``, ...), ``num_draft_tokens`` (size of the trees; None chooses the size that is
-                expected to be fastest; ``nodes`` is an alias), ``logits_processor`` and ``stopping_criteria`` (lists as
-                for transformers' ``generate``), ``frames`` (per video), ``trace`` (record the verified trees),
-                ``logprobs`` (record log probabilities of tokens and of so many alternatives), ``chat_template`` (False
-                takes a text prompt as it is), ``max_time`` (seconds after the first token, at which the answer ends as
-                at ``max_new_tokens``), ``tools`` (functions as JSON schemas in OpenAI's form, for the chat template),
-                ``answer_start`` (text that the answer goes on from), ``adapter`` (name of a LoRA adapter of
-                ``mmspec.load(adapters=...)``), ``chat_template_kwargs`` (variables of the chat template, such as
-                ``{"enable_thinking": False}``), ``reasoning`` (``"auto"``: thoughts before the answer are kept apart,
-                and a grammar begins after them).
+                ...); fields of ``DecodeOptions`` (``num_draft_tokens``, ``trace``, ``logprobs``, ``reasoning``, ...);
+                and options of the processor's ``encode`` (``tools``, ``answer_start``, ``chat_template_kwargs``; of
+                videos, ``frames``, ...). All are in ``mmspec.engine.request.GenerateKeywords``.
 
         Raises:
             UserError: an option out of range, input that cannot be read, or a prompt longer than the context limit.
@@ -430,16 +428,25 @@ class Pipeline:
 
     @overload
     def generate_batch(
-        self, requests: Sequence[Mapping[str, Any]], *, on_error: Literal["raise"] = "raise", **keywords: Any
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        on_error: Literal["raise"] = "raise",
+        **keywords: Unpack[GenerateKeywords],
     ) -> list[Generation]: ...
 
     @overload
     def generate_batch(
-        self, requests: Sequence[Mapping[str, Any]], *, on_error: Literal["return"], **keywords: Any
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        on_error: Literal["return"],
+        **keywords: Unpack[GenerateKeywords],
     ) -> list[Generation | UserError]: ...
 
+    @shows_keywords
     def generate_batch(
-        self, requests: Sequence[Mapping[str, Any]], *, on_error: str = "raise", **keywords: Any
+        self, requests: Sequence[Mapping[str, Any]], *, on_error: str = "raise", **keywords: Unpack[GenerateKeywords]
     ) -> Sequence[Generation | UserError]:
         """Answer several prompts, ``max_num_seqs`` of them at a time.
 
@@ -457,8 +464,9 @@ class Pipeline:
             self.engine, parse(requests, keywords, self.processor.options, attempt), self.activate, attempt
         )
 
+    @shows_keywords
     def stream(
-        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: PromptInput, images: Any = None, videos: Any = None, **keywords: Unpack[GenerateKeywords]
     ) -> Iterator[Piece]:
         """Answer one prompt piece by piece, as tokens are accepted; see ``generate``.
 
@@ -467,8 +475,9 @@ class Pipeline:
         (request,) = parse([{"prompt": prompt, "images": images, "videos": videos}], keywords, self.processor.options)
         return _stream_answer(partial(self._begin, request))
 
+    @shows_keywords
     def astream(
-        self, prompt: str | Sequence[Message] | Sequence[int], images: Any = None, videos: Any = None, **keywords: Any
+        self, prompt: PromptInput, images: Any = None, videos: Any = None, **keywords: Unpack[GenerateKeywords]
     ) -> AsyncIterator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
         content = {"prompt": prompt, "images": images, "videos": videos}

@@ -10,6 +10,14 @@ from mmspec.core import drafter
 from tests.leftovers import Leftovers
 
 
+def pytest_collection_modifyitems(items):
+    """Time limits against hanging, far above what a test takes; tests of a marked kind have pyproject.toml's."""
+    kinds = ("long", "slow", "gpu", "browser", "timeout")
+    for item in items:
+        if not any(map(item.get_closest_marker, kinds)):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

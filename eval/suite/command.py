@@ -62,11 +62,11 @@ def evaluate(
         click.echo(json.dumps(summary))
         return
     from mmspec.eval.harness.output import wide_console
-    from mmspec.eval.suite.report import brief_tables, refusals
+    from mmspec.eval.suite.report import brief_tables, legend, refusals
 
     console = wide_console()
-    for table in brief_tables(summary["rows"]):
+    for table in brief_tables(summary["rows"], console.width):
         console.print(table)
-    for line in refusals(summary):
+    for line in [*legend(summary["rows"]), *refusals(summary)]:
         click.echo(line)
     click.echo(out / "report.md", err=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter as clock
 from typing import Any
 
 from mmspec.errors import UserError
 from mmspec.eval.harness.acceptance import median_interval
-from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, run_interleaved
+from mmspec.eval.harness.timing import PLAIN, DecodingOptions, Method, TimedBatch, rotated, run_interleaved
 from mmspec.eval.suite.data import rows_of
 from mmspec.files import read_lines
 from mmspec.pipeline import Pipeline
@@ -46,6 +46,8 @@ def _request(row: Any) -> dict[str, Any]:
 _FEWEST = 4  # prompts that may show a small difference
 _CLEARLY = 0.9  # speed against the fastest at which two do
 _ENOUGH = 16  # prompts of the last method
+_NOISE = 1.1  # speed in ratio to the tokens per step from which a prompt's times are noise
+_FEWEST_OF_INTERVAL = 6  # prompts: the range of fewer contains the median less often than 95 %
 _WARM_UP = 32  # tokens
 
 
@@ -55,33 +57,53 @@ class Contender:
 
     Attributes:
         method: drafter and draft tokens per step.
-        ratios: speed of whole requests against plain decoding, by prompt.
+        ratios: speed of whole requests against plain decoding, by prompt; at most the prompt's mean acceptance length,
+            as a verify pass takes as long as a plain one.
         lengths: mean acceptance lengths, by prompt.
         equal: number of prompts whose answer equals that of plain decoding.
+        noisy: number of prompts whose speed was clearly above the tokens per step.
     """
 
     method: Method
     ratios: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     equal: int = 0
+    noisy: int = 0
 
     @property
     def speed(self) -> float:
         return median(self.ratios)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of its speed."""
+        found = median_interval(self.ratios)
+        return found["low"], found["high"]
+
+    @property
+    def doubt(self) -> str:
+        """Why its interval is none; empty where it is."""
+        if (count := len(self.ratios)) < _FEWEST_OF_INTERVAL:
+            return f"{count} measured prompts are too few for a 95 % interval, which takes {_FEWEST_OF_INTERVAL}"
+        seemed = f"times are noise: in {self.noisy} of {count} prompts, the speed was above the tokens per step"
+        return seemed if 4 * self.noisy > count else ""
+
     def add(self, batch: TimedBatch, plain: TimedBatch) -> None:
-        self.ratios.append(_seconds_per_token(plain) / _seconds_per_token(batch))
-        self.lengths.append(batch.mean_acceptance_length)
+        self.lengths.append(max(1.0, batch.mean_acceptance_length))
+        own, base = (one.seconds["total"] / sum(map(len, one.answers)) for one in (batch, plain))
+        self.ratios.append(min(base / own, self.lengths[-1]))
+        self.noisy += base / own > _NOISE * self.lengths[-1]
         self.equal += batch.answers == plain.answers
 
     def to_dict(self) -> dict[str, Any]:
-        """Its measurements as plain JSON values; ``median``, ``low`` and ``high`` are of ``ratios``."""
+        """Its measurements as plain JSON values: ``median``, ``low`` and ``high`` are of ``ratios``."""
         return {
             "method": self.method.name,
             "prompts": len(self.ratios),
-            "mean_acceptance_length": fmean(self.lengths),
+            "mean_acceptance_length": median(self.lengths),
             **median_interval(self.ratios),
             "equal": self.equal,
+            "noisy": self.noisy,
         }
 
 
@@ -99,39 +121,57 @@ def race(
         pipe: of the model.
         requests: decoded in order; the first one is the warm-up, if there are others.
         methods: plain decoding is measured in addition.
-        seconds: limit; the prompt at hand is completed.
+        seconds: limit; the method at hand completes its prompt, which is then left out.
         progress: called after every prompt with those that are left, the fastest first.
 
     Returns:
         All methods: those that are left first, each group from fast to slow.
+
+    Raises:
+        UserError: no prompt was measured.
     """
     start, plain = clock(), Method(PLAIN)
     left, out = [Contender(method) for method in methods], list[Contender]()
     warm_up, measured = (requests[:1], requests[1:]) if len(requests) > 1 else ([], requests)
+    brief = replace(options, max_new_tokens=min(_WARM_UP, options.max_new_tokens))
+
+    def measure(request: Any, limits: DecodingOptions, turn: int) -> dict[str, TimedBatch]:
+        """The result of each method that is left; none where the time is up before."""
+        found: dict[str, TimedBatch] = {}
+        for method in rotated([plain, *(contender.method for contender in left)], turn):
+            if clock() - start > seconds:
+                return {}
+            found |= {name: one for name, (one,) in run_interleaved(pipe, [request], [method], 1, limits).items()}
+        return found
+
     for request in warm_up:
-        brief = replace(options, max_new_tokens=min(_WARM_UP, options.max_new_tokens))
-        run_interleaved(pipe, [request], [plain, *methods], 1, brief)
+        measure(request, brief, 0)
     for turn, request in enumerate(measured):
-        if (turn and clock() - start > seconds) or (len(left) == 1 and turn >= _ENOUGH):
+        if (len(left) == 1 and turn >= _ENOUGH) or not (batches := measure(request, options, turn)):
             break
-        running = [plain, *(contender.method for contender in left)]
-        shift = turn % len(running)
-        batches = run_interleaved(pipe, [request], running[shift:] + running[:shift], 1, options)
+        base = batches.pop(PLAIN)
         for contender in left:
-            contender.add(batches[contender.method.name][0], batches[PLAIN][0])
+            contender.add(batches[contender.method.name], base)
         left.sort(key=lambda contender: -contender.speed)
         slow = [contender for contender in left[1:] if turn and _is_slower(contender, left[0])]
         left = [contender for contender in left if contender not in slow]
         out = slow + out
         progress(left)
+    if not left[0].ratios:
+        raise UserError(f"the time was too short for a prompt with {len(methods)} methods: expected more time")
     return [*left, *out]
+
+
+def tied(contenders: Sequence[Contender]) -> str:
+    """Why the first of ``race``'s methods is no winner; empty where it is, or where plain decoding is."""
+    best, (low, high) = contenders[0], contenders[0].interval
+    left = [one for one in contenders[1:] if len(one.ratios) == len(best.ratios)]
+    close = [one.method.name for one in left if one.interval[1] >= low] if low > 1 else ["plain decoding"]
+    chance = f"{'; '.join([best.method.name, *close])}: they differ by no more than chance"
+    return best.doubt or (chance if close and high >= 1 else "")
 
 
 def _is_slower(one: Contender, best: Contender) -> bool:
     """By more than chance, on the same prompts."""
     ratios = [a / b for a, b in zip(one.ratios, best.ratios, strict=True)]
     return median_interval(ratios)["high"] < (1.0 if len(ratios) >= _FEWEST else _CLEARLY)
-
-
-def _seconds_per_token(batch: TimedBatch) -> float:
-    return batch.seconds["total"] / sum(map(len, batch.answers))

@@ -14,40 +14,41 @@ from mmspec.eval.suite.summary import PERCENTILES
 from mmspec.files import write_text
 
 Figures = dict[str, Any]
-COLUMNS = (
-    "method",
-    "tokens per step",
-    "longer by",
-    "a draft",
-    "whole request",
-    "vs llama.cpp",
-    "decoding",
-    "vs none",
-    "tokens/s",
-    "first token",
-    "memory",
-    "equal",
-    "score",
-)
-REQUEST_COLUMNS = (
-    "method",
-    "requests of",
-    "number",
-    "MAT",
-    "speedup",
-    "slowest",
-    "throughput",
-    *(f"p{p} ms" for p in PERCENTILES),
-    "output tokens/s",
-    "user tokens/s",
-    "equal",
-)
+COLUMNS = {
+    "method": "`none` is our own plain decoding",
+    "tokens per step": "per verify step, bonus token included",
+    "longer by": "difference in tokens per step to the first method that drafts, on the same conversations",
+    "a draft": "time to draft a tree, in passes over one node",
+    "whole request": "speedup over `{baseline}`, preprocessing and prefill included",
+    "vs llama.cpp": "the same over its plain decoding of the GGUF file, whose arithmetic and answers differ",
+    "decoding": "speedup over `{baseline}` after the first token",
+    "vs none": "the same over `none`",
+    "tokens/s": "tokens per second of whole requests",
+    "first token": "milliseconds to it",
+    "memory": "peak in MiB of the process on a CPU, of torch's tensors on a GPU",
+    "equal": "answers with the tokens of `{baseline}`; above temperature 0, of `none` with the same seed",
+    "score": "of the answers; on a terminal, the column has the name of the measure",
+}
+REQUEST_COLUMNS = {
+    "method": COLUMNS["method"],
+    "requests of": "category",
+    "number": "of requests",
+    "MAT": "mean accepted tokens per verify step, bonus token included",
+    "speedup": "mean ratio of the requests' tokens per second to `none`",
+    "slowest": "least of these ratios",
+    "throughput": "ratio to `none` of the output tokens per second of all batches",
+    **{f"p{p} ms": "latency from the start of a request's batch to its last token" for p in PERCENTILES},
+    "output tokens/s": "over all batches",
+    "user tokens/s": "mean tokens per second of a request after its first token",
+    "equal": COLUMNS["equal"],
+}
 
 
 def write_report(summary: dict[str, Any], folder: Path) -> Path:
     """Write ``report.md`` and its ``plots/``."""
     about, settings, rows = summary["about"], summary["settings"], summary["rows"]
-    lines = [f"# {about['model']}", "", _introduction(about, settings, rows[0]["baseline"]), ""]
+    lines = [f"# {about['model']}", "", _introduction(about, settings), ""]
+    lines += [f"- {line}" for line in legend(rows)] + [""]
     lines += _pictures(rows, folder)
     for title, group in _by_condition(rows):
         lines += [f"## {title}", "", *_markdown(*_table(group)), "", *_markdown(*_request_table(group))]
@@ -98,7 +99,7 @@ def _request_table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[s
                     f"{figures['equal']}/{figures['compared']}" if figures["compared"] else "",
                 ]
             )
-    return _kept(REQUEST_COLUMNS, cells)
+    return _kept([*REQUEST_COLUMNS], cells)
 
 
 def _number(form: str, value: float | None) -> str:
@@ -108,8 +109,8 @@ def _number(form: str, value: float | None) -> str:
 def _table(rows: Sequence[Figures], brief: bool = False) -> tuple[list[str], list[list[str]]]:
     """Header and cells, without columns that are empty."""
     cells = [_cells(row, brief) for row in rows]
-    score = next(iter(rows[0].get("score", {})), COLUMNS[-1])
-    return _kept([*COLUMNS[:-1], score if brief else COLUMNS[-1]], cells)
+    *header, last = COLUMNS
+    return _kept([*header, next(iter(rows[0].get("score", {})), last) if brief else last], cells)
 
 
 def _cells(row: Figures, brief: bool = False) -> list[str]:
@@ -119,14 +120,14 @@ def _cells(row: Figures, brief: bool = False) -> list[str]:
         row["method"] + ("" if row.get("lossless", True) else " (not lossless)"),
         f"{row['acceptance']['mean_acceptance_length']:.2f}" if row["acceptance"] else "",
         _longer(row["acceptance_difference"], brief),
-        f"{cost:.2f} passes" if (cost := row.get("draft_cost")) else "",
+        f"{cost:.2f}" if (cost := row.get("draft_cost")) else "",
         _ratio(row["end_to_end"], brief),
         _ratio(row["end_to_end_llama"], brief),
         _ratio(row["decoding"], brief),
         "" if row["baseline"] == PLAIN else _ratio(row["decoding_plain"], brief),
         f"{row['tokens_per_second']:.1f}",
-        f"{1000 * row['time_to_first_token']:.1f} ms",
-        "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f} MiB",
+        f"{1000 * row['time_to_first_token']:.1f}",
+        "" if row["memory"] is None else f"{row['memory'] / 2**20:.0f}",
         f"{row['equal']}/{row['compared']}" if row["compared"] else "",
         ", ".join(scores[: 1 if brief else None]),
     ]
@@ -139,19 +140,44 @@ def _by_condition(rows: Sequence[Figures]) -> Iterator[tuple[str, list[Figures]]
         yield f"{key[0]}, temperature {key[1]:g}, batch {key[2]}", group
 
 
-def brief_tables(rows: Sequence[Figures]) -> Iterator[Table]:
-    """Tables for the terminal, two per task, temperature and batch size."""
+def brief_tables(rows: Sequence[Figures], width: int) -> Iterator[Table]:
+    """Tables for a terminal of ``width`` characters, per task, temperature and batch size: of methods and of requests,
+    with as many columns each as fit."""
     for title, group in _by_condition(rows):
-        by_request = f"{title}, by request"
         for name, (header, cells) in {
             title: _table(group, brief=True),
-            by_request: _request_table(group, brief=True),
+            f"{title}, by request": _request_table(group, brief=True),
         }.items():
-            table = Table(*header, title=name, caption=_copy_oracle(group) if name == title else None)
-            table.columns[0].no_wrap, table.columns[0].overflow = True, "fold"
-            for line in cells:
-                table.add_row(*line)
-            yield table
+            parts = (*zip(*cells, strict=True),)
+            widths = [max(map(len, (*head.split(), *part))) for head, part in zip(header, parts, strict=True)]
+            for columns in _fitting(widths, width):
+                table = Table(title=name, caption=_copy_oracle(group) if name == title and 1 in columns else None)
+                for column in columns:
+                    table.add_column(header[column], width=min(widths[column], width // 2), overflow="fold")
+                for line in cells:
+                    table.add_row(*(line[column] for column in columns))
+                yield table
+
+
+def _fitting(widths: Sequence[int], width: int) -> list[list[int]]:
+    """Columns of tables that are at most ``width`` wide, each with the first column."""
+    groups, left = list[list[int]](), 0
+    for column, own in enumerate(widths[1:], start=1):
+        if own + 3 > left:  # with border and padding
+            groups.append([0])
+            left = width - min(widths[0], width // 2) - 4
+        groups[-1].append(column)
+        left -= own + 3
+    return groups
+
+
+def legend(rows: Sequence[Figures]) -> list[str]:
+    """What the columns of the tables are, a line each."""
+    shown = [*_table(rows)[0], *_request_table(rows)[0]]
+    names: dict[str, list[str]] = {}
+    for name, text in {**COLUMNS, **REQUEST_COLUMNS}.items():
+        names.setdefault(text.format(baseline=rows[0]["baseline"]), []).extend({name} & {*shown})
+    return [f"{', '.join(each)}: {text}" for text, each in names.items() if each]
 
 
 def _ratio(ratio: dict[str, float] | None, brief: bool) -> str:
@@ -175,27 +201,16 @@ def _longer(change: dict[str, Any] | None, brief: bool) -> str:
     return f"{change['difference']:+.2f}" + ("" if brief else f" ({change['low']:+.2f} to {change['high']:+.2f})")
 
 
-def _introduction(about: dict[str, Any], settings: dict[str, Any], baseline: str) -> str:
+def _introduction(about: dict[str, Any], settings: dict[str, Any]) -> str:
     threads = f", {_count(about['threads'], 'thread')}" if about["threads"] else ""
     return (
         f"{about['architecture']}, {about['dtype']}, on {about['device']}{threads}; torch {about['torch']}, "
         f"transformers {about['transformers']}. All methods answer every conversation, interleaved in one process, "
-        f"{_count(settings['rounds'], 'round')} "
-        "after a warm-up; times are medians over the rounds. Ratios are of seconds per token, by conversation, then "
-        "their median over the conversations with its 95 % bootstrap interval: `whole request` (preprocessing and "
-        f"prefill included) and `decoding` (after the first token) against `{baseline}`, `vs none` decoding against "
-        "our own plain decoding, `vs llama.cpp` the whole request against its plain decoding of the same GGUF file "
-        "(its arithmetic differs: its answers are not compared). `longer by` is the difference in tokens per verify "
-        "step to the first method that drafts, on the same conversations, `a draft` the time to draft a tree in "
-        f"passes over one node. `equal` counts answers with the same tokens as `{baseline}` at temperature 0, and as "
-        "`none` with the same seed above. Second tables are of requests, overall and by category: mean accepted "
-        "tokens (MAT) per verify step, bonus token included; `speedup`, the mean of their ratios of tokens per "
-        "second to `none`, and `slowest`, the least of them; percentiles of latency, from the start of a request's "
-        "batch to its last token (transformers returns the rows of a batch together); output tokens per second over "
-        "all batches, their ratio to `none` (`throughput`), and the mean tokens per second that a user sees after "
-        "the first. The `copy oracle` knows the answers of `none` and drafts the longest copy of earlier text that "
-        "they confirm; its speedup follows from the measured times of passes. Memory is the peak of the process on "
-        "a CPU, of torch's tensors on a GPU."
+        f"{_count(settings['rounds'], 'round')} after a warm-up; times are medians over the rounds. Speedups are of "
+        "seconds per token, by conversation, then their median over the conversations with its 95 % bootstrap "
+        "interval. Second tables are of requests, overall and by category; transformers returns the rows of a batch "
+        "together. The `copy oracle` knows the answers of `none` and drafts the longest copy of earlier text that "
+        "they confirm; its speedup follows from the measured times of passes. Columns:"
     )
 
 

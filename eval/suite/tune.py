@@ -51,15 +51,17 @@ def tune(
     """Find the fastest drafter for MODEL, or that of --model, and your prompts on this machine.
 
     Drafters and tree sizes decode the same prompts, interleaved with plain decoding; slow ones drop out. Prints the
-    fastest with its 95 % interval, and the options to use it.
+    fastest with its 95 % interval, and the options to use it; or that there is no winner, where intervals overlap.
     """
+    from time import perf_counter as clock
+
     from rich.console import Console
 
     from mmspec.cli.session import open_pipeline
     from mmspec.eval.harness.timing import DecodingOptions
-    from mmspec.eval.suite.race import read_requests
+    from mmspec.eval.suite.race import read_requests, tied
 
-    model = argument or model
+    model, end = argument or model, clock() + 60 * minutes
     requests = read_requests(prompts)
     decoding = DecodingOptions(options.pop("max_new_tokens"), options.pop("temperature"))
     notes = Console(stderr=True)
@@ -67,16 +69,19 @@ def tune(
     methods, unfit = _methods(pipe, drafters, sizes)
     for line in unfit:
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-    contenders = _race(notes, pipe, requests, methods, decoding, 60 * minutes)
-    best = contenders[0].to_dict()
+    contenders = _race(notes, pipe, requests, methods, decoding, max(end - clock(), 1e-6))
+    best, why = contenders[0].to_dict(), tied(contenders)
     chosen = _options(model, contenders[0])
     if as_json:
         rows = [contender.to_dict() for contender in contenders]
-        click.echo(json.dumps({"model": model, "best": best, "options": chosen, "methods": rows}))
+        content = {"model": model, "best": None if why else best, "no_winner": why}
+        click.echo(json.dumps({**content, "options": chosen, "methods": rows}))
         return
     _print_table(contenders)
-    measured = "{method}: {median:.2f}x plain decoding (95 % interval {low:.2f} to {high:.2f})".format_map(best)
-    click.echo(f"fastest: {measured}" if contenders[0].speed > 1 else f"fastest: plain decoding; {measured}")
+    interval = "" if contenders[0].doubt else " (95 % interval {low:.2f} to {high:.2f})"
+    measured = ("{method}: {median:.2f}x plain decoding" + interval).format_map(best)
+    fastest = f"fastest: {measured}" if contenders[0].speed > 1 else f"fastest: plain decoding; {measured}"
+    click.echo(f"no winner: {why}; {measured}" if why else fastest)
     click.echo(f"mmspec {'caption FILE' if pipe.processor.reads_media else 'generate PROMPT'} {chosen}")
 
 
@@ -132,23 +137,25 @@ def _race(
 
 
 def _print_table(contenders: Sequence[Contender]) -> None:
-    from mmspec.eval.harness.output import make_table, wide_console
+    from mmspec.eval.harness.output import Column, make_table, wide_console
 
-    columns = [
+    columns: list[Column] = [
         ("method", "{method}"),
         ("prompts", "{prompts}"),
         ("tokens per step", "{mean_acceptance_length:.2f}"),
         ("vs plain", "{median:.2f}x"),
-        ("95 % interval", "{low:.2f} to {high:.2f}"),
+        ("95 % interval", lambda row: "" if row["doubt"] else f"{row['low']:.2f} to {row['high']:.2f}"),
         ("equal", "{equal}/{prompts}"),
     ]
-    wide_console().print(make_table(columns, [contender.to_dict() for contender in contenders]))
+    wide_console().print(make_table(columns, [{**one.to_dict(), "doubt": one.doubt} for one in contenders]))
 
 
 def _options(model: str, fastest: Contender) -> str:
-    """Command-line options that use a method, or plain decoding where that is faster."""
-    label, _, _ = fastest.method.name.rpartition(", ")
-    options = ["--model", model, "--drafter", label if fastest.speed > 1 else "none"]
-    if fastest.speed > 1 and fastest.method.nodes is not None:
+    """Command-line options that use the fastest method, or plain decoding; the default where that is in doubt."""
+    options = ["--model", model, "--drafter"]
+    if fastest.doubt or fastest.interval[0] <= 1:
+        return shlex.join([*options, "auto" if fastest.doubt else "none"])
+    options.append(fastest.method.name.rpartition(", ")[0])
+    if fastest.method.nodes is not None:
         options += ["--num-draft-tokens", str(fastest.method.nodes)]
     return shlex.join(options)

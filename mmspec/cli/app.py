@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -57,6 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         status = CLOSED_PIPE
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _report("error", error, USER_ERROR)
         return _report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:
         _discard_output()

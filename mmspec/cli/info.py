@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +19,15 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, first_line
 
 _PACKAGES = ("torch", "transformers", "av", "decord", "triton", "mamba-ssm", "causal-conv1d")
+_SAMPLING = "general.sampling."  # keys of GGUF files
+_TEMPLATES = {
+    "<|im_start|>": "ChatML",
+    "<|start_header_id|>": "Llama 3",
+    "<start_of_turn>": "Gemma",
+    "<|channel|>": "Harmony",
+    "[INST]": "Mistral",
+}
+"""Kinds of chat templates, by a marker in them."""
 _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "do_sample")
 
 
@@ -28,7 +38,8 @@ _NOT_SAMPLING = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_v
 def info(model: str | None, drafters: bool, as_json: bool) -> None:
     """Show devices, versions, attention in use, models with their sampling defaults, targets and drafters.
 
-    MODEL, a registered name or a folder, shows that model alone instead of all registered ones.
+    MODEL, a registered name, a folder or a GGUF file, shows that model alone instead of all registered ones, and its
+    architecture, context, vocabulary, formats of weights and chat template.
     """
     if drafters and model is None:
         raise UserError("--drafters needs a model: expected mmspec info MODEL --drafters, received none")
@@ -67,7 +78,7 @@ def collect(model: str | None = None) -> dict[str, Any]:
         "devices": _devices(),
         "attention": "torch's, with the tree as a 4D mask (eager where a model has no sdpa)",
         "kernels": _kernels(),
-        "models": [_model(name) for name in models],
+        "models": [_model(name, described=model is not None) for name in models],
         "targets": [{"name": entry.name, "class": entry.value} for entry in plugins.registered("targets")],
         "drafters": [{"name": spec.name, "class": spec.location, "summary": spec.summary} for spec in drafter_specs()],
         "calibrations": str(cache_folder()),
@@ -141,17 +152,50 @@ def _kernels() -> dict[str, str]:
     return {**in_use, "cpu, packed weights": packed}
 
 
-def _model(name: str) -> dict[str, Any]:
+def _model(name: str, described: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"name": name}
     try:
         folder = Path(plugins.model_path(name))
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
         if not any(file.name == "config.json" or file.suffix == ".gguf" for file in files):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
-        size = sum(file.stat().st_size for file in files)
-        defaults = _generation_config(folder)
+        facts |= {"folder": str(folder), "bytes": sum(file.stat().st_size for file in files)}
+        facts["generation_config"] = _generation_config(folder)
+        facts |= _description(folder) if described else {}
     except Exception as error:  # a plug-in may raise anything; others should still be listed
-        return {"name": name, "problem": first_line(error)}
-    return {"name": name, "folder": str(folder), "bytes": size, "generation_config": defaults}
+        facts["problem"] = first_line(error)
+    return facts
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """What a model's configuration, tokenizer and weights contain. Formats of weights are shares of the parameters."""
+    from math import prod
+
+    from safetensors import safe_open
+
+    from mmspec.loading import load_config, load_processor
+    from mmspec.targets.gguf import GGUFFile, file_in
+
+    config, template = load_config(str(path)), load_processor(str(path)).chat_template_text()
+    text, counts, sampling = config.get_text_config(), Counter[str](), {}
+    if (found := file_in(path)) is not None:
+        file = GGUFFile(found)
+        for tensor in file.tensors.values():
+            counts[tensor.format] += prod(tensor.shape)
+        named = file.metadata.items()
+        sampling = {key.removeprefix(_SAMPLING): value for key, value in named if key.startswith(_SAMPLING)}
+    for part in [] if found else path.glob("*.safetensors"):
+        with safe_open(part, "pt") as weights:
+            for weight in map(weights.get_slice, weights.keys()):
+                counts[weight.get_dtype()] += prod(weight.get_shape())
+    return {
+        "architecture": (config.architectures or [config.model_type])[0],
+        "context_length": getattr(text, "max_position_embeddings", None),
+        "vocabulary": text.vocab_size,
+        "weights": {kind: round(count / counts.total(), 4) for kind, count in counts.most_common()},
+        "chat_template": next((kind for mark, kind in _TEMPLATES.items() if mark in template), template and "its own"),
+        "sampling": sampling,
+    }
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
@@ -182,11 +226,24 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         return f"{d['name']}: {', '.join(details)}"
 
     def model(m: dict[str, Any]) -> str:
-        if "problem" in m:
+        if "generation_config" not in m:
             return f"{m['name']}: {m['problem']}"
         defaults = ", ".join(f"{name} {value}" for name, value in m["generation_config"].items())
         size = f"{m['name']}: {m['bytes'] / 1e6:.1f} MB in {m['folder']}"
-        return f"{size}; defaults of requests: {defaults}" if defaults else size
+        notes = [f"defaults of requests: {defaults}"] if defaults else []
+        return "; ".join([size, *notes, *([m["problem"]] if "problem" in m else [])])
+
+    def description(m: dict[str, Any]) -> list[str]:
+        weights = ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in m["weights"].items())
+        sampling = ", ".join(f"{name} {value}" for name, value in m["sampling"].items())
+        return [
+            f"architecture: {m['architecture']}",
+            f"context: {m['context_length'] or 'any number of'} tokens",
+            f"vocabulary: {m['vocabulary']} tokens",
+            f"weights: {weights or 'in another format than safetensors or GGUF'}",
+            f"chat template: {m['chat_template'] or 'none'}",
+            *([f"sampling in the file, which is not applied: {sampling}"] if sampling else []),
+        ]
 
     def drafter(d: dict[str, Any]) -> str:
         name = f"{d['name']} (default)" if d.get("default") else d["name"]
@@ -209,6 +266,7 @@ def _sections(facts: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("attention", [facts["attention"]]),
         ("kernels", [f"{device}: {name}" for device, name in facts["kernels"].items()]),
         ("models", [model(m) for m in facts["models"]]),
+        *[("contents", description(m)) for m in facts["models"] if "architecture" in m],
         ("targets", [f"{t['name']}: {t['class']}" for t in facts["targets"]]),
         ("drafters", [drafter(d) for d in facts["drafters"]]),
         ("calibrations", [facts["calibrations"]]),

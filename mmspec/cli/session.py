@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
+from io import StringIO
 from itertools import chain, count
 from typing import Any
 
@@ -73,7 +74,8 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     if options["as_json"]:
         click.echo(json.dumps(_as_object(generation, pipe.name, drafter, comparison)))
         return
-    for line in (_stats_line(generation, drafter), *(_comparison_lines(comparison, pipe) if comparison else ())):
+    compared = _comparison_lines(comparison, pipe) if comparison else ()
+    for line in (_stats_line(generation, drafter, pipe.context_limit), *compared):
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -133,9 +135,12 @@ def _as_object(
     return content if comparison is None else {**content, "compare": comparison.to_dict()}
 
 
-def _stats_line(generation: Generation, drafter: str | None) -> str:
+def _stats_line(generation: Generation, drafter: str | None, context_limit: int | None) -> str:
     """The line of statistics after an answer."""
-    stats = generation.stats
+    stats, reason = generation.stats, str(generation.finish_reason)
+    if reason == "length":
+        is_full = stats.num_prompt_tokens + stats.num_generated_tokens == context_limit
+        reason = f"length, the model's context of {context_limit}" if is_full else "length, --max-new-tokens raises it"
     drafting = "none"
     if drafter:
         idle = stats.num_spec_steps > 0 and stats.num_draft_tokens == 0
@@ -143,7 +148,7 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
     speed = f"{stats.tokens_per_second:.1f} tokens/s" if stats.num_spec_steps else "no decoding step to time"
     return " | ".join(
         (
-            f"{stats.num_generated_tokens} tokens ({generation.finish_reason})",
+            f"{stats.num_generated_tokens} tokens ({reason})",
             speed,
             f"mean acceptance length {stats.mean_acceptance_length:.2f}",
             f"{stats.num_spec_steps} steps",
@@ -155,17 +160,21 @@ def _stats_line(generation: Generation, drafter: str | None) -> str:
 
 
 def _collect(pieces: Iterator[Piece], show: bool) -> Generation:
-    """Collect the pieces of an answer; print them as they arrive if ``show``."""
+    """Collect the pieces of an answer; print them as they arrive if ``show``, and warnings after them."""
     # Escape sequences in an answer must not control the terminal.
     controls = _CONTROLS if sys.stdout.isatty() else {}
-    text, token_ids = "", []
-    for piece in pieces:
-        text += piece.text
-        token_ids += piece.token_ids
-        if show:
-            click.echo(piece.text.translate(controls), nl=False)
-    if show and not text.endswith("\n"):
-        click.echo()
+    text, token_ids, warnings = "", [], StringIO()
+    try:
+        with redirect_stderr(warnings) if show else nullcontext():
+            for piece in pieces:
+                text += piece.text
+                token_ids += piece.token_ids
+                if show:
+                    click.echo(piece.text.translate(controls), nl=False)
+    finally:
+        if show and not text.endswith("\n"):
+            click.echo()
+        click.echo(warnings.getvalue(), nl=False, err=True)
     assert piece.finish_reason is not None
     assert piece.stats is not None
     return Generation(text, token_ids, piece.finish_reason, piece.stats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -264,8 +265,9 @@ class Guard(Wrapper):
 
     A drafter that raises in a step, or proposes a tree of another shape, loses its rows and rests until the sequences
     that are running have ended, those included that join them meanwhile. Then it is tried again. If it cannot drop its
-    rows, it rests for good. Each drafter's errors are logged once per type and process. Errors of a CUDA device are
-    raised: nothing can be computed after them.
+    rows, it rests for good. Each drafter's errors are logged once per type and process, with a traceback if
+    MMSPEC_DEBUG is set. Errors of a CUDA device are raised, as nothing can be computed after them. MMSPEC_STRICT=1
+    raises all errors.
 
     A drafter that is almost never right is reported once: shapes do not show what a network was trained on.
     """
@@ -311,7 +313,8 @@ class Guard(Wrapper):
         steps, emitted = self.drafter.watched = steps + 1, emitted + sum(map(len, paths)) / len(paths)
         if steps % _CHECKED == 0 and emitted < _LEAST * steps and self.checks:
             self.drafter.watched = _WATCHED, 0.0  # reported once
-            little = f"the drafter {self._name} is of little use: {emitted / steps:.2f} tokens per step"
+            # Without the figure: Python prints a text once, also of copies of a drafter.
+            little = f"the drafter {self._name} is of little use: below {_LEAST} tokens per step"
             warnings.warn(f"{little}. Check {self.checks}", SlowWarning, stacklevel=2)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
@@ -329,7 +332,8 @@ class Guard(Wrapper):
                 result = [(int(token), float(p)) for token, p in result]
             return result
         except Exception as error:
-            if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+            is_device = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+            if is_device or os.environ.get("MMSPEC_STRICT") == "1":
                 raise
             self._rest(error)
             return None
@@ -343,8 +347,9 @@ class Guard(Wrapper):
         self._failure = f"{name}: {type(error).__name__}: {first_line(error)}"
         if (name, type(error)) not in _REPORTED:
             _REPORTED.add((name, type(error)))
-            _log.warning("drafting stopped for the running requests, which go on without: %s", self._failure)
-        _log.debug("a drafter failed", exc_info=error)
+            traceback = error if os.environ.get("MMSPEC_DEBUG") else None
+            message = "drafting stopped for the running requests, which go on without: %s"
+            _log.warning(message, self._failure, exc_info=traceback)
         try:
             self.drafter.select([])
         except Exception:

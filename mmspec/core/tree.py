@@ -12,6 +12,7 @@ from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmspec.ops import kernels
 from mmspec.ops.growth import tree_ancestors
@@ -304,6 +305,40 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     Raises:
         ValueError: no trees, different batch sizes, or a tree that was drawn or has no probabilities.
     """
+    trees = _mergeable(trees)
+    if len(trees) == 1:
+        return trees[0]
+    return reduce(_merge_two, trees) if kernels.static_shapes(trees[0].tokens.device) else _merge_on_host(trees)
+
+
+def best_chains(trees: Sequence[TokenTree]) -> TokenTree:
+    """Each row's chain of most expected tokens, of several chains with the same root; no host sync.
+
+    Args, Raises:
+        See ``merge``.
+    """
+    trees = _mergeable(trees)
+    if len(trees) == 1:
+        return trees[0]
+    nodes, rows = max(tree.nodes for tree in trees), torch.arange(trees[0].batch, device=trees[0].tokens.device)
+    padded = []
+    for tree in trees:
+        assert tree.log_probs is not None
+        filled = (tree.tokens, 0), (tree.alive, False), (tree.log_probs, -torch.inf)
+        padded.append([F.pad(values, (0, nodes - tree.nodes), value=fill) for values, fill in filled])
+    stacked = [torch.stack(values) for values in zip(*padded, strict=True)]  # (trees, batch, nodes)
+    stacked[1] &= stacked[2] > -torch.inf
+    best = stacked[2].exp().where(stacked[1], 0.0).sum(-1).argmax(0)
+    tokens, alive, log_probs = (values[best, rows] for values in stacked)
+    parents = torch.arange(-1, nodes - 1, device=tokens.device).where(alive, 0)
+    parents[:, 0] = -1
+    tree = TokenTree(tokens, parents, alive, log_probs=log_probs, check=False)
+    tree.max_depth = nodes - 1
+    return tree
+
+
+def _mergeable(trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
+    """Trees of more than the root, or one of the root alone; raises the errors of ``merge``."""
     if not trees:
         raise ValueError("merge requires at least one tree: got none")
     for number, tree in enumerate(trees):
@@ -312,10 +347,7 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
             raise ValueError(f"merged trees must have log_probs and no draft_probs: trees[{number}] has {what}")
         if tree.batch != trees[0].batch:
             raise ValueError(f"merged trees must have one batch size: got {trees[0].batch} and {tree.batch}")
-    trees = [tree for tree in trees if tree.nodes > 1] or trees[:1]
-    if len(trees) == 1:
-        return trees[0]
-    return reduce(_merge_two, trees) if kernels.static_shapes(trees[0].tokens.device) else _merge_on_host(trees)
+    return [tree for tree in trees if tree.nodes > 1] or trees[:1]
 
 
 def _merge_on_host(trees: Sequence[TokenTree]) -> TokenTree:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter
 from mmspec.core.target import Prompt, TargetOutput
-from mmspec.core.tree import TokenTree, build_tree, merge
+from mmspec.core.tree import TokenTree, best_chains, build_tree, merge
 from mmspec.core.verify import Verdict
 from mmspec.drafters.growth import best_first
 
@@ -110,7 +107,7 @@ class LookUps(LookUpDrafter):
             return super().propose(token, budget)
         parts = sorted(self.parts, key=lambda part: not part.on_host)
         trees = [part.propose(token, budget) for part in parts]
-        return _first_chains(trees) if budget.chain or self.width == 1 else merge(trees)
+        return best_chains(trees) if budget.chain or self.width == 1 else merge(trees)
 
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
         starts = [part.start(row, path) if part.on_host else (None, _no_children) for part in self.parts]
@@ -142,27 +139,6 @@ class LookUps(LookUpDrafter):
                 if path and guess is not None:
                     counts[:] = counts[0] * _STEPS_DECAY + (guess[0] == tokens[0]), counts[1] * _STEPS_DECAY + guess[1]
         self._expected = {}
-
-
-def _first_chains(trees: Sequence[TokenTree]) -> TokenTree:
-    """Of chains for the same rows, each row's first one that has a node beside the root; no host sync."""
-    chains = [tree for tree in trees if tree.nodes > 1] or trees[:1]
-    if len(chains) == 1:
-        return chains[0]
-    nodes = max(tree.nodes for tree in chains)
-    chosen: list[Tensor] = []
-    for tree in reversed(chains):
-        assert tree.log_probs is not None
-        filled = (tree.tokens, 0), (tree.alive, False), (tree.log_probs, -math.inf)
-        own = [F.pad(values, (0, nodes - tree.nodes), value=fill) for values, fill in filled]
-        drafts = own[1][:, 1:2]
-        chosen = [torch.where(drafts, *both) for both in zip(own, chosen, strict=True)] if chosen else own
-    tokens, alive, log_probs = chosen
-    parents = torch.arange(-1, nodes - 1, device=tokens.device).where(alive, 0)
-    parents[:, 0] = -1
-    tree = TokenTree(tokens, parents, alive, log_probs=log_probs, check=False)
-    tree.max_depth = nodes - 1
-    return tree
 
 
 def _no_children(state: None) -> tuple[()]:

@@ -42,7 +42,8 @@ class TreeDrafter(CapturedDrafter):
 
     @property
     def checks(self) -> str:
-        return "the target that it was trained for, chat template, rotary positions, positions after images"
+        trained = "the target that it was trained for, the number of training steps (too few?)"
+        return f"{trained}, chat template, rotary positions, positions after images"
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmspec.core.budget import Budget, DraftingPayoff
 from mmspec.core.drafter import Drafter, Guard, as_drafter
 from mmspec.core.target import Feature, Prompt, Target, TargetOutput
-from mmspec.core.tree import TokenTree, merge
+from mmspec.core.tree import TokenTree, best_chains, merge
 from mmspec.core.verify import Verdict
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
 from mmspec.errors import UserError
@@ -42,7 +42,7 @@ class Union(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if len(drafters) < 2:
             raise UserError(f"drafters joined by + must be at least two: got {len(drafters)}")
-        self.drafters = drafters
+        self.drafters, self._chains = drafters, False
         self._payoffs = [[DraftingPayoff() for _ in range(len(_EXPECTED) + 1)] for _ in self._guards]
         self._drafts: dict[int, tuple[TokenTree, float, int]] = {}  # by drafter: its tree, seconds and payoff
         self._began = 0.0  # clock at this step's proposal
@@ -105,7 +105,8 @@ class Union(Drafter):
                 start = clock()
                 if tree.prunable:
                     expected = max(expected, fmean(map(sum, tree.path_probs)))
-        return merge(trees) if trees else TokenTree.root(token)
+        join = best_chains if budget.chain or self._chains else merge
+        return join(trees) if trees else TokenTree.root(token)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
         """See ``Drafter``; the maximum of the drafters' probabilities."""
@@ -117,10 +118,10 @@ class Union(Drafter):
         return [(token, p / total) for token, p in probs.items()]
 
     def draft_chains(self, length: int) -> None:
-        """See ``Drafter``; look-ups can, whose tree is one."""
-        if len(self._guards) > 1:
-            super().draft_chains(length)
-        self._guards[0].draft_chains(length)
+        """See ``Drafter``; of the drafters' chains, each row gets that of most expected tokens."""
+        for guard in self._guards:
+            guard.draft_chains(length)
+        self._chains = True
 
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         for guard in self._guards:

@@ -296,7 +296,7 @@ class EngineCore:
         proposing = earlier + seconds(prepared, drafted) if draft.drafted or tree.nodes > 1 else 0.0
         for number, row in enumerate(rows):
             if row.trees is not None:
-                row.trees.append(record_tree(tree, number, verdict, output))
+                row.trees.append(record_tree(tree, number, verdict, output, row.token_bytes))
         for number, (row, drafts, (path, tokens)) in enumerate(zip(rows, tree.drafted, accepted, strict=True)):
             row.record(output.logits[number], path, tokens)
             emitted = row.append(path, tokens)

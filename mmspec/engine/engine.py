@@ -116,7 +116,7 @@ class Engine:
             speculation: drafter and budgets on this target. Sequences with different ones are not batched together.
             num_draft_tokens: draft tokens per step; None chooses adaptively. Sequences with different values are not
                 batched together, but for 0, plain decoding, and None.
-            **options: ``request``, ``logits`` and ``on_change`` of ``RequestState``.
+            **options: ``request``, ``logits``, ``on_change`` and ``token_bytes`` of ``RequestState``.
 
         Raises:
             UserError: called by a logits processor or a stopping criterion of this engine.

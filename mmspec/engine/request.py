@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from functools import partial
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from mmspec.checks import FLAG, TEXT, Checked, Rule, is_text, nearest, number, option, optional, shown, whole
 from mmspec.errors import Attempt, UserError, raising
@@ -15,6 +16,8 @@ from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.processors import TreeProcessor
 from mmspec.sampling.thoughts import REASONING
 from mmspec.targets.processor import is_token_ids
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _KEYS = ("prompt", "images", "videos", "params")
 _ITEMS = ("text", "image", "video", "image_url", "video_url")  # of a message; the last two are OpenAI's
@@ -77,6 +80,59 @@ class DecodeOptions(Checked):
     max_time: float | None = option(None, optional(number("a number >= 0", lambda value: value >= 0)))
     reasoning: str | None = option(None, REASONING)
     adapter: str | None = option(None, optional(TEXT))
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """Keywords of ``Pipeline.generate``: fields of ``SamplingParams`` or ``params`` in their place, fields of
+    ``DecodeOptions``, and options of the processor's ``encode``, here those of text and of images and videos."""
+
+    params: SamplingParams | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    max_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    min_new_tokens: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Any
+    grammar_trigger: str | None
+    ignore_eos: bool
+    grammar_aligned: bool
+    lossy: float
+    num_draft_tokens: int | None
+    nodes: int | None
+    logits_processor: Sequence[Any]
+    stopping_criteria: Sequence[Any]
+    trace: bool
+    logprobs: int | None
+    chat_template: bool
+    max_time: float | None
+    reasoning: str | None
+    adapter: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    answer_start: str
+    chat_template_kwargs: Mapping[str, Any] | None
+    frames: int | None
+    fps: float | None
+    video_backend: Literal["pyav", "decord"]
+
+
+def shows_keywords(function: F) -> F:
+    """Decorator of a function with ``**keywords: Unpack[GenerateKeywords]``: ``help`` and ``inspect.signature`` show
+    each of them."""
+    own = signature(function)
+    known = get_type_hints(GenerateKeywords).items()
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=..., annotation=kind) for name, kind in known]
+    parts = [part for part in own.parameters.values() if part.kind is not Parameter.VAR_KEYWORD]
+    vars(function)["__signature__"] = own.replace(parameters=[*parts, *added])
+    return function
 
 
 @dataclass(frozen=True)

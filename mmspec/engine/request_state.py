@@ -30,6 +30,7 @@ class RequestState(Sampled):
         logits: record the logits of each token.
         drafts: whether tokens are drafted for it; otherwise it is decoded plainly, beside sequences with drafts.
         on_change: called in the worker thread after a step in which the sequence got tokens or ended.
+        token_bytes: bytes of a token, for the texts of recorded trees; None where there is no tokenizer.
 
     Attributes:
         finish_reason: set when the sequence has finished.
@@ -55,6 +56,7 @@ class RequestState(Sampled):
         logits: bool = False,
         drafts: bool = True,
         on_change: Callable[[], None] = lambda: None,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         super().__init__(history, sampler, index, generator)
         self.stopper = stopper
@@ -63,6 +65,7 @@ class RequestState(Sampled):
         self.cancelled = False
         self.added = clock()
         self.prompt, self.request, self.drafts, self.on_change = prompt, request, drafts, on_change
+        self.token_bytes = token_bytes
         self.trees: list[TreeRecord] | None = [] if request and request.options.trace else None
         self.logprobs: list[TokenLogprob] = []
         self._top_logprobs = request.options.logprobs if request else None

@@ -5,7 +5,7 @@ Times on a device are those of CUDA events where kernels run asynchronously, els
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from time import perf_counter
@@ -141,6 +141,9 @@ class TreeRecord:
             the root.
         bonus_prob: the same for the bonus token.
         guesses: the drafter's probabilities, if it has any.
+        texts: of each node, its token's text with leading blanks; a part of a character is U+FFFD. Empty without a
+            tokenizer.
+        bonus_text: the same for the bonus token.
     """
 
     tokens: list[int]
@@ -150,9 +153,13 @@ class TreeRecord:
     probs: list[float]
     bonus_prob: float
     guesses: list[float] | None = None
+    texts: list[str] = field(default_factory=list)
+    bonus_text: str = ""
 
 
-def record_tree(tree: TokenTree, row: int, verdict: Verdict, output: TargetOutput) -> TreeRecord:
+def record_tree(
+    tree: TokenTree, row: int, verdict: Verdict, output: TargetOutput, token_bytes: Callable[[int], bytes] | None = None
+) -> TreeRecord:
     """Record one row of a verified tree; ``output`` is that of the verify pass."""
     path, emitted = verdict.host[row]
     nodes, logits, bonus = tree.drafted[row] + 1, output.logits[row], emitted[-1]  # padding is at the end
@@ -166,4 +173,6 @@ def record_tree(tree: TokenTree, row: int, verdict: Verdict, output: TargetOutpu
     along = [1.0, *(tree.path_probs[row][: nodes - 1] if tree.log_probs is not None else ())]
     shown = len(along) == nodes > 1
     guesses = [1.0] + [along[i] / along[up[i]] for i in range(1, nodes)] if shown else None
-    return TreeRecord(tokens.tolist(), up, path, bonus, [1.0, *probs], bonus_prob, guesses)
+    ids = tokens.tolist()
+    texts = [token_bytes(token).decode(errors="replace") for token in (*ids, bonus)] if token_bytes else [""]
+    return TreeRecord(ids, up, path, bonus, [1.0, *probs], bonus_prob, guesses, texts[:-1], texts[-1])

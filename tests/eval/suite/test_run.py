@@ -414,7 +414,7 @@ def test_documents_with_and_without_a_text_beside_them(tmp_path):
 
 
 def test_the_command(folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "100")
 
     def call(*options):
         return CliRunner().invoke(evaluate, options)
@@ -429,8 +429,22 @@ def test_the_command(folder, tmp_path, monkeypatch):
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output
-    assert " reference in answer " in result.output  # the score's name is in the header, methods are not shortened
-    assert "ngram@chain" in result.output
+    assert " reference " in result.output  # the score's name is in the header
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= 100 and "\N{HORIZONTAL ELLIPSIS}" not in line for line in lines)
+    for row in ("scenes", "requests"):  # no cell is cut, and each column is explained
+        title = f"scenes-counting, temperature 0, batch 1{', by request' * (row == 'requests')}"
+        at = max(number for number, line in enumerate(lines) if line.strip() == title)
+        assert any(re.match(r"│ ngram@chain +│ \S+ ", line) for line in lines[at : at + 12])
+    for column in (
+        "tokens per step",
+        "a draft",
+        "tokens/s",
+        "p50 ms, p90 ms, p95 ms, p99 ms",
+        "user tokens/s",
+        "equal",
+    ):
+        assert sum(line.startswith(f"{column}: ") for line in lines) == 1
     assert "copy oracle: " in result.output
     assert "vs none" not in result.output  # as `whole request` and `decoding` are
     content = json.loads(call(*common, "--json").stdout)
@@ -438,7 +452,11 @@ def test_the_command(folder, tmp_path, monkeypatch):
     assert [row["method"] for row in content["rows"]] == ["none", "ngram@chain", "ngram@3"]
     assert {row["baseline"] for row in content["rows"]} == {"none"}
     report = (tmp_path / "report.md").read_text()
-    assert ("against `none`" in report, "copy oracle: " in report, "generate" in report) == (True, True, False)
+    assert ("over `none`, preprocessing" in report, "copy oracle: " in report, "generate" in report) == (
+        True,
+        True,
+        False,
+    )
     assert content["about"]["cost"]["tokens"][:3] == [1, 2, 4]
 
 

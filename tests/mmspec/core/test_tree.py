@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from mmspec import TokenTree
-from mmspec.core.tree import merge
+from mmspec.core.tree import best_chains, build_tree, merge
 from mmspec.ops import kernels
 from tests.tiny import random_tree, root_path, valid_nodes
 
@@ -173,3 +173,21 @@ def test_what_cannot_be_merged_is_refused():
         merge([plain, fine])
     with pytest.raises(ValueError, match=r"one batch size: got 2 and 3$"):
         merge([fine, scored(0, 3, 4)])
+
+
+def test_each_row_gets_the_chain_of_most_expected_tokens():
+    """Not the longer one, nor that of the most probable first token; of three, one has drafted nothing."""
+    long, short, nothing = (
+        build_tree(torch.tensor([1, 2, 3]), [(tokens, [0, 1, 2][: len(tokens)]) for tokens in rows], probs)
+        for rows, probs in (
+            (([4, 5, 6], [4, 5, 6], []), ([0.5, 0.5, 0.5], [0.8, 0.1, 0.1], [])),
+            (([7, 8], [7, 8], [7]), ([0.6, 0.6], [0.7, 0.6], [0.1])),
+            (([], [], []), ([], [], [])),
+        )
+    )
+    tree = best_chains([nothing, long, short])
+    tree.check_values()
+    chains = [[int(tree.tokens[row, node]) for node in valid_nodes(tree, row)] for row in range(3)]
+    assert chains == [[1, 4, 5, 6], [2, 7, 8], [3, 7]]
+    assert tree.path_probs == [pytest.approx(row) for row in ([0.5, 0.5, 0.5], [0.7, 0.6], [0.1])]
+    assert best_chains([nothing, nothing]) is nothing

@@ -213,7 +213,7 @@ def test_a_head_that_is_never_right_is_told(tmp_path):
     options = dict(do_sample=False, eos_token_id=None, max_new_tokens=150, nodes=2)
     with pytest.warns(
         SlowWarning,
-        match=r"of little use: 1\.0\d tokens per step.* layers 0, 1, output 1 that it reads: try eagle3:",
+        match=r"of little use: below 1\.05 tokens per step.* layers 0, 1, output 1 that it reads: try eagle3:",
     ):
         mmspec.generate(model, drafter=drafter, **inputs, **options)
 

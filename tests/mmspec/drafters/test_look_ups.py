@@ -6,6 +6,7 @@ import torch
 import mmspec
 from mmspec import UserError
 from mmspec.core.budget import Budget
+from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import accept_path
 from mmspec.drafters.lookup import LookUpDrafter, LookUps
@@ -190,8 +191,10 @@ def test_an_error_names_the_drafters():
     assert union.failure(0) == "Recycle+Broken: RuntimeError: in start"
 
 
-@pytest.mark.parametrize("name", ["recycle+ngram@chain4", "auto@chain"])
-def test_chains(name):
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["recycle+ngram@chain4", "auto@chain", "recycle+early-exit:1@chain3"])
+def test_chains(name, static, monkeypatch):
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     model, inputs = shared_model("llama"), text_inputs(2, 9)
     union, drafted = make_drafter(name), []
     propose = union.propose
@@ -201,14 +204,21 @@ def test_chains(name):
     assert torch.equal(found, model.generate(**inputs, **options))
     assert any(tree.max_depth > 1 for tree in drafted)
     for tree in drafted:
-        for row in range(2):
+        for row in range(tree.batch):
             drawn = len(valid_nodes(tree, row))
             assert tree.parents[row, :drawn].tolist() == [*range(-1, drawn - 1)]
 
 
-def test_chains_are_for_one_tree():
-    with pytest.raises(UserError, match=r"^chains need a drafter that can draft them: Union cannot$"):
-        make_drafter("recycle+early-exit:1@chain")
+class Trees(Wrapper):
+    """A drafter without chains."""
+
+    drafter = Ngram()
+    draft_chains = Drafter.draft_chains
+
+
+def test_all_members_must_draft_chains():
+    with pytest.raises(UserError, match=r"^chains need a drafter that can draft them: Trees cannot$"):
+        Union([Recycle(), Trees()]).draft_chains(4)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -216,10 +226,10 @@ def test_chains_stay_chains_where_a_table_is_on_a_device(static, monkeypatch):
     """Of the second row, which copies nothing, that of the table."""
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
     drafter = make_drafter("recycle+ngram@chain4")
-    begun(drafter, [[5, 6, 7, 8, 5, 6, 9, 5, 6], [5, 6, 7, 8, 9, 10, 11, 12, 13]])
+    begun(drafter, [[5, 6, 7, 8, 5, 6, 9, 5, 6], [5, 7, 8, 9, 10, 11, 12, 13, 6]])
     budget = Budget(8, 4)
     budget.floor = 0.0
-    tree = drafter.propose(torch.tensor([6, 5]), budget)
+    tree = drafter.propose(torch.tensor([6, 6]), budget)
     tree.check_values()
     for row in range(2):
         alive = tree.alive[row].tolist()

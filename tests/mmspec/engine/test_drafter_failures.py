@@ -2,6 +2,9 @@
 
 import copy
 import logging
+import sys
+import warnings
+from io import StringIO
 
 import pytest
 import torch
@@ -20,10 +23,11 @@ from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
 from mmspec.drafters.union import Union
 from mmspec.engine.distributed import RankError
+from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import SlowWarning
 from mmspec.ops import kernels
-from mmspec.pipeline import Generation
+from mmspec.pipeline import Generation, Piece
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -236,16 +240,19 @@ def test_of_copies_per_sequence_only_the_one_that_fails_rests():
         assert bool(row.stats.drafter_error) == (token in tokens) or token not in tokens[1:3]
 
 
-def test_the_same_error_is_logged_once(caplog):
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_the_same_error_is_logged_once(debug, caplog, monkeypatch):
     class Broken(Ngram):
         def begin(self, prompt, output, history):
             raise RuntimeError("always")
 
+    monkeypatch.setenv("MMSPEC_DEBUG", debug)
     engine, _ = on_table(Broken(), ROWS, (9, 9, 9))
     for _ in range(3):
         (row,) = decoded(engine, [prompt_of([[1, 2]])], [5])
         assert row.stats.drafter_error == "Broken: RuntimeError: always"
     assert len(caplog.records) == 1
+    assert ("in begin\n    raise RuntimeError" in caplog.text) == bool(debug)
 
 
 def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
@@ -268,15 +275,37 @@ def test_a_drafter_that_cannot_drop_its_rows_rests_for_good():
     assert row.stats.drafter_error == "Stuck: RuntimeError: in begin"
 
 
-def test_errors_of_the_device_end_requests():
-    """Nothing can be computed after them, by the target either."""
-    for error, said in (
-        (torch.AcceleratorError, "an illegal memory access"),
-        (RuntimeError, "CUDA error: launch failed"),
+@pytest.mark.parametrize("strict", ["", "0", "1"])
+@pytest.mark.parametrize("make", [lambda drafter: drafter, lambda drafter: Union([drafter, Recycle()])])
+def test_errors_of_the_device_end_requests_and_all_do_in_strict_mode(strict, make, monkeypatch):
+    """Nothing can be computed after those of the device, by the target either."""
+    monkeypatch.setenv("MMSPEC_STRICT", strict)
+    for error, said, ends in (
+        (torch.AcceleratorError, "an illegal memory access", True),
+        (RuntimeError, "CUDA error: launch failed", True),
+        (RuntimeError, "the drafter's own", strict == "1"),
     ):
         kind = type("Own", (error,), {"__str__": lambda self, said=said: said})
-        _, (row,) = on_table(Failing(Ngram(), "propose", 1, kind), ROWS[:1], [9])
-        assert isinstance(row.error, error)
+        _, (row,) = on_table(make(Failing(Ngram(), "propose", 1, kind)), ROWS[:1], [9])
+        assert isinstance(row.error, error) if ends else row.error is None
+
+
+def test_warnings_follow_the_streamed_text(monkeypatch):
+    terminal = StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    def pieces(error=None):
+        yield Piece("one ", [1])
+        print("rests", file=sys.stderr)
+        if error is not None:
+            raise error
+        yield Piece("two", [2], "stop", Stats())
+
+    session._collect(pieces(), show=True)
+    with pytest.raises(KeyError):
+        session._collect(pieces(KeyError()), show=True)
+    assert terminal.getvalue() == "one two\nrests\none \nrests\n"
 
 
 def test_on_a_sharded_target_a_failure_ends_requests():
@@ -328,7 +357,7 @@ def test_a_draft_model_with_a_shorter_context():
 
 def test_the_line_of_figures_says_that_drafting_stopped():
     _, (row,) = on_table(Failing(Ngram(), "propose"), ROWS[:1], [9])
-    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram")
+    line = session._stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
     assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
     assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
 
@@ -343,9 +372,16 @@ def test_a_drafter_that_is_almost_never_right_is_reported_once(kind, tmp_path):
     else:
         tiny_drafter(kind, model, 20).save(tmp_path, TransformersTarget(model))
         made = make_drafter(str(tmp_path))
-    with pytest.warns(SlowWarning, match=r"of little use: 1\.0\d tokens per step\. Check .* chat template"):
+    match = r"of little use: below 1\.05 tokens per step\. Check .*(tokenizer and|steps \(too few\?\),) chat"
+    with pytest.warns(SlowWarning, match=match):
         mmspec.generate(model, drafter=made, **text_inputs(1), **options)
     mmspec.generate(model, drafter=made, **text_inputs(1), **options)  # another warning would be an error
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for length in range(1, 7):  # answers in which other shares of the drafts are right
+            made.watched = 0, 0.0
+            mmspec.generate(model, drafter=made, **text_inputs(length), **options)
+    assert len(found) == 1
 
 
 @pytest.mark.filterwarnings("error")

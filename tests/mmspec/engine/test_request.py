@@ -1,6 +1,8 @@
 """Mistakes in a call's keywords and requests: one line with the rule and what was received, before anything runs."""
 
 from dataclasses import fields
+from inspect import signature
+from typing import Unpack, get_type_hints
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ from mmspec import Pipeline, SamplingParams, UserError
 from mmspec.checks import shown
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.registry import make_drafter
-from mmspec.engine.request import DecodeOptions, parse
+from mmspec.engine.request import DecodeOptions, GenerateKeywords, parse
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.processor import VisionProcessor
 from tests.mmspec.test_checks import values
 from tests.tiny import byte_model, byte_tokenizer
 
@@ -30,6 +33,21 @@ def mistake(function, *arguments, **keywords):
     assert len(message) < 240
     message.encode()  # can be printed
     return message
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_batch", "stream", "astream"])
+def test_keywords_are_declared(method):
+    """For type checkers and editors, and for ``help``: those that are taken, with their types."""
+    function, declared = getattr(Pipeline, method), get_type_hints(GenerateKeywords)
+    assert get_type_hints(function)["keywords"] == Unpack[GenerateKeywords]
+    shown = {one.name: one.annotation for one in signature(function).parameters.values() if one.default is ...}
+    assert shown == declared
+    taken = {name: kind for owner in (SamplingParams, DecodeOptions) for name, kind in get_type_hints(owner).items()}
+    for encode in (Processor.encode, VisionProcessor.encode):
+        known = signature(encode).parameters.values()
+        hints = get_type_hints(encode)
+        taken |= {one.name: hints[one.name] for one in known if one.kind is one.KEYWORD_ONLY}
+    assert declared == taken | {"params": SamplingParams | None, "nodes": int | None}
 
 
 @pytest.mark.parametrize("kind", [SamplingParams, DecodeOptions])

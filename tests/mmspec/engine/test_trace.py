@@ -32,6 +32,9 @@ def test_the_steps_spell_the_answer(make):
         said += [*(step.tokens[node] for node in step.path[1:]), step.bonus]
     assert said[: len(answer.token_ids)] == answer.token_ids
     assert sum(len(step.tokens) - 1 for step in steps) == answer.stats.num_draft_tokens > 0
+    for step in steps:
+        assert step.texts == [byte_tokenizer().decode([token]) for token in step.tokens]
+        assert step.bonus_text == byte_tokenizer().decode([step.bonus])
 
 
 def test_probabilities_are_the_models_own():
