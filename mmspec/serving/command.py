@@ -96,6 +96,13 @@ _log = logging.getLogger("mmspec.serve")
 @adapt_options
 @derived(Limits)
 @click.option(
+    "--log-level",
+    type=click.Choice(("debug", "info", "warning", "error")),
+    default="info",
+    show_default=True,
+    help="Of the log on standard error; info: a line for each request.",
+)
+@click.option(
     "--engine",
     type=click.Choice(ENGINES),
     default="local",
@@ -116,6 +123,7 @@ def serve(
     api_key: str | None,
     no_auth: bool,
     prefix_cache: int,
+    log_level: str,
     engine: str,
     replicas: int,
     replica_gpus: int,
@@ -142,7 +150,7 @@ def serve(
     adapters = dict(options.pop("adapters"))
     loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
+    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others, log_level)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -164,10 +172,12 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             pipe = next(iter(pipes.values()))
             pipe.follow()
         drafters, dtype = f"drafter{'s' * (len(pipes) > 1)} {', '.join(pipes)}", settings.loading["dtype"]
-        dtype = str(pipe.target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        if dtype == "auto":
+            own = str(pipe.target.dtype).removeprefix("torch.")
+            dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipes), settings.limits, listening, pipe.engine)
+        run(settings.app(pipes), settings.limits, listening, pipe.engine, settings.log_level)
 
 
 def _follow(settings: ServerSettings) -> None:

@@ -1,19 +1,29 @@
-"""Middleware: refuses requests by host, origin and key, and answers while the server loads, stops or was lost."""
+"""Middleware: logs requests, refuses them by host, origin and key, and answers while the server loads, stops or was
+lost."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
+import logging
 from collections.abc import Collection
 from contextlib import suppress
-from urllib.parse import urlsplit
+from dataclasses import dataclass
+from time import perf_counter as clock
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmspec.serving.errors import APIError, as_events
+from mmspec.errors import first_line
+from mmspec.serving.errors import APIError, as_api_error, as_events
+
+if TYPE_CHECKING:
+    from mmspec.serving.formats import WireFormat
 
 LIVE = "/livez"
 """Path of the liveness probe, which has status 200 as long as the process answers."""
@@ -22,6 +32,10 @@ READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
 
 PROBES = (LIVE, *READY)
+CLIENT_GONE = 499
+"""nginx' status of requests whose client has disconnected; nobody receives it."""
+
+_log = logging.getLogger("mmspec.serving")
 
 
 class Unready:
@@ -82,26 +96,31 @@ class Watched:
 
     Args:
         send: of the connection.
+
+    Attributes:
+        status: of the response; None before it has begun.
+        ended: whether all of it is sent.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._started = self._stream = self._ended = False
+        self.status: int | None = None
+        self.ended = self._stream = False
 
     async def __call__(self, message: Message) -> None:
         await self._send(message)
         if message["type"] == "http.response.start":
-            self._started = True
+            self.status = message["status"]
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
             self._stream = any(b"event-stream" in kind for kind in kinds)
         elif message["type"] == "http.response.body":
-            self._ended = not message.get("more_body", False)
+            self.ended = not message.get("more_body", False)
 
     async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
         """End the response with an error: as the whole response, or as the last event of a stream."""
-        if not self._started:
+        if self.status is None:
             await error.response()(scope, receive, self._send)
-        elif self._stream and not self._ended:
+        elif self._stream and not self.ended:
             await self._send({"type": "http.response.body", "body": as_events(error)})
 
 
@@ -145,6 +164,79 @@ class Drained:
             return
         with suppress(OSError):
             await response.complete(self._stopping.error, scope, receive)
+
+
+def log_to_stderr(level: str) -> None:
+    """Write mmspec's log to standard error from now on."""
+    log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(lines)
+    log.setLevel(level.upper())
+
+
+@dataclass
+class LogEntry:
+    """What the log has of a request beside its response's status.
+
+    Attributes:
+        form: builds the response; None before the request has been read.
+        error: why the request has failed.
+    """
+
+    form: WireFormat | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, scope: Scope) -> LogEntry:
+        """That of a request."""
+        found: LogEntry = scope["mmspec.log"]
+        return found
+
+
+class RequestLog:
+    """Logs a line of ``key=value`` pairs for each request, and answers requests that fail unexpectedly.
+
+    Failures of the server are logged at the level error, their tracebacks, probes and ``/metrics`` at the level debug.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, entry, response, gone = clock(), LogEntry(), Watched(send), False
+
+        async def received() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone |= message["type"] == "http.disconnect" and not response.ended
+            return message
+
+        try:
+            await self.app({**scope, "mmspec.log": entry}, received, response)
+        except Exception as error:
+            entry.error = error
+            if response.status is None:
+                await as_api_error(error).response()(scope, receive, response)
+        finally:
+            self._write(scope, entry, response.status, gone, clock() - began)
+
+    def _write(self, scope: Scope, entry: LogEntry, status: int | None, gone: bool, seconds: float) -> None:
+        pairs = {"id": None, "finish": None} if entry.form is None else entry.form.logged()
+        if gone and not pairs["finish"]:
+            status, pairs["finish"] = CLIENT_GONE, "disconnected"
+        elif entry.error is not None:  # a stream has sent the status 200 before
+            status, pairs["finish"] = as_api_error(entry.error).status, "error"
+            pairs["error"] = json.dumps(first_line(entry.error))
+        level = logging.DEBUG if scope["path"] in (*PROBES, "/metrics") else logging.INFO
+        if status is not None and status >= 500:
+            level = logging.ERROR
+            _log.debug("request %s failed", pairs["id"], exc_info=entry.error)
+        path = quote(scope["path"][:200])
+        pairs |= {"endpoint": f'"{scope["method"]} {path}"', "status": status, "total_s": f"{seconds:.3f}"}
+        _log.log(level, " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None))
 
 
 class LostReplica:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
+from mmspec.sampling.params import LIBRARY
 from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class ServerSettings:
         prefix_cache: memory for the states of earlier prompts, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
         others: further drafters, which requests may name.
+        log_level: of the log on standard error.
     """
 
     loading: Mapping[str, Any]
@@ -37,6 +39,7 @@ class ServerSettings:
     prefix_cache: int = 0
     adapt: AdaptOptions | None = None
     others: Sequence[str] = ()
+    log_level: str = "info"
 
     def pipelines(self) -> dict[str, Pipeline]:
         """That of ``pipeline``, and one over its target for each further drafter, by names of their drafters.
@@ -93,9 +96,7 @@ class ServerSettings:
 
     def defaults(self, pipe: Pipeline) -> str:
         """What requests have that set no sampling parameters, in one line; neutral values are left out."""
-        from mmspec.sampling.params import LIBRARY
-
-        values = {**pipe.defaults.served}
+        values = {"temperature": LIBRARY["temperature"], **pipe.defaults.served}
         tokens = min(values.pop("max_new_tokens", self.limits.max_tokens), self.limits.max_tokens)
         shown = {name: value for name, value in values.items() if name == "temperature" or value != LIBRARY[name]}
         names = [f"{name} {value}" for name, value in shown.items()]
@@ -104,7 +105,6 @@ class ServerSettings:
     def app(self, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
         """The application of ``pipelines()``; see ``create_app``."""
         from mmspec.serving.app import create_app
-
         return create_app(next(iter(pipes.values())), self.limits, **self.access, drafters=pipes, scrape=scrape)
 
 
