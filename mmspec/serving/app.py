@@ -29,7 +29,7 @@ from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import CLIENT_GONE, PROBES, AccessGuard, Drain, Drained, LogEntry, RequestLog
+from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, Drain, Drained, RequestLog, Watched
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
 from mmspec.serving.runner import (
     Admission,
@@ -162,11 +162,10 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
         request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]
     ) -> Response:
         asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
-        entry = LogEntry.of(request.scope)
-        entry.form = form
+        request.scope[LOG].form = form
         if not asked.stream:
             return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
-        events = _events(runner, job, form, entry)
+        events = _events(runner, job, form, request.scope[LOG])
         # The status must be that of errors before the first token.
         first = await unless_gone(request.receive, events.__anext__())
         return EventStream(first, events)
@@ -250,7 +249,7 @@ async def _respond(request: Request, error: Exception) -> Response:
     """The response to a request that has failed; the error of an unknown path names an endpoint to use instead."""
     if isinstance(error, ClientGoneError | ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
-    LogEntry.of(request.scope).error = error
+    request.scope[LOG].error = error
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path
         known = (instead for prefix, instead in _INSTEAD.items() if path == prefix or path.startswith(f"{prefix}/"))
@@ -268,7 +267,7 @@ async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) ->
     return form.whole()
 
 
-async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: LogEntry) -> AsyncGenerator[bytes]:
+async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: Watched) -> AsyncGenerator[bytes]:
     """Server-sent events; exceptions after the first one are events, too."""
     started = False
     try:

@@ -96,13 +96,6 @@ _log = logging.getLogger("mmspec.serve")
 @adapt_options
 @derived(Limits)
 @click.option(
-    "--log-level",
-    type=click.Choice(("debug", "info", "warning", "error")),
-    default="info",
-    show_default=True,
-    help="Of the log on standard error; info: a line for each request.",
-)
-@click.option(
     "--engine",
     type=click.Choice(ENGINES),
     default="local",
@@ -123,7 +116,6 @@ def serve(
     api_key: str | None,
     no_auth: bool,
     prefix_cache: int,
-    log_level: str,
     engine: str,
     replicas: int,
     replica_gpus: int,
@@ -150,7 +142,7 @@ def serve(
     adapters = dict(options.pop("adapters"))
     loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others, log_level)
+    settings = ServerSettings(loading, limits, access, prefix_cache, adapt, others)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")
@@ -177,7 +169,7 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
-        run(settings.app(pipes), settings.limits, listening, pipe.engine, settings.log_level)
+        run(settings.app(pipes), settings.limits, listening, pipe.engine)
 
 
 def _follow(settings: ServerSettings) -> None:

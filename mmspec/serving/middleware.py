@@ -9,9 +9,8 @@ import json
 import logging
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter as clock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
@@ -32,8 +31,9 @@ READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
 
 PROBES = (LIVE, *READY)
-CLIENT_GONE = 499
-"""nginx' status of requests whose client has disconnected; nobody receives it."""
+CLIENT_GONE = 499  # nginx' status; nobody receives it
+LOG = "mmspec.log"
+"""Key of a request's ``Watched`` in its scope."""
 
 _log = logging.getLogger("mmspec.serving")
 
@@ -100,7 +100,12 @@ class Watched:
     Attributes:
         status: of the response; None before it has begun.
         ended: whether all of it is sent.
+        form: what builds it; None for other endpoints, and before the request has been read.
+        error: why the request has failed.
     """
+
+    form: WireFormat | None = None
+    error: Exception | None = None
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -167,30 +172,11 @@ class Drained:
 
 
 def log_to_stderr(level: str) -> None:
-    """Write mmspec's log to standard error from now on."""
+    """Write mmspec's log to standard error."""
     log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)
     log.setLevel(level.upper())
-
-
-@dataclass
-class LogEntry:
-    """What the log has of a request beside its response's status.
-
-    Attributes:
-        form: builds the response; None before the request has been read.
-        error: why the request has failed.
-    """
-
-    form: WireFormat | None = None
-    error: Exception | None = None
-
-    @classmethod
-    def of(cls, scope: Scope) -> LogEntry:
-        """That of a request."""
-        found: LogEntry = scope["mmspec.log"]
-        return found
 
 
 class RequestLog:
@@ -206,7 +192,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, entry, response, gone = clock(), LogEntry(), Watched(send), False
+        began, response, gone = clock(), Watched(send), False
 
         async def received() -> Message:
             nonlocal gone
@@ -215,28 +201,25 @@ class RequestLog:
             return message
 
         try:
-            await self.app({**scope, "mmspec.log": entry}, received, response)
+            await self.app({**scope, LOG: response}, received, response)
         except Exception as error:
-            entry.error = error
+            response.error = error
             if response.status is None:
                 await as_api_error(error).response()(scope, receive, response)
-        finally:
-            self._write(scope, entry, response.status, gone, clock() - began)
-
-    def _write(self, scope: Scope, entry: LogEntry, status: int | None, gone: bool, seconds: float) -> None:
-        pairs = {"id": None, "finish": None} if entry.form is None else entry.form.logged()
-        if gone and not pairs["finish"]:
+        status, problem, quiet = response.status, response.error, scope["path"] in (*PROBES, "/metrics")
+        pairs: dict[str, Any] = {"id": None, "finish": None} if response.form is None else response.form.logged()
+        if gone and pairs["finish"] is None:
             status, pairs["finish"] = CLIENT_GONE, "disconnected"
-        elif entry.error is not None:  # a stream has sent the status 200 before
-            status, pairs["finish"] = as_api_error(entry.error).status, "error"
-            pairs["error"] = json.dumps(first_line(entry.error))
-        level = logging.DEBUG if scope["path"] in (*PROBES, "/metrics") else logging.INFO
-        if status is not None and status >= 500:
-            level = logging.ERROR
-            _log.debug("request %s failed", pairs["id"], exc_info=entry.error)
-        path = quote(scope["path"][:200])
-        pairs |= {"endpoint": f'"{scope["method"]} {path}"', "status": status, "total_s": f"{seconds:.3f}"}
-        _log.log(level, " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None))
+        elif problem is not None:  # a stream has sent the status 200 before
+            status, pairs["finish"] = as_api_error(problem).status, "error"
+            pairs["error"] = json.dumps(first_line(problem))
+        pairs |= {"endpoint": f'"{scope["method"]} {quote(scope["path"][:200])}"', "status": status}
+        line = " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None)
+        failed = (status or 0) >= 500
+        level = logging.ERROR if failed else logging.DEBUG if quiet else logging.INFO
+        _log.log(level, "%s total_s=%.3f", line, clock() - began)
+        if failed:
+            _log.debug("traceback of %s", pairs["id"], exc_info=problem)
 
 
 class LostReplica:

@@ -131,8 +131,7 @@ class JobBuilder:
 
     def _answers(self, name: str | None) -> tuple[str, dict[str, Any]]:
         """What answers a request to this model: its name in the response, and keywords of ``Pipeline.stream``."""
-        self.check_model(name)
-        if name not in self._known:
+        if name not in self._known:  # none is given
             raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
         return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
 
@@ -154,7 +153,7 @@ class JobBuilder:
     def _chat(
         self, asked: ChatCompletionRequest | ResponsesRequest, messages: Sequence[ChatMessage]
     ) -> tuple[GenerationJob, ToolPlan]:
-        _, answering = self._answers(asked.model)
+        self.check_model(asked.model)
         functions = [tool.declaration for tool in asked.tools]
         turns, media = self._conversation(messages, functions)
         sampling, constraint = asked.sampling(self._limits, self._pipe.defaults.served), asked.constraint()
@@ -164,7 +163,7 @@ class JobBuilder:
         constraint = constraint if plan.grammar is None else ("grammar", plan.grammar)
         variables = effort_variables(asked.reasoning_effort, self._pipe.io.chat_template_text())
         variables |= asked.chat_template_kwargs
-        keywords = {**asked.keywords, **plan.keywords, **answering, **self._rendering(variables)}
+        keywords = {**asked.keywords, **plan.keywords, **self._answers(asked.model)[1], **self._rendering(variables)}
         if "answer_start" not in keywords:  # there, a call begins at once
             keywords |= self._reasoning
         prompts = [plan.messages(turns)]
@@ -189,8 +188,9 @@ class JobBuilder:
 
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
         """The job of a request of completions, and the format of its response."""
-        keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
+        self.check_model(asked.model)
         self._check_characters(asked.prompt, "prompt")
+        keywords = asked.keywords | {"chat_template": False} | self._answers(asked.model)[1]
         sampling = asked.sampling(self._limits, self._pipe.defaults.served)
         drafter = asked.drafter(self._limits, self._drafters)
         job = GenerationJob(asked.prompt, sampling, asked.constraint(), asked.n, (), keywords, drafter)

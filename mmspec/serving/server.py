@@ -176,7 +176,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine, log_level: str) -> NoReturn:
+def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) -> NoReturn:
     """Serve until SIGTERM or SIGINT; running requests then have ``limits.shutdown_timeout`` seconds to end.
 
     SIGTERM closes the engine and ends the process: the interpreter's own end takes seconds, for it frees all objects
@@ -185,7 +185,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine, 
     Raises:
         KeyboardInterrupt: after SIGINT.
     """
-    log_to_stderr(log_level)
+    log_to_stderr(limits.log_level)
     # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
     with _on_sigterm(lambda: None):
         server = Server(app, limits)

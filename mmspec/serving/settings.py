@@ -30,7 +30,6 @@ class ServerSettings:
         prefix_cache: memory for the states of earlier prompts, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
         others: further drafters, which requests may name.
-        log_level: of the log on standard error.
     """
 
     loading: Mapping[str, Any]
@@ -39,7 +38,6 @@ class ServerSettings:
     prefix_cache: int = 0
     adapt: AdaptOptions | None = None
     others: Sequence[str] = ()
-    log_level: str = "info"
 
     def pipelines(self) -> dict[str, Pipeline]:
         """That of ``pipeline``, and one over its target for each further drafter, by names of their drafters.
@@ -105,6 +103,7 @@ class ServerSettings:
     def app(self, pipes: Mapping[str, Pipeline], scrape: Callable[[], Awaitable[Collector]] | None = None) -> FastAPI:
         """The application of ``pipelines()``; see ``create_app``."""
         from mmspec.serving.app import create_app
+
         return create_app(next(iter(pipes.values())), self.limits, **self.access, drafters=pipes, scrape=scrape)
 
 

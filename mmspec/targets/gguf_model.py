@@ -112,29 +112,19 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
     It also has ``gguf_format``, the file's format in llama.cpp's words, and ``gguf_sampling``, sampling parameters for
     commands and servers: the file's, or those of llama.cpp.
     """
+    from gguf import LlamaFileType
+
     made = GenerationConfig.from_model_config(config)
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
-    made.gguf_format = _format(file)
-    made.gguf_sampling = {
+    sampling = {
         name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
     }
+    names: dict[Any, str] = {kind.value: kind.name.partition("_")[2] for kind in LlamaFileType}  # of MOSTLY_Q4_K_M, ALL_F32
+    form = names.get(file.metadata.get("general.file_type"), "GGUF")
+    vars(made).update(gguf_format=form, gguf_sampling=sampling)
     return made
-
-
-def _format(file: GGUFFile) -> str:
-    """Its format, such as Q4_K_M; that of most weights where the file does not name it."""
-    from gguf import LlamaFileType
-
-    try:
-        named = LlamaFileType(file.metadata["general.file_type"]).name
-        return str(named).removeprefix("MOSTLY_").removeprefix("ALL_")
-    except (KeyError, ValueError):
-        sizes: Counter[str] = Counter()
-        for tensor in file.tensors.values():
-            sizes[tensor.format] += tensor.size
-        return sizes.most_common(1)[0][0]
 
 
 def dtype_of(file: GGUFFile) -> str | torch.dtype | None:

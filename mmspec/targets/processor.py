@@ -24,7 +24,6 @@ _MARK = "\ue0a1"  # a private-use character
 _RENDERED = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning")
 """What templates write of a message beside its role and content."""
 
-_NOT_USERS = ("system", "assistant", "tool")
 _MARKER_TOKENS = 32  # at most, of a marker of thoughts and the white space after it
 _MEDIA_TOKENS = ("image_token", "video_token")  # attributes of transformers' processors
 
@@ -72,8 +71,8 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
     Contents are as given; or contents without media are texts: those of all messages but users', or all. In each case,
     arguments of calls are objects, or else the texts that were given.
     """
-    for roles in ((), _NOT_USERS, (*_NOT_USERS, "user")):
-        form = [_of_text(one) if one.get("role") in roles and not _media(one) else one for one in messages]
+    for joined in (lambda role: False, lambda role: role != "user", lambda role: True):
+        form = [_of_text(one, refuse=False) if joined(one.get("role")) else one for one in messages]
         yield _with_objects(form)
         yield form
 
@@ -99,32 +98,28 @@ def render(
     given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:
         given |= template_variables(plain, user_text.marked(variables))
-    refusal: Exception | None = None
+    errors: list[Exception] = []
     for form in map(user_text.mark, _forms(messages)):
         try:
             return str(plain.apply_chat_template(form, add_generation_prompt=True, tokenize=False, **given))
         except Exception as error:
-            refusal = refusal or error
+            errors.append(error)
     with explained("the model's chat template does not accept the messages", Exception):
-        raise refusal or ValueError("none")
+        raise errors[0]
 
 
-def _media(message: Mapping[str, Any]) -> list[str]:
-    """Types of a chat message's items that are no text."""
-    content = message.get("content")
-    return [item["type"] for item in content if item["type"] != "text"] if isinstance(content, list | tuple) else []
+def _of_text(message: Mapping[str, Any], refuse: bool = True) -> Mapping[str, Any]:
+    """A chat message with a text as content, which templates of text models expect, in place of text items.
 
-
-def _of_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat message with a text as content, in place of text items.
-
-    Raises:
-        UserError: one of them is an image or a video.
+    Args:
+        refuse: raise ``UserError`` where one of them is an image or a video; otherwise the message stays as it is.
     """
     content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return dict(message)
-    if other := _media(message):
+    if content is None or isinstance(content, str):
+        return message
+    if other := [item["type"] for item in content if item["type"] != "text"]:
+        if not refuse:
+            return message
         raise UserError(f"the model reads text only: got an item of type {other[0]}")
     return {**message, "content": "\n".join(item["text"] for item in content)}
 

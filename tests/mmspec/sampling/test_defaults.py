@@ -161,6 +161,15 @@ def test_the_generation_config_is_read_and_checked_at_each_request() -> None:
         pipe.generate(PROMPTS[0])
 
 
+@pytest.mark.parametrize("params", [{"temperature": 1.5, "top_p": 0}, {"temperature": 9e-5}])
+def test_the_most_probable_token_alone(params: dict[str, Any]) -> None:
+    """Without warpers, and so without draws."""
+    model = model_with()
+    found = pipeline(model).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4, seed=1, grammar_aligned=False, **params)
+    assert found.token_ids == generated(model, PROMPTS[0], max_new_tokens=NEW)
+    assert not SamplingParams(**params).do_sample
+
+
 def test_custom_processors_come_between_the_models_and_the_warpers() -> None:
     def mine(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores

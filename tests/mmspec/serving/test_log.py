@@ -111,7 +111,7 @@ def test_tracebacks_probes_and_metrics_are_for_debugging(
     (only,) = all_sorts()
     assert only.exc_info is None
     caplog.set_level(logging.DEBUG, "mmspec.serving")
-    *probes, traceback, failed = all_sorts()
+    *probes, failed, traceback = all_sorts()
     assert [pairs(one)["endpoint"] for one in probes] == [f"GET {path}" for path in paths]
     assert {one.levelname for one in (*probes, traceback)} == {"DEBUG"}
     assert traceback.exc_info is not None

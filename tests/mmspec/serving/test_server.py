@@ -181,8 +181,8 @@ def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(
     usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
     for entries, form, values in (
         ({"general.file_type": 15, **sampling}, "Q4_K_M", dict(zip(usual, named.values(), strict=True))),
-        ({"general.file_type": 999, "general.sampling.temp": 0.0}, "Q8_0", {**usual, "temperature": 0.0}),
-        ({}, "Q8_0", usual),
+        ({"general.file_type": 999, "general.sampling.temp": 0.0}, "GGUF", {**usual, "temperature": 0.0}),
+        ({}, "GGUF", usual),
     ):
         file = str(save_gguf(tmp_path / f"{len(entries)}.gguf", entries=entries))
         main(["serve", "--model", file, "--port", "0"])
