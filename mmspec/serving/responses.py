@@ -39,6 +39,7 @@ from mmspec.serving.schemas import (
     Variant,
     VideoPart,
     checked,
+    choice_rule,
     grammar_of_format,
 )
 from mmspec.serving.tools import Delta
@@ -173,14 +174,7 @@ class _TextConfig(Fields):
     format: _TextFormat | None = None
 
 
-_CHOICE = Rule(
-    '"none", "auto", "required" or {"type": "function", "name": NAME}',
-    lambda value: (
-        value in ("none", "auto", "required")
-        if not isinstance(value, dict)
-        else value.keys() == {"type", "name"} and value["type"] == "function" and isinstance(value["name"], str)
-    ),
-)
+_CHOICE = choice_rule('{"type": "function", "name": NAME}', "type", "name")
 
 _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
 

@@ -375,12 +375,15 @@ class Tool(Fields):
         return self.function.declaration
 
 
-def _is_choice(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return value in ("none", "auto", "required")
-    return (
-        value.keys() == {"type", "function"} and value["type"] == "function" and isinstance(named_function(value), str)
-    )
+def choice_rule(form: str, *keys: str) -> Rule:
+    """The rule of ``tool_choice``, which names a function in this form, an object with these keys."""
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return value in ("none", "auto", "required")
+        return value.keys() == {*keys} and value["type"] == "function" and isinstance(named_function(value), str)
+
+    return Rule(f'"none", "auto", "required" or {form}', holds)
 
 
 def named_function(choice: Any) -> str | None:
@@ -392,11 +395,11 @@ def named_function(choice: Any) -> str | None:
 Variables = Annotated[Any, checked("chat_template_kwargs", OBJECT)]
 """Variables of the chat template."""
 
-CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
+CHOICE = choice_rule('{"type": "function", "function": {"name": NAME}}', "type", "function")
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    # Of llama.cpp, Ollama, LM Studio, vLLM and SGLang: for speed, memory, order or figures alone.
+    # Of other engines: for speed, memory, order or figures alone.
     *("cache_prompt", "id_slot", "n_cache_reuse", "return_progress", "slot_id", "timings_per_token"),
     *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
     *("keep_alive", "draft_model", "ttl", "priority", "request_id", "rid"),
