@@ -121,9 +121,7 @@ def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
         name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
         for name, (key, usual) in _SAMPLING.items()
     }
-    names: dict[Any, str] = {
-        kind.value: kind.name.partition("_")[2] for kind in LlamaFileType
-    }
+    names: dict[Any, str] = {kind.value: kind.name.partition("_")[2] for kind in LlamaFileType}
     form = names.get(file.metadata.get("general.file_type"), "GGUF")
     vars(made).update(gguf_format=form, gguf_sampling=sampling)
     return made

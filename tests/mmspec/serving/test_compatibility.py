@@ -20,10 +20,11 @@ openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}}}
+MODEL = {"model": "tiny-llava"}
 BODIES: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
-    "completions": {"prompt": "Hi", "max_tokens": 2},
-    "responses": {"input": "Hi", "max_output_tokens": 2},
+    "chat/completions": {**MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "completions": {**MODEL, "prompt": "Hi", "max_tokens": 2},
+    "responses": {**MODEL, "input": "Hi", "max_output_tokens": 2},
 }
 PENALTY = ([-2, 0, 1.5, 2, None], [-2.01, 2.01, "1"])
 COUNT = ([1, 2048, None], [0, -1, 1.5, "1"])
@@ -113,7 +114,13 @@ NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_searc
 
 
 def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served) -> None:
-    asked = {"temperature": 1.5, "seed": 3, "max_tokens": 12, "messages": BODIES["chat/completions"]["messages"]}
+    asked = {
+        **MODEL,
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 12,
+        "messages": BODIES["chat/completions"]["messages"],
+    }
     before, plain = figures(server), server.post(asked).json()
     given = server.post({**asked, **HARMLESS, **NEUTRAL, "keep_alive": None})
     assert given.json()["choices"] == plain["choices"]
