@@ -47,7 +47,7 @@ caption: $(VENV)/.installed
 	$(BIN)/mmspec caption --model tiny-llava $(SAMPLES)/clip.mp4 --compare
 
 real: $(VENV)/.real
-	$(BIN)/mmspec generate --model smollm2 --compare --max-new-tokens 128 \
+	$(BIN)/mmspec generate --model smollm2 --compare --temperature 0 --max-new-tokens 128 \
 	  "Repeat the following text word for word: The harbour wakes before the town. At four the first boats return, their holds full of \
 	herring, and the gulls follow them past the lighthouse. Women in oilskins sort the fish on long tables, the auctioneer walks from crate to \
 	crate, and by seven the lorries have left for the city. Then the quay is hosed down, and the nets are hung up to dry."

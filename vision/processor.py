@@ -86,9 +86,8 @@ class VisionProcessor(Processor):
             if isinstance(messages, str):
                 media = [{"type": "image"} for _ in pictures] + [{"type": "video"} for _ in clips]
                 messages = [{"role": "user", "content": [*media, {"type": "text", "text": messages}]}]
-            placed, shown, played = self.place_media(self._user_text.mark(messages), pictures, clips, **options)
-            marked = self._user_text.marked
-            texts.append(self._render(placed, marked(tools), marked(chat_template_kwargs)) + answer_start)
+            placed, shown, played = self.place_media(messages, pictures, clips, **options)
+            texts.append(self._render(placed, tools, chat_template_kwargs) + answer_start)
             images.append(shown)
             videos += played
         return self._process(texts, images, videos)
@@ -158,13 +157,13 @@ class VisionProcessor(Processor):
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         if getattr(self.plain, "chat_template", None):
-            return render(self.plain, messages, tools, variables)
+            return render(self.plain, self._user_text, messages, tools, variables)
         if tools or variables:
             name = "tools" if tools else "chat_template_kwargs"
             raise UserError(f"{name} need a chat template: the model's processor has none")
         if len(messages) > 1:
             raise UserError("several messages need a chat template: the model's processor has none")
-        items = messages[0]["content"]
+        items = self._user_text.mark(messages)[0]["content"]
         if type(self.plain).__name__.startswith(("Llava", "VideoLlava")):  # published without their template at first
             media = "".join(self._placeholder(item["type"]) for item in items if item["type"] != "text")
             text = " ".join(item["text"] for item in items if item["type"] == "text")

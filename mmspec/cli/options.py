@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -324,7 +325,13 @@ class Secret:
     @property
     def declared(self) -> Decorator:
         text = f"{self.text} Prefer the environment variable {self.variable}, which other local users cannot see."
-        return click.option(self.option, metavar=self.form, envvar=self.variable, help=text)
+
+        def not_empty(_: click.Context, __: click.Parameter, given: str | None) -> str | None:
+            if given == "" or (given is None and os.environ.get(self.variable) == ""):  # which click leaves out
+                raise UserError(f"{self.option} (or {self.variable}) must not be empty: expected {self.form}")
+            return given
+
+        return click.option(self.option, metavar=self.form, envvar=self.variable, help=text, callback=not_empty)
 
     def check(self, given: str | None, no_auth: bool, public: bool) -> None:
         """Check that there is one on a public address, or ``--no-auth``.
@@ -350,6 +357,6 @@ def check_api_key(key: str | None, no_auth: bool, public: bool) -> None:
     Raises:
         UserError: it cannot be sent in a header, or is missing.
     """
-    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks, and not empty")
+    if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
+        raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks")
     API_KEY.check(key, no_auth, public)

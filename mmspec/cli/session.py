@@ -55,6 +55,7 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
     pipe = open_pipeline(notes, **{name: options[name] for name in LOADING}, tp_plan=plan, warm_up=0)
     if pipe.follow():
         return
+    keywords |= {name: value for name, value in pipe.defaults.served.items() if keywords[name] is None}
     with show_steps(notes):
         _log.info("reading the prompt")
         pieces = pipe.stream(**request, **keywords)

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from mmspec.checks import Rule
 from mmspec.errors import UserError
-from mmspec.sampling.params import LIBRARY, MIN_TEMPERATURE, SamplingParams
+from mmspec.sampling.params import LIBRARY, SamplingParams
 from mmspec.sampling.processors import AdditiveTerms
 from mmspec.sampling.sampler import Constraint, Processor, Sampler
 
@@ -126,9 +126,8 @@ class Defaults:
 
     @property
     def served(self) -> Mapping[str, Any]:
-        """Values that requests to a server leave unset, as vLLM's: those that a generation config names, whether or not
-        it samples, and otherwise temperature 1 and no filters."""
-        return {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        """Values that ``mmspec generate`` and requests to a server leave unset."""
+        return self.params
 
     def complete(self, params: SamplingParams) -> SamplingParams:
         """Parameters with a value of each: a request's own, the model's, or the library's."""
@@ -198,15 +197,13 @@ class ModelDefaults(Defaults):
 
     @property
     def served(self) -> Mapping[str, Any]:
-        return {**super().served, **self._named}
+        return {**vars(self._model.generation_config).get("gguf_sampling", {}), **self.params}
 
     @property
     def _named(self) -> dict[str, Any]:
         """Values that the generation config names."""
         config = self._model.generation_config
         found = {name: getattr(config, name) for name in _OWN} | {"stop": config.stop_strings}
-        if found["temperature"] is not None and found["temperature"] < MIN_TEMPERATURE:
-            found["temperature"] = 0.0
         found = {name: value for name, value in found.items() if value is not None}
         read, valid = self._checked
         if found != read:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmspec.checks import (
     FLAG,
+    NOT_NEGATIVE,
     POSITIVE,
     SHARE,
     Checked,
@@ -27,9 +28,17 @@ from mmspec.sampling.syntax import JSON_SCHEMA, KINDS, TEXT, TRIGGER, check_gram
 
 MIN_TEMPERATURE = 1e-4  # logits divided by less may overflow
 
+_TEMPERATURE = NOT_NEGATIVE._replace(convert=lambda value: float(value) if value >= MIN_TEMPERATURE else 0.0)
+
+
+def _stops(stop: Any) -> Sequence[Any]:
+    return [stop] if isinstance(stop, str) else stop
+
+
 _STOP = Rule(
-    "text or a list of texts, none of them empty",
-    lambda stop: stop is None or all(is_text(text) and text for text in ([stop] if isinstance(stop, str) else stop)),
+    "text or a list of texts",
+    lambda stop: not isinstance(stop, Mapping) and all(map(is_text, _stops(stop))),
+    lambda stop: stop if stop and isinstance(stop, str) else tuple(filter(None, _stops(stop))),
     several=True,
 )
 _NATS = number("0 or more", lambda x: 0 <= x < inf)
@@ -86,13 +95,15 @@ class SamplingParams(Checked):
     config, and otherwise the library's (see ``mmspec.load``).
 
     Attributes:
-        temperature: 0 is greedy decoding, the library's default; otherwise logits are divided by it and sampled.
-        top_p: nucleus sampling: smallest set of tokens with at least this total probability, in (0, 1]; 1 disables.
+        temperature: below 0.0001 is greedy decoding, and 0 the library's default; otherwise logits are divided by it
+            and sampled.
+        top_p: nucleus sampling: smallest set of tokens with at least this total probability, in [0, 1]; 1 disables, 0
+            is greedy decoding.
         top_k: keep the k most probable tokens; 0 disables.
         min_p: minimum probability relative to the most probable token, in [0, 1]; 0 disables.
         repetition_penalty: above 1 penalises tokens of prompt and output; 1 disables.
         max_new_tokens: maximum number of generated tokens; 256 by the library's default.
-        stop: stop string or strings; the output is cut before them. An empty list is none.
+        stop: stop string or strings; the output is cut before them. An empty list or text is none.
         seed: seed for sampling; None uses torch's global generator.
         json_schema: the output is JSON that satisfies this schema, a dict or JSON text.
         regex: the output matches this regular expression, from beginning to end.
@@ -116,10 +127,8 @@ class SamplingParams(Checked):
             are given, one beside ``ignore_eos``, ``grammar_trigger`` without one, or llguidance cannot follow it.
     """
 
-    temperature: float | None = _parameter(
-        0.0, number(f"0 or >= {MIN_TEMPERATURE}", lambda t: t == 0 or t >= MIN_TEMPERATURE), "0 is greedy."
-    )
-    top_p: float | None = _parameter(1.0, number("in (0, 1]", lambda p: 0 < p <= 1), "Probability of the tokens kept.")
+    temperature: float | None = _parameter(0.0, _TEMPERATURE, "0 is greedy.")
+    top_p: float | None = _parameter(1.0, SHARE, "Probability of the tokens kept; 0 is greedy.")
     top_k: int | None = _parameter(0, whole(0), "Number of tokens kept; 0 keeps all.")
     min_p: float | None = _parameter(0.0, SHARE, "Least probability, relative to the most probable token.")
     repetition_penalty: float | None = _parameter(1.0, POSITIVE, "Above 1 penalises earlier tokens.")
@@ -163,7 +172,7 @@ class SamplingParams(Checked):
 
     @property
     def do_sample(self) -> bool:
-        return bool(self.temperature)
+        return bool(self.temperature) and self.top_p != 0
 
     def over(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """These parameters, with those that are not set from ``defaults``, which must be valid: no field is checked."""

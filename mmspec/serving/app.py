@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import html
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from mmspec.serving.formats import WireFormat
 from mmspec.serving.limits import Limits
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
-from mmspec.serving.middleware import PROBES, AccessGuard, Drain, Drained
+from mmspec.serving.middleware import CLIENT_GONE, LOG, PROBES, AccessGuard, Drain, Drained, RequestLog, Watched
 from mmspec.serving.responses import ResponsesRequest, StoredResponses
 from mmspec.serving.runner import (
     Admission,
@@ -52,8 +51,6 @@ from mmspec.serving.schemas import (
 from mmspec.serving.tools import AUTO, ToolPlanner
 from mmspec.targets.processor import template_variables
 
-_log = logging.getLogger("mmspec.serving")
-_CLIENT_GONE = 499  # nginx' status; nobody receives it
 _STORED_SECONDS = 3600
 BODY_SECONDS = 60.0
 """Time in which a body must arrive."""
@@ -137,13 +134,14 @@ def create_app(
 
     for path in PROBES:
         app.get(path)(health)
-    for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect, Exception):
+    for kind in (APIError, UserError, HTTPException, ClientGoneError, ClientDisconnect):
         app.add_exception_handler(kind, _respond)
     drain = Drain()
     app.add_middleware(Drained, drain=drain, most=limits.requests)
     app.add_middleware(AccessGuard, hosts=hosts, origins=origins, api_key=api_key)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(RequestLog)
     app.state.slots, app.state.metrics, app.state.drain = slots, metrics, drain
     return app
 
@@ -158,15 +156,16 @@ def _add_generation(app: FastAPI, runner: RequestRunner, builder: JobBuilder, bo
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request's body, and call a function with it, in a thread: large bodies take long."""
         content = await read_body(request, body_bytes)
-        return await asyncio.to_thread(lambda: use(parse(kind, content)))
+        return await asyncio.to_thread(lambda: use(parse(kind, content, runner.metrics.ignored)))
 
     async def answered(
         request: Request, kind: type[R], build: Callable[[R], tuple[GenerationJob, WireFormat]]
     ) -> Response:
         asked, (job, form) = await parsed(request, kind, lambda asked: (asked, build(asked)))
+        request.scope[LOG].form = form
         if not asked.stream:
             return JSONResponse(await unless_gone(request.receive, _whole(runner, job, form)))
-        events = _events(runner, job, form)
+        events = _events(runner, job, form, request.scope[LOG])
         # The status must be that of errors before the first token.
         first = await unless_gone(request.receive, events.__anext__())
         return EventStream(first, events)
@@ -249,7 +248,8 @@ def _endpoints(app: FastAPI) -> list[str]:
 async def _respond(request: Request, error: Exception) -> Response:
     """The response to a request that has failed; the error of an unknown path names an endpoint to use instead."""
     if isinstance(error, ClientGoneError | ClientDisconnect):
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
+    request.scope[LOG].error = error
     if isinstance(error, HTTPException) and error.status_code == 404:
         path = request.url.path
         known = (instead for prefix, instead in _INSTEAD.items() if path == prefix or path.startswith(f"{prefix}/"))
@@ -260,17 +260,21 @@ async def _respond(request: Request, error: Exception) -> Response:
 
 async def _whole(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> dict[str, Any]:
     async with runner.start(job) as pieces:
+        form.reached("queue_s")
         async for index, piece in pieces:
+            form.reached("first_token_s")
             form.choices[index].append(piece)
     return form.whole()
 
 
-async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat) -> AsyncGenerator[bytes]:
+async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat, log: Watched) -> AsyncGenerator[bytes]:
     """Server-sent events; exceptions after the first one are events, too."""
     started = False
     try:
         async with runner.start(job) as pieces:
+            form.reached("queue_s")
             async for index, piece in pieces:
+                form.reached("first_token_s")
                 if not started:
                     for chunk in form.first_chunks():
                         yield form.event(chunk)
@@ -280,10 +284,8 @@ async def _events(runner: RequestRunner, job: GenerationJob, form: WireFormat) -
     except Exception as error:
         if not started:
             raise
-        found = as_api_error(error)
-        if found.status >= 500:
-            _log.error("a request failed", exc_info=error)
-        for chunk in form.failed(found):
+        log.error = error
+        for chunk in form.failed(as_api_error(error)):
             yield form.event(chunk)
     yield form.end
 

@@ -164,7 +164,9 @@ def _here(settings: ServerSettings, host: str, port: int) -> None:
             pipe = next(iter(pipes.values()))
             pipe.follow()
         drafters, dtype = f"drafter{'s' * (len(pipes) > 1)} {', '.join(pipes)}", settings.loading["dtype"]
-        dtype = str(pipe.target.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        if dtype == "auto":
+            own = str(pipe.target.dtype).removeprefix("torch.")
+            dtype = vars(pipe.model.generation_config).get("gguf_format", own)
         what = f"model {pipe.name}, {drafters}, {dtype} on {pipe.target.device}"
         _announce(host, listening.getsockname()[1], f"{what}; by default {settings.defaults(pipe)}")
         run(settings.app(pipes), settings.limits, listening, pipe.engine)

@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter as clock
 from typing import Any
 
 from mmspec.drafters.registry import PLAIN
@@ -31,11 +32,13 @@ class Choice:
     Attributes:
         thoughts: before the text.
         thought_tokens: tokens of the thoughts.
+        tokens: all tokens.
     """
 
     text: str = ""
     thoughts: str = ""
     thought_tokens: int = 0
+    tokens: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stats: Stats | None = None
     finish_reason: str | None = None
@@ -48,6 +51,7 @@ class Choice:
         self.text += piece.text
         self.thoughts += piece.reasoning
         self.thought_tokens += piece.num_reasoning_tokens
+        self.tokens += len(piece.token_ids)
         self.logprobs += piece.logprobs
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
 
@@ -94,6 +98,7 @@ class WireFormat(ABC):
         self._io, self._n, self._logprobs = io, asked.n, asked.alternatives is not None
         self._include_usage, self._drafter = asked.include_usage, drafter
         self._head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._made, self._times = clock(), dict[str, float]()
         self.choices = [Choice(text) for text in before]
 
     def whole(self) -> dict[str, Any]:
@@ -132,6 +137,23 @@ class WireFormat(ABC):
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
         """Chunks of an error after the first piece."""
         return [error.content()]
+
+    def logged(self) -> dict[str, Any]:
+        """What the log has of the response: None where it is known once choices have ended."""
+        stats = [choice.stats or Stats() for choice in self.choices]
+        reasons = [self._finish_reason(index) for index in range(len(self.choices))]
+        return {
+            "id": self._head["id"],
+            "finish": None if None in reasons else ",".join(dict.fromkeys(map(str, reasons))),
+            "prompt_tokens": sum(one.num_prompt_tokens for one in stats[:: self._n]) or None,
+            "generated_tokens": sum(choice.tokens for choice in self.choices),
+            "acceptance_length": round(Stats.combined(stats).mean_acceptance_length, 2) or None,
+            **{name: f"{seconds:.3f}" for name, seconds in self._times.items()},
+        }
+
+    def reached(self, stage: str) -> None:
+        """Record the time of a stage for the log, if it is the first."""
+        self._times.setdefault(stage, clock() - self._made)
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": choices}

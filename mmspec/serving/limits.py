@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from mmspec.checks import FLAG, Checked, option, whole
+from mmspec.checks import FLAG, Checked, choice, option, whole
 
 SPARE_REQUESTS = 64
 """Requests beside the running and waiting ones: they are read, refused, or ask for metrics."""
@@ -13,7 +13,7 @@ SPARE_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Limits(Checked):
-    """Limits on requests; they are options of ``mmspec serve``."""
+    """Limits on requests and on the log; they are options of ``mmspec serve``."""
 
     max_running: int = option(8, whole(1), "Choices that decode at the same time.")
     max_waiting: int = option(32, whole(0), "Choices that wait for others; further requests get status 429.")
@@ -30,6 +30,7 @@ class Limits(Checked):
     max_video_seconds: int = option(300, whole(1), "Duration of a video, in seconds.")
     max_stored: int = option(256, whole(0), "Responses that are kept for previous_response_id, for an hour.")
     request_timeout: int = option(0, whole(0), "Seconds after which a request ends with an error; 0 is no limit.")
+    log_level: str = option("info", choice("debug", "info", "warning", "error"), "Of the log on standard error.")
     shutdown_timeout: int = option(3, whole(0), "Seconds that running requests have to end after SIGTERM.")
 
     @property

@@ -80,6 +80,7 @@ class Metrics:
                 self._of(field, one, drafter)  # which begins at zero
         per_position = "Accepted draft tokens by their depth in the tree, from 0."
         self._accepted = counter("spec_decode_num_accepted_tokens_per_pos", per_position, "drafter", "position")
+        self._ignored = counter("ignored_fields", "Fields of requests that change no answer and are ignored.", "field")
         self._ended = counter("request_success", "Choices that have ended.", "finished_reason")
         self.first_token = histogram("time_to_first_token_seconds", "Time from arrival to the first token.", _FIRST)
         steps = "Time between a choice's decode steps."
@@ -100,6 +101,10 @@ class Metrics:
             accepted = sum(stats.acceptance_histogram[position + 1 :])
             self._accepted.labels(**self._labels, drafter=drafter, position=str(position)).inc(accepted)
         self._ended.labels(**self._labels, finished_reason=reason).inc()
+
+    def ignored(self, field: str) -> None:
+        """Record a field of a request that is ignored."""
+        self._ignored.labels(**self._labels, field=field).inc()
 
     def _of(self, field: str, counter: Counter, drafter: str) -> Counter:
         return counter.labels(**self._labels, **({"drafter": drafter} if field in _SPECULATION else {}))

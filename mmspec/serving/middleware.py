@@ -1,19 +1,28 @@
-"""Middleware: refuses requests by host, origin and key, and answers while the server loads, stops or was lost."""
+"""Middleware: logs requests, refuses them by host, origin and key, and answers while the server loads, stops or was
+lost."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import json
+import logging
 from collections.abc import Collection
 from contextlib import suppress
-from urllib.parse import urlsplit
+from time import perf_counter as clock
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmspec.serving.errors import APIError, as_events
+from mmspec.errors import first_line
+from mmspec.serving.errors import APIError, as_api_error, as_events
+
+if TYPE_CHECKING:
+    from mmspec.serving.formats import WireFormat
 
 LIVE = "/livez"
 """Path of the liveness probe, which has status 200 as long as the process answers."""
@@ -22,6 +31,11 @@ READY = ("/health", "/readyz")
 """Paths of the readiness probe, which has status 200 while requests are accepted."""
 
 PROBES = (LIVE, *READY)
+CLIENT_GONE = 499  # nginx' status; nobody receives it
+LOG = "mmspec.log"
+"""Key of a request's ``Watched`` in its scope."""
+
+_log = logging.getLogger("mmspec.serving")
 
 
 class Unready:
@@ -82,26 +96,36 @@ class Watched:
 
     Args:
         send: of the connection.
+
+    Attributes:
+        status: of the response; None before it has begun.
+        ended: whether all of it is sent.
+        form: what builds it; None for other endpoints, and before the request has been read.
+        error: why the request has failed.
     """
+
+    form: WireFormat | None = None
+    error: Exception | None = None
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._started = self._stream = self._ended = False
+        self.status: int | None = None
+        self.ended = self._stream = False
 
     async def __call__(self, message: Message) -> None:
         await self._send(message)
         if message["type"] == "http.response.start":
-            self._started = True
+            self.status = message["status"]
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
             self._stream = any(b"event-stream" in kind for kind in kinds)
         elif message["type"] == "http.response.body":
-            self._ended = not message.get("more_body", False)
+            self.ended = not message.get("more_body", False)
 
     async def complete(self, error: APIError, scope: Scope, receive: Receive) -> None:
         """End the response with an error: as the whole response, or as the last event of a stream."""
-        if not self._started:
+        if self.status is None:
             await error.response()(scope, receive, self._send)
-        elif self._stream and not self._ended:
+        elif self._stream and not self.ended:
             await self._send({"type": "http.response.body", "body": as_events(error)})
 
 
@@ -145,6 +169,57 @@ class Drained:
             return
         with suppress(OSError):
             await response.complete(self._stopping.error, scope, receive)
+
+
+def log_to_stderr(level: str) -> None:
+    """Write mmspec's log to standard error."""
+    log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(lines)
+    log.setLevel(level.upper())
+
+
+class RequestLog:
+    """Logs a line of ``key=value`` pairs for each request, and answers requests that fail unexpectedly.
+
+    Failures of the server are logged at the level error, their tracebacks, probes and ``/metrics`` at the level debug.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, response, gone = clock(), Watched(send), False
+
+        async def received() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone |= message["type"] == "http.disconnect" and not response.ended
+            return message
+
+        try:
+            await self.app({**scope, LOG: response}, received, response)
+        except Exception as error:
+            response.error = error
+            if response.status is None:
+                await as_api_error(error).response()(scope, receive, response)
+        status, problem, quiet = response.status, response.error, scope["path"] in (*PROBES, "/metrics")
+        pairs: dict[str, Any] = {"id": None, "finish": None} if response.form is None else response.form.logged()
+        if gone and pairs["finish"] is None:
+            status, pairs["finish"] = CLIENT_GONE, "disconnected"
+        elif problem is not None:  # a stream has sent the status 200 before
+            status, pairs["finish"] = as_api_error(problem).status, "error"
+            pairs["error"] = json.dumps(first_line(problem))
+        pairs |= {"endpoint": f'"{scope["method"]} {quote(scope["path"][:200])}"', "status": status}
+        line = " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None)
+        failed = (status or 0) >= 500
+        level = logging.ERROR if failed else logging.DEBUG if quiet else logging.INFO
+        _log.log(level, "%s total_s=%.3f", line, clock() - began)
+        if failed:
+            _log.debug("traceback of %s", pairs["id"], exc_info=problem)
 
 
 class LostReplica:

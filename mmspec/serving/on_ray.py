@@ -14,6 +14,7 @@ from prometheus_client import Metric
 
 from mmspec.errors import UserError, missing
 from mmspec.serving.metrics import ReplicaMetrics
+from mmspec.serving.middleware import log_to_stderr
 from mmspec.serving.settings import ServerSettings
 
 _NAME = "mmspec"
@@ -23,6 +24,7 @@ _PROXY = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmspec.serving.middlewar
 
 class Replica:
     def __init__(self, settings: ServerSettings) -> None:
+        log_to_stderr(settings.limits.log_level)  # to a file of Ray's
         self._app = settings.app(settings.pipelines(), scrape=self._scrape)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, field_validator, model
 from mmspec.checks import Rule
 from mmspec.pipeline import Piece
 from mmspec.sampling.logprobs import LOGPROBS
+from mmspec.sampling.params import LIBRARY
 from mmspec.serving.errors import APIError
 from mmspec.serving.formats import ChatFormat
 from mmspec.serving.schemas import (
@@ -23,6 +24,7 @@ from mmspec.serving.schemas import (
     IGNORED,
     MAX_TOKENS,
     MOST_ITEMS,
+    NEUTRAL,
     NO_MODERATION,
     CalledFunction,
     ChatMessage,
@@ -37,6 +39,7 @@ from mmspec.serving.schemas import (
     Variant,
     VideoPart,
     checked,
+    choice_rule,
     grammar_of_format,
 )
 from mmspec.serving.tools import Delta
@@ -171,14 +174,7 @@ class _TextConfig(Fields):
     format: _TextFormat | None = None
 
 
-_CHOICE = Rule(
-    '"none", "auto", "required" or {"type": "function", "name": NAME}',
-    lambda value: (
-        value in ("none", "auto", "required")
-        if not isinstance(value, dict)
-        else value.keys() == {"type", "name"} and value["type"] == "function" and isinstance(value["name"], str)
-    ),
-)
+_CHOICE = choice_rule('{"type": "function", "name": NAME}', "type", "name")
 
 _OTHER_FORMAT = Rule("left out: it is text.format here", lambda value: value is None)
 
@@ -196,7 +192,7 @@ class ResponsesRequest(GenerationRequest):
         *(name for name in IGNORED if name not in ("metadata", "user")),
         *("access_programs", "image", "max_tool_calls"),
     )
-    neutral: ClassVar = {"background": (False,), "truncation": ("disabled",)}
+    neutral: ClassVar = {**NEUTRAL, "background": (False,), "truncation": ("disabled",)}
     refused: ClassVar = {
         "background": "clients wait for their responses",
         "background_options": "clients wait for their responses",
@@ -263,8 +259,8 @@ class ResponsesRequest(GenerationRequest):
             },
         )
         values = {
-            "temperature": sampling.get("temperature"),
-            "top_p": sampling.get("top_p", 1.0),
+            "temperature": sampling.get("temperature", LIBRARY["temperature"]),
+            "top_p": sampling.get("top_p", LIBRARY["top_p"]),
             "truncation": "disabled",
         }
         return given | values | {"text": {"format": form}}

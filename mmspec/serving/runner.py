@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter as clock
 from typing import Any, Protocol, TypeVar
 
@@ -89,7 +90,8 @@ class JobBuilder:
     """Makes jobs of requests.
 
     Args:
-        names: what requests may call the model; responses use the first one.
+        names: what requests may call the model; responses use the first one. The only name of a model may be left out;
+            that of a file may also be given without folder and ending.
         stored: responses that later requests continue.
         reasoning: format of the model's thoughts; None if it has none.
         variables: of the chat template, by default.
@@ -115,17 +117,22 @@ class JobBuilder:
         self._stored, self._variables, self._drafters = stored, variables or {}, drafters
         self._reasoning = {"reasoning": reasoning} if reasoning else {}
         self._adapters = pipe.adapters
+        self._known: list[str | None] = [*names, *self._adapters]
+        self._expected = " or ".join(map(repr, self._known))
+        if len(self._known) == 1:
+            path = Path(names[0])
+            self._known += [None, *((path.name, path.stem) if path.is_file() else ())]
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if the model has another name; None is right."""
-        known = (*self._names, *self._adapters)
-        if name is not None and name not in known:
-            expected = " or ".join(map(repr, known))
-            message = f"unknown model: expected {expected}, got {name[:200]!r}"
+        if name is not None and name not in self._known:
+            message = f"unknown model: expected {self._expected}, got {name[:200]!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    def _answers(self, name: str) -> tuple[str, dict[str, Any]]:
+    def _answers(self, name: str | None) -> tuple[str, dict[str, Any]]:
         """What answers a request to this model: its name in the response, and keywords of ``Pipeline.stream``."""
+        if name not in self._known:  # none is given
+            raise APIError(400, f"model is required: expected {self._expected}, got none", "model")
         return (name, {"adapter": name}) if name in self._adapters else (self._names[0], {})
 
     def chat(self, asked: ChatCompletionRequest) -> tuple[GenerationJob, WireFormat]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -108,8 +107,11 @@ def checked(name: str, rule: Rule) -> AfterValidator:
 F = TypeVar("F", bound=Fields)
 
 
-def parse(kind: type[F], body: bytes) -> F:
+def parse(kind: type[F], body: bytes, ignored: Callable[[str], object] = str) -> F:
     """Parse a request's body. A large one takes long: call it in a thread.
+
+    Args:
+        ignored: called with the name of each field that is ignored.
 
     Raises:
         APIError: it is no JSON, or a field is missing, unknown, of another type or out of range; the first such field
@@ -122,9 +124,13 @@ def parse(kind: type[F], body: bytes) -> F:
     except ValueError as error:
         raise APIError(400, f"the body must be JSON: {error}") from None
     try:
-        return kind.model_validate(given)
+        asked = kind.model_validate(given)
     except ValidationError as error:
         raise _api_error(error.errors(include_url=False)[0]) from None
+    for name in kind.ignored:
+        if given.get(name) is not None:
+            ignored(name)
+    return asked
 
 
 _EXPECTED = {
@@ -240,19 +246,11 @@ class VideoPart(MediaPart):
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
-def _is_object(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-_ARGUMENTS = Rule("text of a JSON object", _is_object)
-
-
 class CalledFunction(Fields):
+    """A call that a model made; its arguments may be cut, and no JSON then."""
+
     name: str
-    arguments: Annotated[Any, checked("arguments", _ARGUMENTS)]
+    arguments: str
 
 
 class ToolCall(Fields):
@@ -312,13 +310,9 @@ class ChatMessage(Fields):
         return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
-        """What a chat template's message has beside role and content: arguments of calls are objects there."""
+        """What a chat template's message has beside role and content."""
         calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": json.loads(call.function.arguments)},
-            }
+            {"id": call.id, "type": "function", "function": call.function.model_dump(include={"name", "arguments"})}
             for call in self.tool_calls or ()
         ]
         name = self.name if self.role == "tool" else None  # of its function; names of speakers are ignored
@@ -364,7 +358,7 @@ class Function(Fields):
     ignored: ClassVar[Sequence[str]] = ("strict",)  # arguments are constrained strictly in any case
     name: Annotated[Any, checked("name", _NAME)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
     @property
     def declaration(self) -> dict[str, Any]:
@@ -381,12 +375,15 @@ class Tool(Fields):
         return self.function.declaration
 
 
-def _is_choice(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return value in ("none", "auto", "required")
-    return (
-        value.keys() == {"type", "function"} and value["type"] == "function" and isinstance(named_function(value), str)
-    )
+def choice_rule(form: str, *keys: str) -> Rule:
+    """The rule of ``tool_choice``, which names a function in this form, an object with these keys."""
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return value in ("none", "auto", "required")
+        return value.keys() == {*keys} and value["type"] == "function" and isinstance(named_function(value), str)
+
+    return Rule(f'"none", "auto", "required" or {form}', holds)
 
 
 def named_function(choice: Any) -> str | None:
@@ -398,11 +395,25 @@ def named_function(choice: Any) -> str | None:
 Variables = Annotated[Any, checked("chat_template_kwargs", OBJECT)]
 """Variables of the chat template."""
 
-CHOICE = Rule('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}', _is_choice)
+CHOICE = choice_rule('{"type": "function", "function": {"name": NAME}}', "type", "function")
 IGNORED = (
     *("user", "safety_identifier", "metadata", "service_tier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    # Of other engines: for speed, memory, order or figures alone.
+    *("cache_prompt", "id_slot", "n_cache_reuse", "return_progress", "slot_id", "timings_per_token"),
+    *("speculative.n_max", "speculative.n_min", "speculative.p_min"),
+    *("keep_alive", "draft_model", "ttl", "priority", "request_id", "rid"),
 )
+"""Fields that change no answer."""
+
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0,)),
+    **dict.fromkeys(("length_penalty", "repeat_penalty", "tfs_z", "typical_p", "typ_p"), (1,)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+}
+"""Values of other engines' sampling parameters that change no answer."""
 
 NO_MODERATION = "the server does not moderate"
 _STOP_STRINGS, _STOP_LENGTH = 16, 512
@@ -460,7 +471,7 @@ class GenerationRequest(_Sampling):  # type: ignore[valid-type, misc]
     """
 
     limit_name: ClassVar[str] = "max_tokens"
-    model: str
+    model: str | None = None
     n: int = Field(1, ge=1)
     max_tokens: Annotated[Any, checked("max_tokens", MAX_TOKENS)] = None
     min_tokens: Annotated[Any, checked("min_tokens", _MIN_TOKENS)] = None
@@ -568,6 +579,7 @@ class ChatCompletionRequest(GenerationRequest):
     # A prediction is for speed alone; responses are stored by /v1/responses only.
     ignored = (*IGNORED, "prediction", "store", "verbosity")
     neutral: ClassVar = {
+        **NEUTRAL,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "include_reasoning": (True,),
@@ -593,7 +605,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _with_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         return self
 
@@ -618,7 +630,7 @@ class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
     ignored = IGNORED
-    neutral: ClassVar = {"best_of": (1,), "suffix": ("",)}
+    neutral: ClassVar = {**NEUTRAL, "best_of": (1,), "suffix": ("",)}
     refused: ClassVar = {
         "best_of": "choices are not ranked, n returns all of them",
         "suffix": "texts are continued at their end only",

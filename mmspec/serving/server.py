@@ -20,7 +20,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from mmspec.errors import UserError
 from mmspec.serving.limits import Limits
-from mmspec.serving.middleware import Unready
+from mmspec.serving.middleware import Unready, log_to_stderr
 
 if TYPE_CHECKING:
     from mmspec.engine.engine import Engine
@@ -185,6 +185,7 @@ def run(app: FastAPI, limits: Limits, listening: socket.socket, engine: Engine) 
     Raises:
         KeyboardInterrupt: after SIGINT.
     """
+    log_to_stderr(limits.log_level)
     # After its shutdown uvicorn raises the signal again, which would end the process with another exit status.
     with _on_sigterm(lambda: None):
         server = Server(app, limits)

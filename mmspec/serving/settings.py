@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmspec.adaptation.options import AdaptOptions
 from mmspec.errors import UserError
 from mmspec.jobs import ranks
+from mmspec.sampling.params import LIBRARY
 from mmspec.serving.limits import Limits
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ class ServerSettings:
 
     def defaults(self, pipe: Pipeline) -> str:
         """What requests have that set no sampling parameters, in one line; neutral values are left out."""
-        from mmspec.sampling.params import LIBRARY
-
-        values = {**pipe.defaults.served}
+        values = {"temperature": LIBRARY["temperature"], **pipe.defaults.served}
         tokens = min(values.pop("max_new_tokens", self.limits.max_tokens), self.limits.max_tokens)
         shown = {name: value for name, value in values.items() if name == "temperature" or value != LIBRARY[name]}
         names = [f"{name} {value}" for name, value in shown.items()]

@@ -14,7 +14,7 @@ from mmspec.errors import UserError
 from mmspec.sampling.syntax import json_rule
 from mmspec.serving.errors import APIError
 from mmspec.serving.schemas import REASONING_FIELDS, named_function
-from mmspec.targets.processor import Processor
+from mmspec.targets.processor import Processor, called_arguments
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def prompted(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
                 found.append({"role": "user", "content": _like(content, text)})
         else:
             for call in message.get("tool_calls", ()):
-                called = {name: call["function"][name] for name in ("name", "arguments")}
+                function = call["function"]
+                called = {"name": function["name"], "arguments": called_arguments(function["arguments"])}
                 content = _joined(content, f"<tool_call>\n{_json(called)}\n</tool_call>")
             thoughts = {name: message[name] for name in REASONING_FIELDS if name in message}
             found.append({"role": role, "content": content, **thoughts})

@@ -40,9 +40,16 @@ from mmspec.quantisation.formats import StoredRows
 from mmspec.targets.gguf import GGUFFile, GGUFTensor
 from mmspec.targets.layers import replaced
 
-_FORMAT = 5  # of the folder
+_FORMAT = 6  # of the folder
 _TOKENIZER, _OPTIONS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _UNSUPPORTED = (ValueError, KeyError, NotImplementedError, TypeError, IndexError)
+_SAMPLING = {  # keys below general.sampling, and llama.cpp's own values
+    "temperature": ("temp", 0.8),
+    "top_k": ("top_k", 40),
+    "top_p": ("top_p", 0.95),
+    "min_p": ("min_p", 0.05),
+    "repetition_penalty": ("penalty_repeat", 1.0),
+}
 _OWN_SCALING = ("gemma3", "gpt-oss", "gpt_oss")  # which transformers knows of
 _TYPES = {str: 8, bool: 7, int: 10, float: 12}
 
@@ -100,10 +107,23 @@ def read_tokenizer(folder: Path, **more: Any) -> Any:
 
 
 def generation_config(file: GGUFFile, config: Any) -> GenerationConfig:
-    """That of a model, which ends answers at the ends of texts, turns and messages."""
+    """That of a model, which ends answers at the ends of texts, turns and messages.
+
+    It also has ``gguf_format``, the file's format in llama.cpp's words, and ``gguf_sampling``, sampling parameters for
+    commands and servers: the file's, or those of llama.cpp.
+    """
+    from gguf import LlamaFileType
+
     made = GenerationConfig.from_model_config(config)
     if ends := _ends(file, config.vocab_size):
         made.eos_token_id = ends
+    sampling = {
+        name: type(usual)(max(0, round(file.metadata.get(f"general.sampling.{key}", usual), 6)))
+        for name, (key, usual) in _SAMPLING.items()
+    }
+    names: dict[Any, str] = {kind.value: kind.name.partition("_")[2] for kind in LlamaFileType}
+    form = names.get(file.metadata.get("general.file_type"), "GGUF")
+    vars(made).update(gguf_format=form, gguf_sampling=sampling)
     return made
 
 

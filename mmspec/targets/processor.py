@@ -47,8 +47,39 @@ def template_variables(plain: Any, given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in str(plain.chat_template)}
 
 
+def called_arguments(value: Any) -> Any:
+    """Arguments of a call as an object, which is empty for a text that is not the JSON of one."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _with_objects(value: Any) -> Any:
+    """Chat messages in which arguments of calls are objects."""
+    if isinstance(value, Mapping):
+        return {k: called_arguments(one) if k == "arguments" else _with_objects(one) for k, one in value.items()}
+    return [_with_objects(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """Chat messages in the forms that templates expect, the most common form first.
+
+    Contents are as given; or contents without media are texts: those of all messages but users', or all. In each case,
+    arguments of calls are objects, or else the texts that were given.
+    """
+    for joined in (lambda role: False, lambda role: role != "user", lambda role: True):
+        form = [_of_text(one, refuse=False) if joined(one.get("role")) else one for one in messages]
+        yield _with_objects(form)
+        yield form
+
+
 def render(
     plain: Any,
+    user_text: UserText,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
@@ -56,6 +87,7 @@ def render(
     """Chat messages as the text of a prompt, by the chat template of a tokenizer or processor.
 
     Args:
+        user_text: marks special tokens that users have typed.
         tools: functions that the model may call, as JSON schemas in OpenAI's form.
         variables: further variables of the template, such as ``enable_thinking``.
 
@@ -63,24 +95,31 @@ def render(
         UserError: the template refuses them, for example a system message; it is a program of the checkpoint's, and may
             raise anything. Or one of the variables has a name that transformers uses.
     """
-    given = {"tools": tools} if tools else {}
+    given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:
-        given |= template_variables(plain, variables)
+        given |= template_variables(plain, user_text.marked(variables))
+    errors: list[Exception] = []
+    for form in map(user_text.mark, _forms(messages)):
+        try:
+            return str(plain.apply_chat_template(form, add_generation_prompt=True, tokenize=False, **given))
+        except Exception as error:
+            errors.append(error)
     with explained("the model's chat template does not accept the messages", Exception):
-        text: str = plain.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
-    return text
+        raise errors[0]
 
 
-def _of_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_text(message: Mapping[str, Any], refuse: bool = True) -> Mapping[str, Any]:
     """A chat message with a text as content, which templates of text models expect, in place of text items.
 
-    Raises:
-        UserError: one of them is an image or a video.
+    Args:
+        refuse: raise ``UserError`` where one of them is an image or a video; otherwise the message stays as it is.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
     if other := [item["type"] for item in content if item["type"] != "text"]:
+        if not refuse:
+            return message
         raise UserError(f"the model reads text only: got an item of type {other[0]}")
     return {**message, "content": "\n".join(item["text"] for item in content)}
 
@@ -197,11 +236,11 @@ class Processor:
             raise UserError(f"chat messages need a chat template: {why}")
         if (tools or variables) and not template:
             raise UserError(f"{'tools' if tools else 'chat_template_kwargs'} need a chat template: there is none")
-        text = self._user_text.mark(prompt if isinstance(prompt, str) else [_of_text(message) for message in prompt])
         if template:
-            messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
-            marked = self._user_text.marked
-            text = render(tokenizer, messages, marked(tools), marked(variables)) + answer_start
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(_of_text, prompt)
+            text = render(tokenizer, self._user_text, list(messages), tools, variables) + answer_start
+        else:
+            text = self._user_text.mark(prompt)
         ids = self._encoded(text, add_special_tokens=not template)
         if not ids:
             raise UserError("the prompt must not be empty")

@@ -65,9 +65,8 @@ def test_public_addresses_have_a_closed_catalog_and_require_a_login_and_a_key(se
     assert seen["catalog"] == make_catalog(["x", "y"], ["d"], open=False)
     assert seen["models"] == ["y", "x"]  # all are loaded; the first one last, so that it is cached
     message = "a public address needs a login: expected --auth USER:PASSWORD, MMSPEC_DEMO_AUTH or --no-auth, got none"
-    for variable in (None, ""):
-        with pytest.raises(UserError, match=f"^{message}$"):
-            served(*public, env={"MMSPEC_DEMO_AUTH": variable})
+    with pytest.raises(UserError, match=f"^{message}$"):
+        served(*public, env={"MMSPEC_DEMO_AUTH": None})
     with pytest.raises(UserError, match="a public address needs a key: expected --api-key KEY, MMSPEC_API_KEY or"):
         served("--api", *public, "--auth", "a:b")
 
@@ -80,6 +79,16 @@ def test_login_options(served):
     for auth in ("user", "user:", ":password"):
         with pytest.raises(UserError, match=r"^--auth must be USER:PASSWORD, neither of them empty$"):
             served("--auth", auth)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [([], "AUTH"), (["--no-auth"], "AUTH"), (["--api"], "API_KEY"), (["--api", "--share"], "AUTH")]
+)
+def test_empty_secrets_are_refused(options, name, served):
+    option, variable = f"--{name.lower().replace('_', '-')}", f"MMSPEC_{'DEMO_' * (name == 'AUTH')}{name}"
+    for given, value in (([option, ""], None), ([option, ""], "a:b"), ([], "")):
+        with pytest.raises(UserError, match=rf"^{option} \(or {variable}\) must not be empty: expected"):
+            served(*options, *given, env={variable: value})
 
 
 def test_options_of_the_api(served, monkeypatch):

@@ -238,7 +238,7 @@ def test_both_files_are_loaded_by_every_way(tmp_path: Path, capfd: pytest.Captur
         pipe = mmspec.load(name, "ngram", dtype="float32", **options)
         assert pipe.generate("What is it?", **ask).token_ids == answer.token_ids
     words = ["caption", str(tmp_path / "picture.png"), "--model", str(language), "--mmproj", str(projector)]
-    words += ["--prompt", "What is it?", "--max-new-tokens", "6", "--dtype", "float32", "--json"]
+    words += ["--prompt", "What is it?", "--max-new-tokens", "6", "--dtype", "float32", "--temperature", "0", "--json"]
     status, out, _ = runner(capfd)(*words)
     assert (status, json.loads(out)["token_ids"]) == (0, answer.token_ids)
     cache = ModelCache(dtype="float32", mmproj=projector)

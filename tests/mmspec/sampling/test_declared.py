@@ -24,8 +24,8 @@ from tests.mmspec.sampling.test_params import CHANGES
 
 NAMES = [one.name for one in fields(SamplingParams)]
 WRONG: dict[str, list[Any]] = {
-    "temperature": [-0.5, 1e-5, "hot"],
-    "top_p": [0.0, 1.5, "most"],
+    "temperature": [-0.5, "hot"],
+    "top_p": [-0.1, 1.5, "most"],
     "top_k": [-2, "few"],
     "min_p": [-0.5, 1.5, "least"],
     "repetition_penalty": [0.0, -1.0, "strong"],

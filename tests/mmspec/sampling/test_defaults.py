@@ -157,8 +157,17 @@ def test_the_generation_config_is_read_and_checked_at_each_request() -> None:
     for config.top_p in (0.5, 0.25):
         assert pipe.defaults.complete(SamplingParams()).top_p == config.top_p
     config.top_p = 7
-    with pytest.raises(UserError, match=r"top_p must be in \(0, 1\]: got 7"):
+    with pytest.raises(UserError, match=r"top_p must be in \[0, 1\]: got 7"):
         pipe.generate(PROMPTS[0])
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1.5, "top_p": 0}, {"temperature": 9e-5}])
+def test_the_most_probable_token_alone(params: dict[str, Any]) -> None:
+    """Without warpers, and so without draws."""
+    model = model_with()
+    found = pipeline(model).generate(PROMPTS[0], max_new_tokens=NEW, nodes=4, seed=1, grammar_aligned=False, **params)
+    assert found.token_ids == generated(model, PROMPTS[0], max_new_tokens=NEW)
+    assert not SamplingParams(**params).do_sample
 
 
 def test_custom_processors_come_between_the_models_and_the_warpers() -> None:
@@ -207,7 +216,7 @@ def test_processors_with_other_state_have_no_equal() -> None:
     [
         ({"num_beams": 3}, "greedy search or sampling: got beam search"),
         ({"guidance_scale": 2.0}, "UnbatchedClassifierFreeGuidance"),
-        ({"do_sample": True, "top_p": 0.0}, "top_p must be in"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p must be in"),
     ],
 )
 def test_what_cannot_be_applied_is_refused_at_loading(config: dict[str, Any], message: str) -> None:

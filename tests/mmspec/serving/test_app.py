@@ -127,15 +127,16 @@ def test_values_of_a_text_request_are_checked_once(server: Served, monkeypatch: 
 @pytest.mark.parametrize(
     ("config", "fields", "expected"),
     [
-        ({}, {}, (1.0, 1.0, 0)),
-        ({}, {"top_k": -1, "max_tokens": 9}, (1.0, 1.0, 0, 9)),
-        ({"temperature": 0.6, "top_p": 0.9}, {}, (0.6, 0.9, 0)),  # vLLM does not read do_sample
-        ({"do_sample": True}, {}, (1.0, 1.0, 0)),  # generate() has a top_k of 50
+        ({}, {}, (0.0, 1.0, 0)),
+        ({}, {"temperature": 0.3, "top_k": -1, "max_tokens": 9}, (0.3, 1.0, 0, 9)),
+        ({"temperature": 0.6, "top_p": 0.9}, {}, (0.0, 0.9, 0)),
+        ({"do_sample": True}, {}, (1.0, 1.0, 50)),
         ({"do_sample": True, "temperature": 0.0, "top_k": 5}, {}, (0.0, 1.0, 5)),
-        ({"max_new_tokens": 256, "top_k": 5}, {"top_k": 3}, (1.0, 1.0, 3, 256)),
+        ({"max_new_tokens": 256, "top_k": 5}, {"top_k": 3}, (0.0, 1.0, 3, 256)),
+        ({"gguf_sampling": {"temperature": 0.8, "top_k": 40}}, {"top_k": 3}, (0.8, 1.0, 3)),
     ],
 )
-def test_defaults_are_what_the_generation_config_names_as_in_vllm(
+def test_defaults_are_those_of_mmspec_generate(
     server: Served, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], fields: Any, expected: tuple[Any, ...]
 ) -> None:
     asked: list[SamplingParams] = []
@@ -260,7 +261,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     ("fields", "status", "param", "message"),
     [
         ({"messages": [{"role": "user", "content": ""}]}, 200, None, ""),
-        ({"top_p": 0}, 400, "top_p", "top_p must be in (0, 1]: got 0"),
+        ({"top_p": 1.01}, 400, "top_p", "top_p must be in [0, 1]: got 1.01"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             400,

@@ -14,11 +14,13 @@ import httpx
 import psutil
 import pytest
 
+import mmspec
 from mmspec.cli import main
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
 from mmspec.serving.server import listen, loading
 from mmspec.serving.settings import ServerSettings
+from tests.model_folders import save_gguf
 from tests.serve_process import KEY, answers, gone, long_stream, process
 from tests.served import LONG, QUESTION, SCENE, TIMEOUT, data_uri, eventually, question
 
@@ -133,7 +135,7 @@ def metrics(url: str) -> str:
     ("options", "message"),
     [
         (["--host", "0.0.0.0"], "a public address needs a key"),
-        (["--api-key", ""], "--api-key (or MMSPEC_API_KEY) must be printable"),
+        (["--api-key", ""], "--api-key (or MMSPEC_API_KEY) must not be empty: expected KEY"),
         (["--api-key", "a b"], "--api-key (or MMSPEC_API_KEY) must be printable"),
         (["--api-key", "a", "--no-auth"], "exclude each other"),
         (["--host", "203.0.113.1", "--no-auth"], "cannot listen on 203.0.113.1, port 8000"),
@@ -170,21 +172,46 @@ def test_a_port_in_use(capfd: pytest.CaptureFixture[str]) -> None:
         assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
 
 
+def test_the_first_line_and_mmspec_generate_have_the_defaults_of_a_gguf_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
+    named = {"temp": 0.6, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "penalty_repeat": 1.5}
+    sampling = {f"general.sampling.{key}": value for key, value in named.items()}
+    usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+    for entries, form, values in (
+        ({"general.file_type": 15, **sampling}, "Q4_K_M", dict(zip(usual, named.values(), strict=True))),
+        ({"general.file_type": 999, "general.sampling.temp": 0.0}, "GGUF", {**usual, "temperature": 0.0}),
+        ({}, "GGUF", usual),
+    ):
+        file = str(save_gguf(tmp_path / f"{len(entries)}.gguf", entries=entries))
+        main(["serve", "--model", file, "--port", "0"])
+        shown = ", ".join(
+            f"{name} {value}" for name, value in values.items() if (name, value) != ("repetition_penalty", 1)
+        )
+        assert f", {form} on cpu; by default {shown}, max_tokens " in capsys.readouterr().out
+        main(["generate", "a b c", "--model", file, "--seed", "3", "--max-new-tokens", "24", "--ignore-eos", "--json"])
+        found = json.loads(capsys.readouterr().out)["token_ids"]
+        pipe, asked = mmspec.load(file, device="cpu"), {"max_new_tokens": 24, "ignore_eos": True}
+        assert found == pipe.generate("a b c", seed=3, **asked, **values).token_ids
+        greedy = pipe.generate("a b c", **asked).token_ids  # in Python
+        assert greedy == pipe.generate("a b c", temperature=0.0, **asked).token_ids
+        assert (found == greedy) == (values["temperature"] == 0)
+
+
 def test_the_first_line_says_what_is_in_force(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Changed(ServerSettings):
         def pipeline(self) -> Pipeline:
             pipe = super().pipeline()
-            pipe.model.generation_config.update(temperature=0.5, top_p=0.5, suppress_tokens=[5])
+            pipe.model.generation_config.update(do_sample=True, temperature=0.5, top_p=0.5, suppress_tokens=[5])
             return pipe
 
     monkeypatch.setattr("mmspec.serving.command.ServerSettings", Changed)
     monkeypatch.setattr("mmspec.serving.server.run", lambda *_: None)
     main(["serve", "--model", "tiny-llava", "--port", "0", "--dtype", "bfloat16", "--max-tokens", "9"])
     line = capsys.readouterr().out
-    assert (
-        "(model tiny-llava, drafter flash, bfloat16 on cpu; by default temperature 0.5, top_p 0.5, max_tokens 9, Supp"
-        in line
-    )
+    shown = "temperature 0.5, top_p 0.5, top_k 50, max_tokens 9, SuppressTokensLogitsProcessor"
+    assert f"(model tiny-llava, drafter flash, bfloat16 on cpu; by default {shown}; Ctrl-C" in line
     assert line.endswith("; Ctrl-C to stop)\n")

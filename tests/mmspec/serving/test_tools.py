@@ -59,7 +59,6 @@ CLOCK: Any = {"type": "function", "function": {"name": "clock", "strict": True, 
 FIRST, SECOND = {"town": 'Ulm </tool_call> "<tool_call>"', "days": 3}, {"town": "Bonn", "days": 1}
 WRONG = {"type": "function", "function": {"name": "wrong", "parameters": {"type": "x"}}}
 SPACED = {"name": "a b"}
-BROKEN = {"name": "a", "arguments": "["}
 USER: list[Any] = [{"role": "user", "content": "What will the weather be?"}]
 
 
@@ -168,7 +167,7 @@ def test_calls_that_are_required(running: Served, choice: Any) -> None:
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
     ((name, arguments),) = called(found)
     if name == "clock":
-        assert arguments == {}
+        assert found.message.tool_calls[0].function.arguments == "{}"
     else:
         assert choice == "required"
         assert weather(**arguments)
@@ -294,11 +293,6 @@ def test_a_call_split_over_branches_of_drafts(sampled: dict[str, Any]) -> None:
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},
             "tool_choice",
             "tool_choice must name one of the tools: got 'x'",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": BROKEN}]}]},
-            "messages[0].tool_calls[0].function.arguments",
-            "arguments must be text of a JSON object: got '['",
         ),
         (
             {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False, "min_tokens": 90},

@@ -1,0 +1,197 @@
+"""What clients of OpenAI's API and of other servers send: ranges, harmless fields, names of models; and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import mmspec
+from mmspec.pipeline import Pipeline
+from mmspec.serving.limits import Limits
+from mmspec.serving.schemas import IGNORED
+from tests.mmspec.serving.test_app import figures
+from tests.model_folders import save_gguf
+from tests.served import Served, served
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [1]}}}
+MODEL = {"model": "tiny-llava"}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {**MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "completions": {**MODEL, "prompt": "Hi", "max_tokens": 2},
+    "responses": {**MODEL, "input": "Hi", "max_output_tokens": 2},
+}
+PENALTY = ([-2, 0, 1.5, 2, None], [-2.01, 2.01, "1"])
+COUNT = ([1, 2048, None], [0, -1, 1.5, "1"])
+EVERYWHERE: dict[str, tuple[list[Any], list[Any]]] = {
+    "temperature": ([0, 1e-8, 0.7, 2, None], [-0.01, "1", True]),
+    "top_p": ([0, 0.0, 1e-9, 0.5, 1, None], [-0.01, 1.01, "1"]),
+    "seed": ([-(2**63), -1, 0, 2**63 - 1, None], [1.5, "1"]),
+    "stop": (["", [], [""], ["", "a"], ["a", "b", "c", "d"], "a", None], [5, ["a", 5], {}]),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "logit_bias": ([{}, {"5": -100, "6": 100}, None], [{"5": -101}, {"5": 101}, {"a": 1}, [5]]),
+    "stream": ([False, None], ["yes", 1]),
+    "user": (["", "u", None], []),
+    "metadata": ([{}, {"a": "b"}, None], []),
+    "service_tier": (["auto", "default", "flex", "priority", None], []),
+    "safety_identifier": (["a", None], []),
+    "prompt_cache_key": (["a", None], []),
+    "model": (["tiny-llava", None], [5]),
+}
+TABLE: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+    "chat/completions": {
+        **EVERYWHERE,
+        "n": ([1, 8, None], [0, 9, 1.5]),
+        "max_tokens": COUNT,
+        "max_completion_tokens": ([2, None], [0, -1, 1.5]),
+        "logprobs": ([True, False, None], [1]),
+        "top_logprobs": ([0, None], [-1, 21, 1.5]),
+        "tools": ([[], None], [{}]),
+        "tool_choice": (["none", "auto", None], ["some"]),
+        "parallel_tool_calls": ([True, False, None], [1]),
+        "response_format": ([FORMAT, {"type": "text"}, {"type": "json_object"}, None], ["text"]),
+        "reasoning_effort": (["none", "minimal", "low", "medium", "high", "xhigh", None], [1]),
+        "modalities": ([["text"], None], [["text", "audio"]]),
+        "verbosity": (["low", "high", None], []),
+        "prediction": ([{"type": "content", "content": "a"}, None], []),
+        "store": ([True, False, None], []),
+        "stream_options": ([None], [5]),
+        "web_search_options": ([None], [{}]),
+    },
+    "completions": {
+        **EVERYWHERE,
+        "prompt": (["a", ["a", "b"], [5], [[5], [6]]], [None, [], 5, [["a"]]]),
+        "n": ([1, 8, None], [0, 9, 1.5]),
+        "max_tokens": COUNT,
+        "logprobs": ([0, 5, 20, None], [-1, 21, True]),
+        "echo": ([True, False, None], [1]),
+        "best_of": ([1, None], [2]),
+        "suffix": (["", None], ["a"]),
+    },
+    "responses": {
+        **EVERYWHERE,
+        "user": (["u", None], [5]),
+        "metadata": ([{"a": "b"}, None], [{"a": 5}]),
+        "max_output_tokens": COUNT,
+        "top_logprobs": ([0, 20, None], [-1, 21]),
+        "truncation": (["disabled", None], ["auto"]),
+        "include": ([[], ["message.output_text.logprobs"], None], ["a"]),
+        "text": ([{}, {"format": {"type": "text"}}, {"verbosity": "low"}, None], ["text"]),
+        "reasoning": ([{}, {"effort": "low", "summary": "auto"}, None], ["low"]),
+        "tool_choice": (["none", "auto", None], ["some"]),
+        "max_tool_calls": ([1, None], []),
+        "store": ([True, False, None], [1]),
+        "background": ([False, None], [True]),
+        "previous_response_id": ([None], ["resp_x"]),
+    },
+}
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, fields in TABLE.items() for field in fields])
+def test_ranges_contain_those_of_openai(path: str, field: str, server: Served) -> None:
+    accepted, refused = TABLE[path][field]
+    for value in accepted:
+        found = server.post({**BODIES[path], field: value}, path)
+        assert found.status_code == 200, (value, found.text)
+    for value in refused:
+        found = server.post({**BODIES[path], field: value}, path)
+        error = found.json()["error"]
+        assert (found.status_code, error["type"]) == (400, "invalid_request_error"), (value, error)
+        assert field in error["message"], (value, error)
+
+
+HARMLESS = {
+    **{"cache_prompt": False, "id_slot": 3, "slot_id": -1, "n_cache_reuse": 9, "speculative.n_max": 4},
+    **{"keep_alive": "5m", "ttl": 60, "draft_model": "x", "priority": 1, "request_id": "a", "rid": "b"},
+}
+NEUTRAL = {"typical_p": 1, "mirostat": 0, "repeat_penalty": 1.0, "use_beam_search": False, "stop_token_ids": []}
+
+
+def test_harmless_fields_of_other_engines_are_ignored_and_counted(server: Served) -> None:
+    asked = {
+        **MODEL,
+        "temperature": 1.5,
+        "seed": 3,
+        "max_tokens": 12,
+        "messages": BODIES["chat/completions"]["messages"],
+    }
+    before, plain = figures(server), server.post(asked).json()
+    given = server.post({**asked, **HARMLESS, **NEUTRAL, "keep_alive": None})
+    assert given.json()["choices"] == plain["choices"]
+    after = figures(server)
+    grown = {name for name in IGNORED if after.get(key := f"vllm:ignored_fields_total/{name}", 0) > before.get(key, 0)}
+    assert grown == {*HARMLESS} - {"keep_alive"}
+    for field, value in {"mirostat": 2, "typical_p": 0.5, "n_predict": 5, "options": {"num_ctx": 9}, "xyz": 1}.items():
+        error = server.post({**asked, field: value}).json()["error"]
+        assert (error["param"], error["message"][: len(field) + 17]) == (field, f"{field} is not supported"[:99]), error
+    assert not any("xyz" in name for name in figures(server))
+
+
+def test_the_only_name_of_a_model_may_be_left_out(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "Tiny-1B.Q8_0.gguf")
+    pipe = mmspec.load(str(file), drafter=None, dtype="float32")
+    asked = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0}
+    with served(pipe) as server:
+        for name in (None, str(file), "Tiny-1B.Q8_0", "Tiny-1B.Q8_0.gguf"):
+            found = server.post({**asked, "model": name}, "completions")
+            assert (found.status_code, found.json().get("model")) == (200, str(file)), name
+        assert server.post(asked, "completions").status_code == 200
+        assert server.post({**asked, "model": "Tiny-1B"}, "completions").status_code == 404
+    with served(pipe, names=("a", "b")) as server:
+        assert server.post({**asked, "model": "b"}, "completions").status_code == 200
+        assert server.post({**asked, "model": "Tiny-1B.Q8_0"}, "completions").status_code == 404
+        error = server.post(asked, "completions").json()["error"]
+        assert (error["param"], error["message"]) == ("model", "model is required: expected 'a' or 'b', got none")
+        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
+
+
+def test_errors_have_openais_shape(pipe: Pipeline) -> None:
+    """By its client, and of requests that no endpoint gets."""
+    hi: Any = [{"role": "user", "content": "Hi"}]
+    with served(pipe, Limits(max_body=1), api_key="k") as server:
+        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "max_retries": 0}
+        with openai.OpenAI(api_key="k", **options) as client, openai.OpenAI(api_key="no", **options) as stranger:
+            calls: list[tuple[Any, Any, Any]] = [
+                (lambda: stranger.models.list(), openai.AuthenticationError, (None, "invalid_api_key")),
+                (lambda: client.models.retrieve("x"), openai.NotFoundError, ("model", "model_not_found")),
+                (lambda: client.embeddings.create(model="x", input="a"), openai.NotFoundError, (None, None)),
+                (
+                    lambda: client.chat.completions.create(model="tiny-llava", messages=hi, top_p=2),
+                    openai.BadRequestError,
+                    ("top_p", None),
+                ),
+                (
+                    lambda: client.chat.completions.create(model="tiny-llava", messages=hi, stream=True, n=9),
+                    openai.BadRequestError,
+                    ("n", None),
+                ),
+                (lambda: client.responses.retrieve("x"), openai.NotFoundError, ("response_id", None)),
+                (
+                    lambda: client.completions.create(model="tiny-llava", prompt="x" * (1 << 21)),
+                    openai.APIStatusError,
+                    (None, None),
+                ),
+            ]
+            for call, kind, expected in calls:
+                with pytest.raises(kind) as caught:
+                    call()
+                body = caught.value.body
+                assert isinstance(body, dict), caught.value
+                assert body.keys() == {"message", "type", "param", "code"}
+                assert (body["param"], body["code"]) == expected
+        head = {"Authorization": "Bearer k"}
+        for method, path, more in (
+            ("PUT", "/v1/models", {}),
+            ("GET", "/nothing", {}),
+            ("POST", "/v1/completions", {"content": b"{"}),
+            ("POST", "/v1/completions", {"headers": {**head, "Origin": "http://other"}}),
+        ):
+            found = httpx.request(method, server.url + path, **{"headers": head, **more})
+            assert 400 <= found.status_code < 500
+            assert found.json()["error"].keys() == {"message", "type", "param", "code"}, found.text
