@@ -20,6 +20,7 @@ _CONTEXT = 8  # tokens: a character has at most four
 _MOST_HELD = 64  # tokens without a text that is certain, after which it is passed on
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")  # by clean_up_tokenization_spaces
+_FOR_BPE = "_for_bpe_even_though_it_will_corrupt_output"
 _JOINED_BYTES = re.compile(r"ByteLevel|Metaspace|(Replace )?(ByteFallback )?Fuse( Replace)?( Strip)?")
 _WHITE = ""  # among what ``StopFilter`` drops
 
@@ -69,7 +70,9 @@ class Vocabulary:
         self.special_ids |= set() if backend is not None else set(tokenizer.all_special_ids)
         self.joins_bytes = bool(_JOINED_BYTES.fullmatch(" ".join(kinds))) and all(map(_keeps_bytes, steps))
         self.errors = "mmspec.each" if self._has_bytes else "replace"
-        self.cleans = self._is_cleaned()
+        # transformers does not clean the text of BPE by default.
+        by_default = backend is None or type(backend.model).__name__ != "BPE"
+        self.cleans = getattr(tokenizer, f"clean_up_tokenization_spaces{'' if by_default else _FOR_BPE}", False)
         fused = steps[kinds.index("Fuse") :] if "Fuse" in kinds else []
         self.rewritten = tuple(step["pattern"].get("String", "") for step in fused if step["type"] == "Replace")
         self.rewritten += ("@@ ",) if backend is None else ()  # of subword-nmt
@@ -93,14 +96,8 @@ class Vocabulary:
         Args:
             verbatim: keep all blanks before punctuation.
         """
-        options = {"clean_up_tokenization_spaces": False} if verbatim or not self.cleans else {}
+        options = {"clean_up_tokenization_spaces": False} if verbatim else {}
         return str(self._tokenizer.decode(token_ids, **options))
-
-    def _is_cleaned(self) -> bool:
-        if not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
-            return False
-        ids = self._tokenizer("a ' s", add_special_tokens=False)["input_ids"]  # BPE is not cleaned by default
-        return bool(self._tokenizer.decode(ids) != self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -151,11 +148,11 @@ class Detokenizer:
         hidden: Collection[int] | None = None,
         verbatim: bool = False,
     ) -> None:
-        self._vocabulary, self._verbatim = vocabulary, verbatim
+        self._vocabulary, self._cleans = vocabulary, vocabulary.cleans and not verbatim
         self._hidden = vocabulary.special_ids if hidden is None else hidden
         self._context = [*islice((token for token in reversed(context) if token not in self._hidden), _CONTEXT)][::-1]
         self._characters: codecs.IncrementalDecoder | None = None
-        if vocabulary.joins_bytes and (verbatim or not vocabulary.cleans):
+        if vocabulary.joins_bytes and not self._cleans:
             self._characters = codecs.getincrementaldecoder("utf-8")(vocabulary.errors)
             self._begins, self._before = True, ""
             for token in self._context:
@@ -199,21 +196,26 @@ class Detokenizer:
     def _passed_on(self, *, final: bool = False) -> str:
         """The text of held tokens as far as it is certain; they become the context once it is complete."""
         whole, before = self._text(self._context + self._held), self._before
-        text = whole[len(before if whole.startswith(before) else before.rstrip(_UNKNOWN)) :]
+        while not whole.startswith(before):
+            before = before[:-1]  # the prompt's end, which the answer completes
+        text = whole[len(before) :]
         final |= len(self._held) > _MOST_HELD
-        rewritten = (*self._vocabulary.rewritten, *(_CLEANED if self._vocabulary.cleans and not self._verbatim else ()))
-        unknown = len(text) - len(text.rstrip(_UNKNOWN))
-        pending = 0 if final else min(unknown, 3) or _begun(text, rewritten)
-        certain = text[: len(text) - pending]
+        uncleaned = self._vocabulary.text(self._context + self._held, verbatim=True) if self._cleans else ""
+        rewritten = (*self._vocabulary.rewritten, *(_CLEANED if self._cleans else ()))
+        pending = min(len(text) - len(text.rstrip(_UNKNOWN)), 3)
+        if _begun(whole, rewritten) or _begun(uncleaned, rewritten):
+            pending = len(text)
+        certain = text[: len(text) - (0 if final else pending)]
         new, self._shown = certain[self._shown :], max(self._shown, len(certain))
         if final or (text and not pending):
-            if before := self._text(self._held[-_CONTEXT:]):
-                self._context, self._before = self._held[-_CONTEXT:], before
+            tail = (self._context + self._held)[-_CONTEXT:]
+            if before := self._text(tail):
+                self._context, self._before = tail, before
             self._held, self._shown = [], 0
         return new
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return self._vocabulary.text(token_ids, verbatim=self._verbatim) if token_ids else ""
+        return self._vocabulary.text(token_ids, verbatim=not self._cleans) if token_ids else ""
 
 
 class StopFilter:
