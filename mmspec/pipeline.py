@@ -100,8 +100,8 @@ class ActiveRequest:
         self._engine, self._add, self._reader = engine, add, reader
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
-        self._offsets: list[int] = []  # of all tokens in the text
-        self._thoughts = 0  # tokens of earlier pieces that are thoughts
+        self._offsets: list[int] = []  # of them in the text
+        self._sent = self._thoughts = 0  # tokens of earlier pieces, and those of them that are thoughts
 
     def start(self, on_change: Callable[[], None]) -> Self:
         """Queue the request; returns this.
@@ -117,50 +117,37 @@ class ActiveRequest:
     def done(self) -> bool:
         return self.started and self.sequence.done
 
-    def check(self) -> None:
-        """Raise the sequence's error, if any."""
-        if self.sequence.error is not None:
-            raise self.sequence.error
-
     def whole(self) -> Generation:
         """The complete answer of an ended sequence. Raises the sequence's error, if any."""
-        self.check()
-        sequence, ids = self.sequence, self.sequence.take()
-        reasoning, text = self._read(ids, final=True)
-        record = sequence.stats, sequence.trees or [], self._logprobs(len(ids))
-        thoughts = self._reader.num_thoughts
-        return Generation(text, ids, sequence.finish_reason or "length", *record, reasoning, thoughts)
+        one = self.next()
+        assert one is not None
+        assert one.finish_reason is not None
+        record = self.sequence.stats, one.trees, one.logprobs, one.reasoning, one.num_reasoning_tokens
+        return Generation(one.text, one.token_ids, one.finish_reason, *record)
 
     def next(self) -> Piece | None:
-        """The tokens since the last call; None before a character is whole."""
-        sequence = self.sequence
-        self.check()
-        reason = sequence.finish_reason  # before the tokens: another thread may be adding some
+        """The tokens since the last call; None before a character is whole. Raises the sequence's error, if any."""
+        sequence, parts = self.sequence, [("", "")]
+        # Before the tokens: another thread may be adding some.
+        reason: FinishReason | None = (sequence.finish_reason or "length") if sequence.done else None
         self.ended = reason is not None
-        new = sequence.take()
-        self._pending += new
-        reasoning, text = self._read(new, final=self.ended)
+        if sequence.error is not None:
+            raise sequence.error
+        for token in sequence.take():
+            self._pending.append(token)
+            self._offsets.append(self._reader.answer.length)
+            parts.append(self._reader.append(token))
+        reasoning, text = map("".join, zip(*parts, *([self._reader.finish()] if self.ended else ()), strict=True))
         if not (self.ended or reasoning or text):
             return None
+        own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
+        logprobs = [replace(one, text_offset=offset) for one, offset in own]
         stats, thoughts = sequence.stats if reason else None, self._reader.num_thoughts
-        record = stats, list(sequence.trees or ()), self._logprobs(len(self._pending)), sequence.stats.wall_seconds
+        record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
         piece = Piece(text, self._pending, reason, *record, reasoning, thoughts - self._thoughts)
-        self._pending, self._thoughts = [], thoughts
+        self._sent += len(self._pending)
+        self._pending, self._offsets, self._thoughts = [], [], thoughts
         return piece
-
-    def _read(self, tokens: Sequence[int], *, final: bool) -> tuple[str, str]:
-        """What further tokens add to thoughts and text."""
-        parts = []
-        for token in tokens:
-            self._offsets.append(self._reader.length)
-            parts.append(self._reader.append(token))
-        parts += [self._reader.finish()] if final else []
-        return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
-
-    def _logprobs(self, count: int) -> list[TokenLogprob]:
-        """Log probabilities of the last tokens read."""
-        last = range(len(self._offsets) - count, len(self._offsets)) if self.sequence.logprobs else ()
-        return [replace(self.sequence.logprobs[place], text_offset=self._offsets[place]) for place in last]
 
     def cancel(self) -> None:
         """Remove the request from the engine. No effect after its end."""
@@ -362,7 +349,7 @@ class Pipeline:
             params.max_new_tokens,
             context_limit=limit,
             eos_token_ids=eos_token_ids,
-            readers=(read, partial(read, hidden=())) if params.stop_strings else (),
+            readers=(read, partial(read, hidden=frozenset())) if params.stop_strings else (),
             criteria=options.stopping_criteria,
             device=self.target.device,
             max_time=options.max_time,
@@ -374,26 +361,15 @@ class Pipeline:
     def _answer_reader(
         self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
     ) -> Callable[..., AnswerReader]:
-        """Function that makes a reader of the output after a prompt's token ids.
-
-        Args:
-            eos_token_ids: tokens that end the output; they may be ordinary text, which a grammar does not contain.
-            rendered: whether the answer follows the chat template's prompt.
-        """
+        """Function that makes readers of outputs after a prompt, ``rendered`` by the chat template or not."""
         vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
         if params.constraint is not None:
             shown = None if trigger is None else self.processor.special_token(trigger)
-            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}
+            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # ends may be text, but not the grammar's
         begins = rendered and (params.constraint is None or trigger is not None)
-        return partial(
-            AnswerReader,
-            vocabulary,
-            stop=params.stop_strings,
-            thoughts=thoughts,
-            prefix=self.processor.answer_prefix if begins else "",
-            hidden=hidden,
-            verbatim=params.constraint is not None,
-        )
+        prefix = self.processor.answer_prefix if begins else ""
+        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
+        return partial(read, hidden=hidden, verbatim=params.constraint is not None)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any

@@ -101,4 +101,4 @@ class _StopTexts(StoppingCriteria):
             for token in row[self._length :]:
                 reader.append(token)
         self._length = input_ids.shape[1]
-        return torch.tensor([reader.stopped for reader in self._rows], device=input_ids.device)
+        return torch.tensor([reader.answer.stopped for reader in self._rows], device=input_ids.device)

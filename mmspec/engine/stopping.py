@@ -75,7 +75,7 @@ class Stopper:
             met = self._criterion(history)  # which may count its calls
             for reader in readers:
                 reader.append(token)
-            if met or token in self.eos_token_ids or any(reader.stopped for reader in readers):
+            if met or token in self.eos_token_ids or any(reader.answer.stopped for reader in readers):
                 return tokens[:count], "stop"
             if len(history) >= end or self._is_late():
                 return tokens[:count], "length"

@@ -162,7 +162,7 @@ class Processor:
             context: token ids before, such as a prompt's. Without any, some tokenizers leave out a first blank.
             skip_special_tokens: leave out special tokens.
         """
-        reader = Detokenizer(self.vocabulary, context, hidden=None if skip_special_tokens else ())
+        reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
         return reader.append(token_ids) + reader.finish()
 
     def has_typed_tokens(self, prompt: Any) -> bool:

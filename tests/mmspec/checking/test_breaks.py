@@ -125,7 +125,7 @@ def stop_at_ends_of_steps(patch: Patch) -> None:
         for reader in readers:
             for token in emitted:
                 reader.append(token)
-        return emitted, reason or ("stop" if any(reader.stopped for reader in readers) else None)
+        return emitted, reason or ("stop" if any(reader.answer.stopped for reader in readers) else None)
 
     patch.setattr(Stopper, "append", appending)
 

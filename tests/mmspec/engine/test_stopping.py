@@ -19,7 +19,7 @@ def ids_of(text):
 def stopping_at(*stop):
     """A stopper that looks for strings in the text with special tokens, and without them."""
     read = partial(AnswerReader, Vocabulary(byte_tokenizer()), stop=stop)
-    return Stopper(9999, readers=[read, partial(read, hidden=())])
+    return Stopper(9999, readers=[read, partial(read, hidden=frozenset())])
 
 
 def feed(stopper, tokens, pieces, prompt=PROMPT):

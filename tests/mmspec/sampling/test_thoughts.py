@@ -174,7 +174,7 @@ def test_texts_of_thoughts_and_answers(spelling: str, mode: str, blank: str) -> 
     def read(*stop: str) -> tuple[str, str]:
         reader = AnswerReader(processor.vocabulary, prompt, stop, processor.thoughts("auto", torch.tensor(prompt)))
         thoughts, answers = zip(*map(reader.append, ids), reader.finish(), strict=True)
-        assert reader.length == len("".join(answers)) or reader.stopped
+        assert reader.answer.length == len("".join(answers))
         return "".join(thoughts), "".join(answers)
 
     hidden = spelling == "special"  # decoding leaves no text of special tokens

@@ -138,13 +138,13 @@ def test_texts_are_those_of_whole_sequences(name: str, special: bool) -> None:
     """Of random tokens, invalid UTF-8 included, whatever belongs to the prompt, in any pieces."""
     tokenizer, draw = TOKENIZERS[name](), random.Random(name)
     vocabulary, known = Vocabulary(tokenizer), sorted(tokenizer.get_vocab().values())
-    texts = set()
+    hidden, texts = frozenset() if special else None, set()
     for length in [*range(1, 17)] * (2 if name == "byt5" else 5):  # which is slow
         ids = draw.choices(known, k=length)
         for start in range(length):
             context, answer = ids[:start], ids[start:]
             expected = reference(tokenizer, context, answer, special)
-            piecewise, whole = (Detokenizer(vocabulary, context, hidden=() if special else None) for _ in range(2))
+            piecewise, whole = (Detokenizer(vocabulary, context, hidden) for _ in range(2))
             pieces = [piecewise.append([token]) for token in answer]
             assert "".join(pieces) + piecewise.finish() == expected, (context, answer)
             assert whole.append(answer) + whole.finish() == expected
