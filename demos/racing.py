@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from time import perf_counter as clock
 from typing import Any
@@ -17,6 +18,7 @@ from mmspec.engine.stats import Stats, TreeRecord
 from mmspec.engine.stopping import FinishReason
 from mmspec.errors import UserError
 from mmspec.pipeline import Piece, Pipeline
+from mmspec.targets.detokenizer import Detokenizer
 
 _DIGITS = 4  # of recorded probabilities
 
@@ -60,17 +62,13 @@ class StreamedAnswer:
         return max(len(self.pass_ends) - 1, 0)
 
     def append(self, piece: Piece, decode: Callable[[list[int]], str]) -> None:
-        """Append a piece of the pipeline's stream; ``decode`` decodes token ids to text."""
+        """Append a piece of the pipeline's stream; ``decode`` returns the text that further tokens add."""
         self.steps = piece.trees
         self.text += piece.text
         origins = self._token_origins(len(self.token_ids) + len(piece.token_ids))
-        shown = "".join(token.text for token in self.tokens)
         for token_id in piece.token_ids:
             self.token_ids.append(token_id)
-            text = decode(self.token_ids)
-            whole = text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}")
-            self.tokens.append(Token(text[len(shown) :] if whole else "", *origins[len(self.tokens)]))
-            shown = text if whole else shown
+            self.tokens.append(Token(decode([token_id]), *origins[len(self.tokens)]))
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
         self._time_passes(1 + self.tokens[-1].step if self.tokens else 0)
 
@@ -105,13 +103,15 @@ def stream_answer(
         request: ``prompt``, ``images``, ``videos``.
         keywords: as for ``Pipeline.generate``.
     """
-    answer = StreamedAnswer(pipe.name, method, pipe.io.tokenizer.decode, limit=keywords["max_new_tokens"])
+    token_text = partial(pipe.io.decode, skip_special_tokens=False)
+    answer = StreamedAnswer(pipe.name, method, token_text, limit=keywords["max_new_tokens"])
+    reader = Detokenizer(pipe.io.vocabulary)
     start, preprocessing = clock(), None
     for piece in pipe.stream(**request, **keywords, trace=pipe.drafter is not None):
         if preprocessing is None:
             preprocessing = clock() - start - piece.seconds
         answer.seconds = preprocessing + piece.seconds
-        answer.append(piece, pipe.io.decode)
+        answer.append(piece, reader.append)
         yield answer
 
 

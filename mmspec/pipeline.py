@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,8 +34,9 @@ from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.sampler import Constraint, Sampler
 from mmspec.sampling.thoughts import Thoughts
+from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.packing import weights_kind
-from mmspec.targets.processor import Processor, ThoughtsAndAnswer, is_token_ids
+from mmspec.targets.processor import Processor, is_token_ids
 from mmspec.targets.transformers_target import TransformersTarget, sharded
 
 Message = Mapping[str, Any]
@@ -53,11 +54,11 @@ _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)
 class Generation:
     """One answer.
 
-    ``token_ids`` are the generated tokens. ``text`` is their decoding up to a stop string, without the blank that some
-    chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one per step, of a call
-    with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``. ``reasoning`` are the
-    thoughts before the text, of a call with ``reasoning="auto"`` or a format, and ``num_reasoning_tokens`` the tokens
-    of thoughts and markers.
+    ``token_ids`` are the generated tokens. ``text`` is what they add to the prompt's text, up to a stop string, without
+    the blank that some chat templates put before an answer ("ASSISTANT: answer"). ``trees`` are the verified trees, one
+    per step, of a call with ``trace=True``. ``logprobs`` are those of the tokens, of a call with ``logprobs=K``.
+    ``reasoning`` are the thoughts before the text, of a call with ``reasoning="auto"`` or a format, and
+    ``num_reasoning_tokens`` the tokens of thoughts and markers.
     """
 
     text: str
@@ -94,13 +95,14 @@ class ActiveRequest:
     Args:
         engine: decodes it.
         add: queues it; takes ``on_change``.
-        detokenizer: makes the text.
+        reader: makes the text.
     """
 
-    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], detokenizer: ThoughtsAndAnswer) -> None:
-        self._engine, self._add, self._detokenizer = engine, add, detokenizer
+    def __init__(self, engine: Engine, add: Callable[..., list[RequestState]], reader: AnswerReader) -> None:
+        self._engine, self._add, self._reader = engine, add, reader
         self.started = self.ended = False
         self._pending: list[int] = []  # tokens of the next piece
+        self._offsets: list[int] = []  # of them in the text
         self._sent = self._thoughts = 0  # tokens of earlier pieces, and those of them that are thoughts
 
     def start(self, on_change: Callable[[], None]) -> Self:
@@ -117,36 +119,36 @@ class ActiveRequest:
     def done(self) -> bool:
         return self.started and self.sequence.done
 
-    def check(self) -> None:
-        """Raise the sequence's error, if any."""
-        if self.sequence.error is not None:
-            raise self.sequence.error
-
     def whole(self) -> Generation:
         """The complete answer of an ended sequence. Raises the sequence's error, if any."""
-        self.check()
-        sequence, ids = self.sequence, self.sequence.token_ids
-        reasoning, text = self._detokenizer.text(ids)
-        record = sequence.stats, sequence.trees or [], sequence.logprobs[: len(ids)]
-        thoughts = self._detokenizer.num_thoughts
-        return Generation(text, ids, sequence.finish_reason or "length", *record, reasoning, thoughts)
+        one = self.next()
+        assert one is not None
+        assert one.finish_reason is not None
+        record = self.sequence.stats, one.trees, one.logprobs, one.reasoning, one.num_reasoning_tokens
+        return Generation(one.text, one.token_ids, one.finish_reason, *record)
 
     def next(self) -> Piece | None:
-        """The tokens since the last call; None before a character is whole."""
-        sequence = self.sequence
-        self.check()
-        reason = sequence.finish_reason  # before the tokens: another thread may be adding some
+        """The tokens since the last call; None before a character is whole. Raises the sequence's error, if any."""
+        sequence, parts = self.sequence, [("", "")]
+        # Before the tokens: another thread may be adding some.
+        reason: FinishReason | None = (sequence.finish_reason or "length") if sequence.done else None
         self.ended = reason is not None
-        self._pending += sequence.take()
-        texts = self._detokenizer.new_text(sequence.token_ids, final=self.ended)
-        if texts is None:
+        if sequence.error is not None:
+            raise sequence.error
+        for token in sequence.take():
+            self._pending.append(token)
+            self._offsets.append(self._reader.answer.length)
+            parts.append(self._reader.append(token))
+        reasoning, text = map("".join, zip(*parts, *([self._reader.finish()] if self.ended else ()), strict=True))
+        if not (self.ended or reasoning or text):
             return None
-        stats, thoughts = sequence.stats if reason else None, self._detokenizer.num_thoughts
-        logprobs = sequence.logprobs[self._sent : self._sent + len(self._pending)]
+        own = zip(sequence.logprobs[self._sent : self._sent + len(self._pending)], self._offsets, strict=False)
+        logprobs = [replace(one, text_offset=offset) for one, offset in own]
+        stats, thoughts = sequence.stats if reason else None, self._reader.num_thoughts
         record = stats, list(sequence.trees or ()), logprobs, sequence.stats.wall_seconds
-        piece = Piece(texts[1], self._pending, reason, *record, texts[0], thoughts - self._thoughts)
+        piece = Piece(text, self._pending, reason, *record, reasoning, thoughts - self._thoughts)
         self._sent += len(self._pending)
-        self._pending, self._thoughts = [], thoughts
+        self._pending, self._offsets, self._thoughts = [], [], thoughts
         return piece
 
     def cancel(self) -> None:
@@ -335,8 +337,7 @@ class Pipeline:
         request = self.engine.admit(request)
         params, options = self.defaults.complete(request.params), request.options
         rendered = options.chat_template and not is_token_ids(request.content["prompt"])
-        rendering: dict[str, Any] = {} if rendered else {"chat_template": False}
-        prompt = self.encode([request.content], **request.inputs, **rendering)
+        prompt = self.encode([request.content], **request.inputs, **({} if rendered else {"chat_template": False}))
         prompt = self._with_adapter(prompt, options.adapter)
         length, limit = prompt.input_ids.shape[1], self.context_limit
         if limit is not None and length >= limit:
@@ -344,25 +345,35 @@ class Pipeline:
         thoughts = self.processor.thoughts(options.reasoning, prompt.input_ids[0])
         constraint = self.grammar(params, thoughts)
         assert params.max_new_tokens is not None
+        eos_token_ids = frozenset(() if params.ignore_eos else self.target.eos_token_ids)
+        read = self._answer_reader(params, thoughts, eos_token_ids, rendered and not request.inputs.get("answer_start"))
         stopper = Stopper(
             params.max_new_tokens,
             context_limit=limit,
-            eos_token_ids=() if params.ignore_eos else self.target.eos_token_ids,
-            stop=params.stop_strings,
+            eos_token_ids=eos_token_ids,
+            readers=(read, partial(read, hidden=frozenset())) if params.stop_strings else (),
             criteria=options.stopping_criteria,
             device=self.target.device,
-            tokenizer=self.processor.tokenizer,
             max_time=options.max_time,
-            thoughts=thoughts,
         )
         sampler = self.defaults.sampler(params, prompt.input_ids, options.logits_processor, constraint)
         spelling = self.processor.token_bytes if options.trace and self.processor.tokenizer is not None else None
         recording: dict[str, Any] = {"request": request, "token_bytes": spelling}
         add = partial(self.add, prompt, sampler, stopper, options.num_draft_tokens, **recording)
-        decode = _answer_decoder(self.processor, params, stopper.eos_token_ids, **rendering)
-        verbatim = partial(self.processor.decode, verbatim=True)
-        texts = ThoughtsAndAnswer(decode, params.stop_strings, thoughts, verbatim)
-        return ActiveRequest(self.engine, add, texts)
+        return ActiveRequest(self.engine, add, read(prompt.input_ids[0].tolist()))
+
+    def _answer_reader(
+        self, params: SamplingParams, thoughts: Thoughts | None, eos_token_ids: Set[int], rendered: bool
+    ) -> Callable[..., AnswerReader]:
+        """Function that makes readers of outputs after a prompt, ``rendered`` by the chat template or not."""
+        vocabulary, trigger, hidden = self.processor.vocabulary, params.grammar_trigger, None
+        if params.constraint is not None:
+            shown = None if trigger is None else self.processor.special_token(trigger)
+            hidden = (vocabulary.special_ids | eos_token_ids) - {shown}  # ends may be text, but not the grammar's
+        begins = rendered and (params.constraint is None or trigger is not None)
+        prefix = self.processor.answer_prefix if begins else ""
+        read = partial(AnswerReader, vocabulary, stop=params.stop_strings, thoughts=thoughts, prefix=prefix)
+        return partial(read, hidden=hidden, verbatim=params.constraint is not None)
 
     def add(
         self, prompt: Prompt, sampler: Sampler, stopper: Stopper, num_draft_tokens: int | None = None, **options: Any
@@ -577,30 +588,3 @@ async def _astream_answer(begin: Callable[[Callable[[], None]], ActiveRequest]) 
                 yield piece
     finally:
         answer.cancel()
-
-
-def _answer_decoder(
-    processor: Processor, params: SamplingParams, eos_token_ids: Container[int], **options: Any
-) -> Callable[[list[int]], str]:
-    """Function that decodes an answer's tokens.
-
-    Args:
-        eos_token_ids: tokens that end the answer; they may be ordinary text, which a grammar does not contain.
-        **options: of ``Processor.decode``.
-    """
-    decode: Callable[..., str] = partial(processor.decode, **options)
-    if params.constraint is None:
-        return decode
-    trigger = params.grammar_trigger
-    token = None if trigger is None else processor.special_token(trigger)
-
-    def text(token_ids: list[int], verbatim: bool) -> str:
-        return decode([token for token in token_ids if token not in eos_token_ids], verbatim=verbatim)
-
-    def whole_text(token_ids: list[int]) -> str:
-        if trigger is None or token is None or token not in token_ids:
-            return text(token_ids, verbatim=trigger is None)
-        at = token_ids.index(token)  # decoding leaves no text of a special token
-        return text(token_ids[:at], False) + trigger + text(token_ids[at + 1 :], True)
-
-    return whole_text

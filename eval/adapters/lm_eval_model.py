@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 import mmspec
-from mmspec.engine.stopping import Stopper
 from mmspec.eval.harness.acceptance import AcceptanceStats
+from mmspec.targets.detokenizer import AnswerReader, Vocabulary
 
 _log = logging.getLogger("lm_eval.mmspec")  # below the harness's logger
 
@@ -91,9 +91,14 @@ class _StopTexts(StoppingCriteria):
     """Stop a row once its generated text contains one of some texts; the prompt is ignored."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_length: int) -> None:
-        self._prompt_length = prompt_length
-        self._stopper = Stopper(1, stop=[text for text in texts if text], tokenizer=tokenizer)
+        self._length, self._rows = prompt_length, list[AnswerReader]()
+        self._read = partial(AnswerReader, Vocabulary(tokenizer), stop=[text for text in texts if text])
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        stops = [self._stopper.at_stop_string(row, self._prompt_length) for row in input_ids.tolist()]
-        return torch.tensor(stops, dtype=torch.long, device=input_ids.device)
+        rows = input_ids.tolist()
+        self._rows = self._rows or [self._read(row[: self._length]) for row in rows]
+        for row, reader in zip(rows, self._rows, strict=True):
+            for token in row[self._length :]:
+                reader.append(token)
+        self._length = input_ids.shape[1]
+        return torch.tensor([reader.answer.stopped for reader in self._rows], dtype=torch.bool, device=input_ids.device)

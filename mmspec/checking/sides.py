@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
@@ -202,9 +203,9 @@ class LocalSide:
         assert found.tokens is not None
         keywords = {"params": question.params(), **self.keywords(question)}
         first = first_difference(self.pipe, self.request(question), keywords, found.tokens, own.tokens)
-        decode = self.pipe.processor.tokenizer.decode
-        texts = [decode(list(tokens[first.position : first.position + 8])) for tokens in (found.tokens, own.tokens)]
-        return Difference(first.position, texts[0], texts[1], first.margin)
+        at, decode = first.position, partial(self.pipe.processor.decode, skip_special_tokens=False)
+        texts = [decode(tokens[at : at + 8], tokens[:at]) for tokens in (found.tokens, own.tokens)]
+        return Difference(at, texts[0], texts[1], first.margin)
 
     def limited(self, limit: int | None) -> Self:
         """The same side with at most this context limit."""

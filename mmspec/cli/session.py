@@ -205,7 +205,7 @@ def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
     found = comparison.difference
     assert found is not None
     texts = [
-        repr(pipe.processor.tokenizer.decode([token])) if token is not None else "the end"
+        repr(pipe.processor.token_bytes(token).decode(errors="replace")) if token is not None else "the end"
         for token in (found.speculative, found.plain)
     ]
     where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"

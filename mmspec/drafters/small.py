@@ -33,6 +33,7 @@ from mmspec.drafters.spec import DrafterSpec
 from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import sources
+from mmspec.targets.detokenizer import Vocabulary
 from mmspec.targets.hub import cache_if_offline, is_path
 from mmspec.targets.packing import QUANTISED, drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
@@ -300,7 +301,7 @@ class SharedTokens:
         signs = _space_sign(target), _space_sign(draft)
         pairs = {theirs[name]: ours[one] for one in ours if (name := _renamed(one, *signs)) in theirs}
         pairs = {token: own for token, own in pairs.items() if token < sizes[0] and own < sizes[1]}
-        self._target, self._draft = target, draft
+        self._token_bytes, self._draft = Vocabulary(target).token_bytes, draft
         self._pieces: dict[int, list[int]] = {token: [own] for token, own in pairs.items()}
         self.target_ids, self.draft_ids = (torch.tensor([*ids], dtype=torch.long) for ids in (pairs, pairs.values()))
 
@@ -308,7 +309,7 @@ class SharedTokens:
         """Draft tokens of the target's: a token that is not shared is encoded by its text."""
         for token in tokens:
             if token not in self._pieces:
-                text = self._target.decode([token])
+                text = self._token_bytes(token).decode(errors="replace")
                 self._pieces[token] = self._draft(text, add_special_tokens=False)["input_ids"]
         return [piece for token in tokens for piece in self._pieces[token]]
 

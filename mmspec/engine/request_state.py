@@ -72,6 +72,7 @@ class RequestState(Sampled):
         self.logits: list[Tensor] | None = [] if logits else None
         self.rejected = False
         self._read = len(history)
+        self._readers = [read(history) for read in stopper.readers]
 
     @property
     def token_ids(self) -> list[int]:
@@ -128,7 +129,9 @@ class RequestState(Sampled):
         """
         failed = next((number for number, node in enumerate(path) if node in self.failures), len(path))
         try:
-            emitted, self.finish_reason = self.stopper.append(self.history, self.prompt_length, tokens[:failed])
+            emitted, self.finish_reason = self.stopper.append(
+                self.history, self.prompt_length, tokens[:failed], self._readers
+            )
         except Exception as error:  # raised by a custom stopping criterion
             self.error = error
             return 0
@@ -149,6 +152,7 @@ class RequestState(Sampled):
     def restart(self) -> None:
         super().restart()
         self.rejected, self.logprobs = False, []
+        self._readers = [read(self.history) for read in self.stopper.readers]
         self.trees = None if self.trees is None else []
         self.logits = None if self.logits is None else []
         count = self.stats.num_rejected_outputs + 1

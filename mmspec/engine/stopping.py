@@ -13,7 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from mmspec.errors import UserError
 from mmspec.sampling.logprobs import scores_of
-from mmspec.sampling.thoughts import Phase, Thoughts
+from mmspec.targets.detokenizer import AnswerReader
 
 FinishReason = Literal["stop", "length"]
 
@@ -25,16 +25,12 @@ class Stopper:
         max_new_tokens: maximum new tokens per row.
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
-        stop: strings that end a row as soon as its text contains one; requires ``tokenizer``.
+        readers: make readers of the output after a prompt's token ids, for each row; a stop string that one of them
+            finds ends the row.
         criteria: transformers' stopping criteria, called once per token with one row's tokens (prompt included), shape
             (1, length), and None.
         device: of the tokens for ``criteria``.
-        tokenizer: decodes new tokens for ``stop``.
         max_time: seconds after the first token, at which rows end; None for no limit.
-        thoughts: of the model, in which ``stop`` does not count.
-
-    Raises:
-        UserError: stop strings without a tokenizer.
     """
 
     def __init__(
@@ -43,27 +39,18 @@ class Stopper:
         *,
         context_limit: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        stop: Sequence[str] = (),
+        readers: Sequence[Callable[[Sequence[int]], AnswerReader]] = (),
         criteria: Sequence[StoppingCriteria] = (),
         device: torch.device | None = None,
-        tokenizer: Any = None,
         max_time: float | None = None,
-        thoughts: Thoughts | None = None,
     ) -> None:
-        if stop and tokenizer is None:
-            raise UserError("stop strings need a tokenizer: none was given")
         self.max_new_tokens = max_new_tokens
         self.context_limit = context_limit
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.stop = tuple(stop)
+        self.readers = readers
         self.criteria, self._device = list(criteria), device
-        self.tokenizer = tokenizer
-        self.max_time, self._thoughts = max_time, thoughts
+        self.max_time = max_time
         self._began: float | None = None  # time of the first token
-        added = getattr(tokenizer, "added_tokens_decoder", {}) if stop else {}
-        self._hidden = frozenset(token for token, text in added.items() if text.special)
-        # A token has at least one byte, so this many tokens cover any stop string.
-        self._window = max((len(text.encode()) for text in stop), default=0) + 8
 
     def limit(self, prompt_length: int) -> int:
         """Maximum new tokens after a prompt of ``prompt_length`` tokens, padding excluded."""
@@ -72,9 +59,12 @@ class Stopper:
         return min(self.max_new_tokens, self.context_limit - prompt_length)
 
     def append(
-        self, history: list[int], prompt_length: int, tokens: list[int]
+        self, history: list[int], prompt_length: int, tokens: list[int], readers: Sequence[AnswerReader] = ()
     ) -> tuple[list[int], FinishReason | None]:
         """Append ``tokens`` to ``history`` up to and including the first one that ends the row.
+
+        Args:
+            readers: the row's, of all its tokens.
 
         Returns:
             The appended tokens, and why the row ended, if it did.
@@ -83,7 +73,9 @@ class Stopper:
         for count, token in enumerate(tokens, start=1):
             history.append(token)
             met = self._criterion(history)  # which may count its calls
-            if met or token in self.eos_token_ids or self.at_stop_string(history, prompt_length):
+            for reader in readers:
+                reader.append(token)
+            if met or token in self.eos_token_ids or any(reader.answer.stopped for reader in readers):
                 return tokens[:count], "stop"
             if len(history) >= end or self._is_late():
                 return tokens[:count], "length"
@@ -95,31 +87,6 @@ class Stopper:
         if self._began is None:
             self._began = clock()
         return clock() - self._began > self.max_time
-
-    def at_stop_string(self, history: list[int], prompt_length: int) -> bool:
-        """Whether the generated text contains a stop string near its end, with special tokens or without them."""
-        if not self.stop or not self._stops_after(history, prompt_length):
-            return False
-        if self._thoughts is None:
-            return True
-        # Only now, as it takes long: whether that is in the answer, which begins after white space.
-        place, count = self._thoughts.read(history[prompt_length:])
-        begin = prompt_length + (count if place.phase is Phase.AFTER else 0)
-        while begin < len(history) and not self.tokenizer.decode(history[begin]).strip():
-            begin += 1
-        return place.answers and self._stops_after(history, begin)
-
-    def _stops_after(self, history: list[int], begin: int) -> bool:
-        """Whether the last tokens contain a stop string, of those from ``begin`` on."""
-        first = max(begin, len(history) - self._window)
-        tail, shown = history[first:], [token for token in history[first:] if token not in self._hidden]
-        texts = [self.tokenizer.decode(tail)]
-        if len(shown) < len(tail):
-            while first > begin and len(shown) < self._window:
-                first -= 1
-                shown = shown if history[first] in self._hidden else [history[first], *shown]
-            texts.append(self.tokenizer.decode(shown))
-        return any(stop in text for stop in self.stop for text in texts)
 
     def _criterion(self, history: list[int]) -> bool:
         if not self.criteria:

@@ -27,11 +27,13 @@ class TokenLogprob:
 
     Attributes:
         top: the most probable tokens at its position with their log probabilities, best first.
+        text_offset: characters of the answer before it, stop strings included; before the answer, 0.
     """
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    text_offset: int = 0
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:

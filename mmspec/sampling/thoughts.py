@@ -145,16 +145,3 @@ class Thoughts:
         if len(text) - len(marker) > MOST_BLANKS:
             return False
         return not marker or (self.start_id is None and (start.startswith(marker) or marker.startswith(start)))
-
-    def read(self, token_ids: Sequence[int], place: Place | None = None) -> tuple[Place, int]:
-        """The place after some tokens, or where the answer has begun, and the number of tokens up to it.
-
-        Args:
-            place: before them; by default the first.
-        """
-        place = place or self.first
-        for number, token in enumerate(token_ids, start=1):
-            place = self.advance(place, token)
-            if place.answers:
-                return place, number
-        return place, len(token_ids)

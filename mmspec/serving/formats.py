@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import time
 import uuid
@@ -43,10 +42,6 @@ class Choice:
     stats: Stats | None = None
     finish_reason: str | None = None
 
-    def __post_init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._characters = 0  # of the tokens so far
-
     def append(self, piece: Piece) -> None:
         self.text += piece.text
         self.thoughts += piece.reasoning
@@ -54,18 +49,6 @@ class Choice:
         self.tokens += len(piece.token_ids)
         self.logprobs += piece.logprobs
         self.stats, self.finish_reason = piece.stats, piece.finish_reason
-
-    def offset(self, token: bytes) -> int:
-        """Character of the text at which its next token begins; a part of a character is at that character.
-
-        Args:
-            token: its bytes in the text.
-        """
-        if not self._characters and token.startswith(b" ") and not self.text.startswith(" "):
-            token = token[1:]  # decoders drop a blank before the first word
-        begin = min(self._characters, len(self.text))  # a stop string is no part of the text
-        self._characters += len(self._decoder.decode(token))
-        return begin
 
 
 def spelt(token: bytes) -> str:
@@ -272,10 +255,7 @@ class TextFormat(WireFormat):
             "tokens": [spelt(content) for content in contents],
             "token_logprobs": [max(one.logprob, _LEAST) for one in tokens],
             "top_logprobs": [self._by_text(one.top) for one in tokens],
-            "text_offset": [
-                choice.offset(b"" if self._io.is_special(one.token_id) else content)
-                for one, content in zip(tokens, contents, strict=True)
-            ],
+            "text_offset": [min(one.text_offset, len(choice.text)) for one in tokens],  # after a stop string, the end
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:

@@ -204,7 +204,7 @@ class JobBuilder:
         if isinstance(prompt, str):
             return prompt
         self._pipe.io.check_ids(prompt)
-        return str(self._pipe.io.tokenizer.decode(prompt))
+        return self._pipe.io.decode(prompt, skip_special_tokens=False)
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
         """The response to ``POST /tokenize``."""

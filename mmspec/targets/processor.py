@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
 from typing import Any, ClassVar, Self
@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from mmspec.checks import OBJECT
 from mmspec.core.target import Prompt
 from mmspec.errors import UserError, explained
-from mmspec.sampling.thoughts import Phase, Place, Thoughts, thought_format
+from mmspec.sampling.thoughts import Thoughts, thought_format
+from mmspec.targets.detokenizer import Detokenizer, Vocabulary
 from mmspec.targets.support import from_pretrained
 
 _MARK = "\ue0a1"  # a private-use character
@@ -193,20 +194,15 @@ class Processor:
         """Return a decoder of untrusted media, a ``mmspec.vision.decoding.MediaDecoder``; None if only text is read."""
         return None
 
-    def decode(self, token_ids: list[int], *, chat_template: bool = True, verbatim: bool = False) -> str:
-        """Text of an answer's tokens, without special tokens.
+    def decode(self, token_ids: Sequence[int], context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> str:
+        """Text that tokens add to that of the tokens before them.
 
         Args:
-            chat_template: whether the prompt was rendered by the chat template, whose blank before the answer, if it
-                puts one there, is left out.
-            verbatim: keep all white space.
+            context: token ids before, such as a prompt's. Without any, some tokenizers leave out a first blank.
+            skip_special_tokens: leave out special tokens.
         """
-        if verbatim:
-            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        if not chat_template:
-            return text
-        return "" if self._answer_prefix.startswith(text) else text.removeprefix(self._answer_prefix)
+        reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
+        return reader.append(token_ids) + reader.finish()
 
     def has_typed_tokens(self, prompt: Any) -> bool:
         """Whether text or chat messages contain the names of special tokens, which are encoded as text."""
@@ -273,7 +269,7 @@ class Processor:
         form = thought_format(reasoning, self.chat_template_text()) if reasoning else None
         if form is None:
             return None
-        end = self.tokenizer.decode(prompt[-_MARKER_TOKENS:].tolist()).rstrip()
+        end = self.decode(prompt[-_MARKER_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
         if end.endswith(form.end):
             return None
         return Thoughts(form, end.endswith(form.start), self.token_bytes, self.special_token)
@@ -283,15 +279,14 @@ class Processor:
         known = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
         return next((number for number, token in known if token.special and token.content == text), None)
 
-    def is_special(self, token: int) -> bool:
-        """Whether decoding leaves no text of a token."""
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return added is not None and added.special
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes of a token, or the part of a character that it is."""
+        return self.vocabulary.token_bytes(token)
 
     @cached_property
-    def token_bytes(self) -> Callable[[int], bytes]:
-        """Function that returns the UTF-8 bytes of a token, or the part of a character that it is."""
-        return TokenBytes(self.tokenizer)
+    def vocabulary(self) -> Vocabulary:
+        """The tokenizer's tokens as text."""
+        return Vocabulary(self.tokenizer)
 
     def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, in which special tokens are plain text."""
@@ -307,7 +302,7 @@ class Processor:
         return UserText(self.tokenizer, [getattr(self.plain, name, None) for name in _MEDIA_TOKENS])
 
     @cached_property
-    def _answer_prefix(self) -> str:
+    def answer_prefix(self) -> str:
         """Blanks between the chat template's generation prompt and an answer.
 
         A template that ends a prompt with "ASSISTANT:" and writes earlier answers as "ASSISTANT: answer" lets the model
@@ -327,156 +322,6 @@ class Processor:
             return ""
         between, separator, _ = whole.removeprefix(prompt).partition("answer")
         return between if separator and whole.startswith(prompt) and between.isspace() else ""
-
-
-class Detokenizer:
-    """Streaming detokenizer of one answer, up to its first stop string.
-
-    Args:
-        decode: token ids to text.
-        stop: stop strings, which are not part of the text.
-        trims: leave out white space at both ends.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), *, trims: bool = False) -> None:
-        self._decode, self._stop, self._trims = decode, stop, trims
-        self._streamed = ""
-
-    def text(self, token_ids: list[int], *, final: bool = True) -> str:
-        """Text of the answer so far; unless ``final``, without an end that later tokens may still change."""
-        text = self._decode(token_ids)
-        text = text[: min((at for s in self._stop if (at := text.find(s)) >= 0), default=len(text))]
-        if not final:
-            held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-            text = text[: len(text) - held]
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                return ""
-        return text.strip() if self._trims else text
-
-    def new_text(self, token_ids: list[int], *, final: bool) -> str | None:
-        """Text that the last tokens of the answer add to the text streamed before; None before a character is whole.
-
-        Args:
-            token_ids: all tokens of the answer so far.
-            final: the answer has ended.
-        """
-        text = self.text(token_ids, final=final)
-        if not final and len(text) <= len(self._streamed):
-            return None
-        new, self._streamed = text[len(self._streamed) :], text
-        return new
-
-
-class ThoughtsAndAnswer:
-    """Streaming detokenizer of an output: of its thoughts, and of the answer after them. White space between is left
-    out.
-
-    Args:
-        decode: tokens of an answer to text.
-        stop: stop strings of the answer.
-        thoughts: None where the output is an answer from its first token on.
-        verbatim: token ids to text, with all white space.
-
-    Attributes:
-        num_thoughts: tokens of the thoughts, markers included, of the tokens that the last call was given.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        stop: Sequence[str],
-        thoughts: Thoughts | None,
-        verbatim: Callable[[list[int]], str],
-    ) -> None:
-        self._thoughts, self._verbatim = thoughts, verbatim
-        self._read = self.num_thoughts = 0
-        self._rest = ""  # of the answer, in the last token of the marker
-        self._place = Place(Phase.PLAIN) if thoughts is None else thoughts.first
-        self._answer = Detokenizer(
-            decode if thoughts is None else lambda token_ids: (self._rest + decode(token_ids)).lstrip(), stop
-        )
-        start = thoughts.form.start if thoughts and self._place.phase is Phase.OPEN else ""
-        ends = (thoughts.form.end,) if thoughts and thoughts.end_id is None else ()
-        self._thought = Detokenizer(lambda ids: verbatim(ids).lstrip().removeprefix(start), ends, trims=True)
-
-    def text(self, token_ids: list[int]) -> tuple[str, str]:
-        """Thoughts and answer of a complete output."""
-        thoughts, answer = self._split(token_ids, final=True)
-        return self._thought.text(thoughts) if thoughts else "", self._answer.text(answer)
-
-    def new_text(self, token_ids: list[int], *, final: bool) -> tuple[str, str] | None:
-        """What the last tokens add to thoughts and answer; None before a character is whole. Arguments as of
-        ``Detokenizer.new_text``."""
-        over = self._place.answers
-        thoughts, answer = self._split(token_ids, final)
-        thought = None if over else self._thought.new_text(thoughts, final=final or self._place.answers)
-        text = self._answer.new_text(answer, final=final)
-        return None if thought is None and text is None else (thought or "", text or "")
-
-    def _split(self, token_ids: list[int], final: bool) -> tuple[list[int], list[int]]:
-        """Tokens of thoughts and answer; as long as it is open which of them begins, neither."""
-        if self._thoughts is not None and not self._place.answers:
-            self._place, count = self._thoughts.read(token_ids[self._read :], self._place)
-            self._read += count
-            self.num_thoughts = self._read if self._place.phase in (Phase.THOUGHTS, Phase.AFTER) else 0
-            if self._place.text and self._place.phase is Phase.AFTER:
-                self._rest = self._verbatim(token_ids[: self._read]).partition(self._thoughts.form.end)[2]
-        thoughts = self.num_thoughts
-        return token_ids[:thoughts], token_ids[thoughts:] if final or self._place.answers else []
-
-
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
-_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-"""Bytes by the characters that spell them in vocabularies of byte-level BPE, GPT-2's ``bytes_to_unicode``."""
-
-
-class TokenBytes:
-    """Bytes of a tokenizer's tokens, a blank at the beginning of a word included.
-
-    The pieces of the vocabulary are read as its decoder reads them: byte-level BPE, or SentencePiece with bytes as
-    ``<0xE6>``. Tokens of other tokenizers have the bytes of their text.
-
-    Args:
-        tokenizer: of transformers.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._added = getattr(tokenizer, "added_tokens_decoder", {})
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        steps = [] if decoder is None else list(_steps(json.loads(decoder.__getstate__())))
-        kinds = {step["type"] for step in steps}
-        self._is_byte_level, self._has_bytes = "ByteLevel" in kinds, "ByteFallback" in kinds
-        self._blank = next((blank for step in steps if (blank := _written_as_blank(step))), None)
-
-    def __call__(self, token: int) -> bytes:
-        if token in self._added:
-            return str(self._added[token].content).encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if self._is_byte_level and all(character in _ALPHABET for character in piece or ""):
-            return bytes(_ALPHABET[character] for character in piece or "")
-        if self._has_bytes and (byte := _BYTE.fullmatch(piece or "")):
-            return bytes([int(byte[1], 16)])
-        if self._blank is not None:
-            return (piece or "").replace(self._blank, " ").encode()
-        return str(self._tokenizer.decode([token])).encode()
-
-
-def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for step in decoder.get("decoders", [decoder]):
-        if step["type"] == "Sequence":
-            yield from _steps(step)
-        else:
-            yield step
-
-
-def _written_as_blank(step: Mapping[str, Any]) -> str | None:
-    """The text that a step of a decoder replaces by a blank, if it does."""
-    if step["type"] == "Metaspace":
-        return str(step["replacement"])
-    return step["pattern"].get("String") if step["type"] == "Replace" and step["content"] == " " else None
 
 
 class UserText:

@@ -21,6 +21,7 @@ from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
 from mmspec.sampling import defaults
 from mmspec.sampling.params import SamplingParams
+from mmspec.targets.processor import Processor
 from mmspec.training import data
 
 _POOL = 8  # batches sorted together, so that answers of similar lengths are generated together
@@ -204,11 +205,11 @@ def _draw(pipe: Pipeline, opening: list[int], numbers: Sequence[int], params: Sa
     for sequence in sequences:
         if sequence.error is not None:
             raise sequence.error
-    return [_usable(pipe.processor.tokenizer, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
+    return [_usable(pipe.processor, s.token_ids) if s.finish_reason == "stop" else None for s in sequences]
 
 
-def _usable(tokenizer: Any, token_ids: list[int]) -> str | None:
+def _usable(processor: Processor, token_ids: list[int]) -> str | None:
     """The text of a prompt that has ended; None unless it has two words and every token of it shows as text."""
-    text = tokenizer.decode(token_ids[:-1]).strip()
-    special = set(tokenizer.all_special_ids) & set(token_ids[:-1])
+    text = processor.decode(token_ids[:-1]).strip()
+    special = processor.vocabulary.special_ids & set(token_ids[:-1])
     return None if special or "\N{REPLACEMENT CHARACTER}" in text or len(text.split()) < 2 else text

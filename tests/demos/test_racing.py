@@ -121,7 +121,7 @@ def test_seconds_are_those_of_preprocessing_and_of_the_engine(monkeypatch):
         yield Piece("A", [65], seconds=0.5)
         yield Piece("B", [66], "stop", Stats(), seconds=0.75)
 
-    io = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), decode=lambda ids: "AB"[: len(ids)])
+    io = Processor(byte_tokenizer())
     pipe = SimpleNamespace(name="tiny", io=io, drafter=None, stream=stream)
     seconds = []
     for answer in stream_answer(pipe, "none", {}, {"max_new_tokens": 9}):

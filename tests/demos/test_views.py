@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from email.message import Message
@@ -62,11 +63,8 @@ def test_token_origins():
 def test_character_of_several_tokens_is_shown_when_complete():
     answer = StreamedAnswer("tiny", "none")
     whole = "é".encode()
-
-    def decode(ids):
-        return bytes(ids).decode(errors="replace")
-
-    answer.append(Piece("é!", [*whole, 33]), decode)
+    reader = codecs.getincrementaldecoder("utf-8")()
+    answer.append(Piece("é!", [*whole, 33]), lambda ids: reader.decode(bytes(ids)))
     assert [token.text for token in answer.tokens] == ["", "é", "!"]
 
 

@@ -120,13 +120,12 @@ def stop_at_ends_of_steps(patch: Patch) -> None:
     """A stop string is looked for after the last token of a step."""
     append = Stopper.append
 
-    def appending(self: Stopper, history: list[int], prompt_length: int, tokens: list[int]) -> Any:
-        stop, self.stop = self.stop, ()
+    def appending(self: Stopper, history: list[int], prompt_length: int, tokens: list[int], readers: Any) -> Any:
         emitted, reason = append(self, history, prompt_length, tokens)
-        self.stop = stop
-        if reason is None and self.at_stop_string(history, prompt_length):
-            reason = "stop"
-        return emitted, reason
+        for reader in readers:
+            for token in emitted:
+                reader.append(token)
+        return emitted, reason or ("stop" if any(reader.answer.stopped for reader in readers) else None)
 
     patch.setattr(Stopper, "append", appending)
 

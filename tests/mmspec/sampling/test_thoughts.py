@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ pytest.importorskip("llguidance")
 from mmspec.errors import UserError
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling.thoughts import FORMATS, NAMES, thought_format
-from mmspec.targets.processor import ThoughtsAndAnswer
+from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
 from tests.thinking import END, MARKERS, PROMPT, ids_of, pipeline, prompt_of, script, target, tokenizer
@@ -163,39 +163,33 @@ def valid(kind: str, text: str) -> bool:
 
 @pytest.mark.parametrize(("mode", "blank"), [("begun", "\n\n"), ("open", "")])
 @pytest.mark.parametrize("spelling", MARKERS)
-def test_texts_do_not_depend_on_where_pieces_end(spelling: str, mode: str, blank: str) -> None:
+def test_texts_of_thoughts_and_answers(spelling: str, mode: str, blank: str) -> None:
     """With parts of markers, and characters of several tokens, in thoughts and answer."""
     start, end = MARKERS[spelling]
     begun = "" if mode == "begun" else f"\n{start}"
     thoughts, answer = f"A < b é {end[:-2]} {start}", f"{{Ulm {end} é STOP"
     ids = ids_of(spelling, f"{begun}\n{thoughts}\n{end}{blank}{answer}")
-    processor, prompt = pipeline(spelling).processor, torch.tensor(prompt_of(spelling, mode))
+    processor, prompt = pipeline(spelling).processor, prompt_of(spelling, mode)
 
-    def detokenizer(stop: tuple[str, ...] = ()) -> ThoughtsAndAnswer:
-        found = processor.thoughts("auto", prompt)
-        return ThoughtsAndAnswer(processor.decode, stop, found, partial(processor.decode, verbatim=True))
+    def read(*stop: str) -> tuple[str, str]:
+        reader = AnswerReader(processor.vocabulary, prompt, stop, processor.thoughts("auto", torch.tensor(prompt)))
+        thoughts, answers = zip(*map(reader.append, ids), reader.finish(), strict=True)
+        assert reader.answer.length == len("".join(answers))
+        return "".join(thoughts), "".join(answers)
 
     hidden = spelling == "special"  # decoding leaves no text of special tokens
     expected = tuple(text if not hidden else text.replace(start, "").replace(end, "") for text in (thoughts, answer))
     expected = expected[0].strip(), expected[1]
-    assert detokenizer().text(ids) == expected
-    assert detokenizer(("STOP",)).text(ids) == (expected[0], expected[1].removesuffix("STOP"))
-    for first in range(len(ids)):
-        for second in range(first, len(ids), 3):
-            reader = detokenizer()
-            pieces = [reader.new_text(ids[:n], final=False) for n in range(1, first)]
-            pieces += [reader.new_text(ids[:second], final=False), reader.new_text(ids, final=True)]
-            read = zip(*(piece for piece in pieces if piece), strict=True)
-            assert tuple(map("".join, read)) == expected
+    assert read() == expected
+    assert read("STOP") == (expected[0], expected[1].removesuffix("STOP"))
 
 
 def test_what_begins_like_a_marker_is_an_answer_at_the_end() -> None:
     processor = pipeline("text").processor
     thoughts = processor.thoughts("auto", torch.tensor(prompt_of("text", "open")))
-    reader = ThoughtsAndAnswer(processor.decode, (), thoughts, partial(processor.decode, verbatim=True))
-    ids = ids_of("text", "<thi")
-    assert reader.new_text(ids, final=False) is None
-    assert reader.new_text(ids, final=True) == ("", "<thi")
+    reader = AnswerReader(processor.vocabulary, prompt_of("text", "open"), (), thoughts)
+    assert {reader.append(token) for token in ids_of("text", "<thi")} == {("", "")}
+    assert reader.finish() == ("", "<thi")
     assert reader.num_thoughts == 0
 
 

@@ -71,17 +71,17 @@ def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
     assert choice["logprobs"]["text_offset"][-1] == 4
 
 
-def test_a_dropped_blank_and_tokens_of_one_text() -> None:
-    """SentencePiece: text begins without the first word's blank, and letters are tokens twice."""
+def test_tokens_of_one_text() -> None:
+    """SentencePiece: letters are tokens twice. Offsets after a stop string are at the end."""
     io = Processor(_TOKENIZERS["first"]())
     named = io.tokenizer.convert_tokens_to_ids
     asked = CompletionRequest(model="m", prompt="x", logprobs=2)
     form = TextFormat("m", io, asked, [""])
     ids = [named("▁the"), named("▁a"), named("</s>")]
     top = [(named("a"), -1.0), (named("<0x61>"), -2.0)]
-    form.choices[0].text = "the a"
-    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top) for token in ids]
+    form.choices[0].text = " the a"
+    form.choices[0].logprobs = [TokenLogprob(token, -1.0, top, 4 * at) for at, token in enumerate(ids)]
     logprobs = form.whole()["choices"][0]["logprobs"]
     assert logprobs["tokens"] == [" the", " a", "</s>"]
-    assert logprobs["text_offset"] == [0, 3, 5]
+    assert logprobs["text_offset"] == [0, 4, 6]
     assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}

@@ -185,7 +185,7 @@ def test_bytes_are_those_of_llguidance(tokenizer):
     hf = pytest.importorskip("llguidance.hf")
     reference, io = hf.from_tokenizer(tokenizer), Processor(tokenizer)
     for token in range(len(tokenizer)):
-        if io.is_special(token):
+        if token in io.vocabulary.special_ids:
             assert io.token_bytes(token).decode() == tokenizer.convert_ids_to_tokens(token)
             assert tokenizer.decode([token], skip_special_tokens=True) == ""
         elif io.token_bytes(token) != b"\xff":  # 255 marks special tokens there

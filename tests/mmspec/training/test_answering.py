@@ -84,11 +84,11 @@ def test_the_opening_is_what_precedes_a_users_words(pipe):
     [("two words</s>", "two words"), (" one </s>", None), ("an <s> inside</s>", None)],
 )
 def test_usable_prompts(pipe, text, usable):
-    tokenizer = pipe.processor.tokenizer
-    assert _usable(tokenizer, tokenizer(text)["input_ids"]) == usable
+    io = pipe.processor
+    assert _usable(io, io.tokenizer(text)["input_ids"]) == usable
 
 
 def test_broken_characters_are_dropped(pipe):
-    tokenizer = pipe.processor.tokenizer
-    half = tokenizer("é")["input_ids"][0]
-    assert _usable(tokenizer, [*tokenizer("two words")["input_ids"], half, 2]) is None
+    io = pipe.processor
+    half = io.tokenizer("é")["input_ids"][0]
+    assert _usable(io, [*io.tokenizer("two words")["input_ids"], half, 2]) is None
