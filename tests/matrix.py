@@ -54,7 +54,7 @@ TARGETS = {
 }
 """Drafters of each target; one stands for all where the drafter's part does not depend on the target's."""
 
-VARYING = ("doge", "gemma2", "inkling_text", "inkling2_text")
+VARYING = ("doge", "gemma2", "gpt_neo", "inkling_text", "inkling2_text")
 """Targets whose shapes vary on every device."""
 
 STATIC = [

@@ -516,7 +516,9 @@ def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
     """No draft is left of the step's trees, nor of their best chains."""
     monkeypatch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (1, 1) if chain else (256, 256))
     cost = CostTable((1, 64), (1e-3, 1.001e-3))
-    budget = Budget(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
+    budget = (
+        Budget(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
+    )
     target, prompts = TableTarget(table_model(VOCAB)), [[1, 2], [3, 4], [5, 6]]
     engine = SteppedEngine(target, FirstAlone(), lambda batch, nodes: budget)
     rows = scheduled(engine, prompts, [Stopper(count) for count in (12, 9, 15)], [0, None, None])
