@@ -2,8 +2,9 @@
 
 ``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
 turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, streams that their
-clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so that prompts are new, lengths do not. After each load, once no request
-runs, the resident memory is read; a load's peak is that since it began.
+clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
+that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
+is that since it began.
 """
 
 from __future__ import annotations

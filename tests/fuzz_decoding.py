@@ -5,7 +5,8 @@ A case is drawn from a seed and its number. There are two kinds:
 - a call of ``mmspec.generate`` on a tiny random model in float32, compared with transformers' ``generate`` or, when
   sampling, with plain decoding from the same seed;
 - requests that decode together on an embedded model, whole, as streams or cancelled, in threads of one pipeline,
-  with drafts or without, of measured size or of a fixed one, trees or chains, of one drafter or of two, compared with the same request alone in plain decoding, and in greedy float32 with transformers' ``generate``, too.
+  with drafts or without, of measured size or of a fixed one, trees or chains, of one drafter or of two, compared with
+  the same request alone in plain decoding, and in greedy float32 with transformers' ``generate``, too.
 
 Tokens must be equal. Differences are printed with the command that runs their case alone, and fail the command.
 """

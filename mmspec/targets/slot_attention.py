@@ -122,7 +122,7 @@ def _gpt_neo_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def attention(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
         positions = _POSITIONS.get()
-        if positions is None:
+        if positions is None or mask is None:
             return original(self, query, key, value, mask)
         scores = query.float() @ key.float().transpose(-1, -2) + mask
         if self.attention_type == "local":
