@@ -58,14 +58,15 @@ def serving(**options: Any) -> Iterator[RunningServer]:
     """Run ``mmspec serve`` on a free port.
 
     Args:
-        **options: of the command; None leaves an option out.
+        **options: of the command; None leaves an option out, a tuple repeats it.
 
     Raises:
         UserError: the server does not start, with its own message.
     """
-    arguments = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
+    given = {name.replace("_", "-"): value for name, value in options.items() if value is not None}
     program = [sys.executable, "-m", "mmspec", "serve", "--port=0"]
-    program += [f"--{name}={value}" for name, value in arguments.items()]
+    for name, value in given.items():
+        program += [f"--{name}={one}" for one in (value if isinstance(value, tuple) else (value,))]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -1,9 +1,10 @@
 """Memory of a server that runs for long: ``python -m mmspec.eval soak``.
 
 ``mmspec serve`` runs in a process of its own. The same load is sent again and again: short and long prompts, later
-turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, and streams that their
-clients leave. Texts differ from load to load, so that prompts are new, lengths do not. After each load, once no request
-runs, the resident memory is read; a load's peak is that since it began.
+turns, several choices, tool calls, JSON, sampling with seeds, images where the model has eyes, streams that their
+clients leave, and requests without drafts, of few or many, or of another drafter. Texts differ from load to load, so
+that prompts are new, lengths do not. After each load, once no request runs, the resident memory is read; a load's peak
+is that since it began.
 """
 
 from __future__ import annotations
@@ -37,13 +38,22 @@ _MIXES: Sequence[dict[str, Any]] = (
     {"stream": True},  # left by its client
     {"response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": _SCHEMA}}},
     {"stream": False, "temperature": 0.7, "top_p": 0.8, "seed": 2},
+    {"speculative": False},
+    {"speculative": False, "tools": [_TOOL], "tool_choice": "required"},
+    {"speculative": True, "num_draft_tokens": 1, "temperature": 1.5, "seed": 3, "n": 2},
+    {"num_draft_tokens": 0, "temperature": 1.5, "seed": 4},
+    {"num_draft_tokens": 9, "frequency_penalty": 1.0, "stop": ["e", "4"]},
+    {"num_draft_tokens": 64},
 )
 
 
-def load_bodies(model: str, number: int, words: Sequence[int], tokens: int, images: Sequence[Any]) -> list[Any]:
+def load_bodies(
+    model: str, number: int, words: Sequence[int], tokens: int, images: Sequence[Any], drafters: Sequence[str] = ()
+) -> list[Any]:
     """The requests of a load.
 
     Args:
+        drafters: which requests name, one each.
         number: of the load, which its texts begin with.
         words: lengths of prompts, each of which has all kinds of requests.
         tokens: of an answer, at most.
@@ -52,7 +62,7 @@ def load_bodies(model: str, number: int, words: Sequence[int], tokens: int, imag
     bodies = []
     for place, length in enumerate(words):
         first = f"{number} {place}: " + " ".join(str(one) for one in range(length))
-        for kind, mix in enumerate(_MIXES):
+        for kind, mix in enumerate((*_MIXES, *({"speculative": name} for name in drafters))):
             turns = [f"{kind} {first}", "Go on."] if kind % 2 else [f"{kind} {first}"]
             messages = [{"role": "user", "content": turns[0]}]
             for turn in turns[1:]:
@@ -99,7 +109,7 @@ def compare_settled(rows: Sequence[dict[str, Any]], settled: float) -> float:
 
 @benchmark
 @click.option("--model", default="smollm2", show_default=True)
-@click.option("--drafter", default="auto", show_default=True)
+@click.option("--drafter", multiple=True, default=("auto", "ngram@chain"), show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--minutes", default=60.0, show_default=True, type=click.FloatRange(0, min_open=True))
 @click.option("--settled", default=10.0, show_default=True, help="Minutes after which memory must stay as it is.")
@@ -132,7 +142,7 @@ def main(
         pictures = [] if refused else pictures  # a model of texts
         while (now := (time.monotonic() - started) / 60) < minutes or len(rows) < 2:
             reset_peak_memory_of(server.pid)
-            bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures)
+            bodies = load_bodies(about["id"], len(rows), lengths, max_new_tokens, pictures, options["drafter"][1:])
             wrong = asyncio.run(send(server.url, bodies, clients))
             time.sleep(_PAUSE)
             resident, peak = resident_memory_of(server.pid), peak_memory_of(server.pid)

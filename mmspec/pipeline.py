@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,8 @@ PromptInput = str | Sequence[Message] | Sequence[int]
 _BYTES, _TOKENS = whole(0), whole(1)
 _GRAMMARS: WeakKeyDictionary[Processor, dict[tuple[int, ...], Grammars]] = WeakKeyDictionary()
 """By processor and tokens that end answers: llguidance reads a large vocabulary in seconds."""
+if hasattr(os, "register_at_fork"):  # a thread of the parent may have held their locks
+    os.register_at_fork(after_in_child=_GRAMMARS.clear)
 
 _ATTEMPTS = {"raise": raising, "return": returning}
 _ON_ERROR = Rule("'raise' or 'return'", lambda value: value in _ATTEMPTS)

@@ -5,7 +5,8 @@ A case is drawn from a seed and its number. There are two kinds:
 - a call of ``mmspec.generate`` on a tiny random model in float32, compared with transformers' ``generate`` or, when
   sampling, with plain decoding from the same seed;
 - requests that decode together on an embedded model, whole, as streams or cancelled, in threads of one pipeline,
-  compared with the same request alone in plain decoding, and in greedy float32 with transformers' ``generate``, too.
+  with drafts or without, of measured size or of a fixed one, trees or chains, of one drafter or of two, compared with
+  the same request alone in plain decoding, and in greedy float32 with transformers' ``generate``, too.
 
 Tokens must be equal. Differences are printed with the command that runs their case alone, and fail the command.
 """
@@ -22,13 +23,17 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count as numbers
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 import mmspec
+from mmspec import plugins
 from mmspec.core.drafter import Drafter
+from mmspec.drafters.per_sequence import per_sequence
+from mmspec.drafters.registry import make_drafter as make
 from mmspec.errors import UserError
 from mmspec.vision.embedded import samples
 from tests.tiny.cases import (
@@ -47,12 +52,14 @@ from tests.tiny.configs import VISION_CONFIGS
 NEW = 16
 PADDING = "attention_mask must have padding before tokens only"
 """How a message begins that refuses padding which windows and chunks count: no difference."""
+LOOPS = "single layers need a decoder that runs each once"
+"""The same for drafters of a target's layers where these run several times."""
 
 QUESTIONS = ("Describe the image.", "What is on the left?", "How many objects are there?")
 TEXTS = ("Work out: 37 + 48", "Tell a story about a cat.", "Work out: 5 + 6", "Work out: 37 + 49")
 EMBEDDED = {
-    "tiny-llava": (None, "auto", "msd", "ngram", "recycle", "auto+ngram"),
-    "tiny-hybrid": (None, "auto", "mamba", "ngram", "recycle", "ngram+recycle"),
+    "tiny-llava": (None, "auto", "msd", "ngram", "recycle", "auto+ngram", "ngram@chain", "msd@chain"),
+    "tiny-hybrid": (None, "auto", "mamba", "ngram", "recycle", "ngram+recycle", "ngram@chain", "suffix"),
 }
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"regex": r"(yes|no), (the|a) [a-z]{2,6}\."},
@@ -94,11 +101,12 @@ class Hooked:
 @dataclass(frozen=True)
 class Request:
     """``keywords`` of ``Pipeline.generate``; ``pieces`` are read of its stream: 0 asks for the whole answer, -1 for the
-    whole stream; after others it is cancelled."""
+    whole stream; after others it is cancelled. ``other`` asks for the case's second drafter."""
 
     prompt: str
     pieces: int
     keywords: dict[str, Any]
+    other: bool
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class Together:
     model: str
     dtype: str
     drafter: str | None
+    second: str
     prefix_cache: int
     requests: tuple[Request, ...]
 
@@ -149,19 +158,24 @@ def _drawn_call(rng: random.Random) -> Hooked:
 def _drawn_requests(rng: random.Random) -> Together:
     model = rng.choice(list(EMBEDDED))
     requests = []
-    for _ in range(rng.randint(1, 4)):
-        keywords: dict[str, Any] = {"max_new_tokens": rng.randint(1, 24), "nodes": rng.choice((0, 2, 5, 12))}
+    sizes = rng.choice(((None, 0), (None, None, 0), (0, 2, 5, 12), (None, 0, 1, 9, 64)))
+    for _ in range(rng.randint(1, 8)):
+        keywords: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40), "nodes": rng.choice(sizes)}
         if rng.random() < 0.4:
             keywords |= {"temperature": rng.choice((0.5, 1.0, 1.6)), "seed": rng.randrange(99)}
             keywords |= rng.choice(({}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}))
-        keywords |= rng.choice(({}, {}, {"repetition_penalty": 1.3}, {"stop": ["a", " 4"]}, *GRAMMARS))
+        keywords |= rng.choice(
+            ({}, {}, {"repetition_penalty": 1.3}, {"frequency_penalty": 1.0}, {"stop": ["a", " 4"]}, *GRAMMARS)
+        )
         if model == "tiny-llava" and rng.random() < 0.7:
             keywords["images"] = [str(samples() / "scene.png")]
         pieces = rng.choice((0, 0, -1, 1, 3))
-        requests.append(Request(rng.choice(QUESTIONS if model == "tiny-llava" else TEXTS), pieces, keywords))
+        prompt = rng.choice(QUESTIONS if model == "tiny-llava" else TEXTS)
+        requests.append(Request(prompt, pieces, keywords, rng.random() < 0.15))
     # Recurrent layers sum in another order along trees: their rounding in bfloat16 differs.
     dtype = rng.choice(("float32", "float32", *(("bfloat16", "int8", "int4") if model == "tiny-llava" else ())))
-    return Together(model, dtype, rng.choice(EMBEDDED[model]), rng.choice((0, 1 << 26)), tuple(requests))
+    drafters = rng.choice(EMBEDDED[model]), rng.choice(EMBEDDED[model][1:])
+    return Together(model, dtype, *drafters, rng.choice((0, 1 << 26)), tuple(requests))
 
 
 def difference(case: Hooked | Together) -> str | None:
@@ -193,7 +207,8 @@ def _call_differs(one: Hooked) -> str | None:
             expected = ours(None) if options["do_sample"] else generate(model, case.batch, **inputs, **options)
             received = ours(make_drafter(model, case, expected[:, inputs["input_ids"].shape[1] :].tolist()))
         except UserError as error:
-            return None if one.padding is not None and str(error).startswith(PADDING) else f"refused: {error}"
+            expects = (LOOPS, PADDING) if one.padding is not None else LOOPS
+            return None if str(error).startswith(expects) else f"refused: {error}"
     if torch.equal(received, expected):
         return None
     return f"plain: {expected.tolist()}; speculative: {received.tolist()}"
@@ -202,6 +217,13 @@ def _call_differs(one: Hooked) -> str | None:
 @cache
 def _pipeline(model: str, drafter: str | None, dtype: str, prefix_cache: int) -> mmspec.Pipeline:
     return mmspec.load(model, drafter, dtype=dtype, prefix_cache=prefix_cache)
+
+
+@cache
+def _second_pipeline(model: str, second: str, *first: Any) -> mmspec.Pipeline:
+    """Of another drafter over the target of ``_pipeline``, as the server has them."""
+    pipe, drafter = _pipeline(model, *first), make(second, plugins.model_path(model))
+    return mmspec.Pipeline(pipe.target, pipe.io, per_sequence(drafter), generation_config=pipe.generation_config)
 
 
 def _answer(pipe: mmspec.Pipeline, request: Request) -> tuple[list[int], bool]:
@@ -220,9 +242,10 @@ def _answer(pipe: mmspec.Pipeline, request: Request) -> tuple[list[int], bool]:
 
 def _requests_differ(case: Together) -> str | None:
     plain = _pipeline(case.model, None, case.dtype, 0)
-    pipe = _pipeline(case.model, case.drafter, case.dtype, case.prefix_cache)
+    first = case.drafter, case.dtype, case.prefix_cache
+    pipes = _pipeline(case.model, *first), _second_pipeline(case.model, case.second, *first)
     with ThreadPoolExecutor(len(case.requests)) as pool:
-        received = list(pool.map(lambda request: _answer(pipe, request), case.requests))
+        received = list(pool.map(lambda request: _answer(pipes[request.other], request), case.requests))
     for number, (request, (tokens, whole)) in enumerate(zip(case.requests, received, strict=True)):
         expected = plain.generate(request.prompt, **request.keywords).token_ids
         if tokens != (expected if whole else expected[: len(tokens)]):
@@ -251,7 +274,8 @@ def main(seed: int, only: int | None, count: int, minutes: float) -> None:
             break
         case = drawn(seed, number)
         try:
-            found = difference(case)
+            with patch("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6)):  # trees and chains in turn
+                found = difference(case)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         counts["cases"] += 1

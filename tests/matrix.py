@@ -54,7 +54,7 @@ TARGETS = {
 }
 """Drafters of each target; one stands for all where the drafter's part does not depend on the target's."""
 
-VARYING = ("doge", "gemma2", "inkling_text", "inkling2_text")
+VARYING = ("doge", "gemma2", "gpt_neo", "inkling_text", "inkling2_text")
 """Targets whose shapes vary on every device."""
 
 STATIC = [
@@ -76,8 +76,8 @@ SAMPLING = {
     ],
 }
 SCHEDULES = {"alone": (3, 4, 5), "batch": (3, 4, 5), "limit": (5,), "joining": (0, 1, 3, 4)}
-"""Schedules and the numbers of their requests: one after another; three at once, twice; one whose drafts could pass the
-context limit; random joining, leaving and cancelling."""
+"""Schedules and the numbers of their requests: one after another; three at once, twice, then one of them
+without drafts; one whose drafts could pass the context limit; random joining, leaving and cancelling."""
 
 MODES = ("varying", "static", "captured")
 """Shapes as on a CPU; as on CUDA, with one host sync per step; and steps that are captured, recorded and replayed."""
@@ -209,6 +209,14 @@ class Some(Budget):
         return self.asked % 5 != 0 and super().drafts()
 
 
+class Adapting(AdaptiveBudget):
+    """Follows the clock, but drafting never rests."""
+
+    def drafts(self) -> bool:
+        self._payoff.restart()
+        return super().drafts()
+
+
 def check(cell: Cell, patch: pytest.MonkeyPatch) -> None:
     """Decode as the cell says, and compare with the references.
 
@@ -228,6 +236,7 @@ def check(cell: Cell, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(config, name, prompt.input_ids.shape[1] + stopper.max_new_tokens)
     target = new_target(cell.target, "cuda" if cell.mode in GPU_MODES else "cpu")
     drafter = drafter_of(cell.drafter, target.model, cell.mode)
+    patch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (6, 6))  # chains and trees in turn
     budget = _budget(cell, rng)
     engine = SteppedEngine(target, drafter, lambda batch, nodes: budget, max_num_seqs=4, chunk=8)
     if drafter is not None:
@@ -277,7 +286,7 @@ def _budget(cell: Cell, rng: random.Random) -> Budget:
     if cell.schedule != "joining":
         return Some(12, 4)
     cost = CostTable((1, 64), (1e-3, 1.1e-3))
-    measured = AdaptiveBudget(cost, 12) if cell.mode == "varying" else SteadyBudget(cost, SHAPES)
+    measured = Adapting(cost, 12) if cell.mode == "varying" else SteadyBudget(cost, SHAPES)
     return rng.choice([Budget(3), Some(12, 4), measured])
 
 
@@ -319,8 +328,12 @@ def _alone(engine: Any, steps: Iterator[None], requests: list[Asked], rng: rando
 
 
 def _batch(engine: Any, steps: Iterator[None], requests: list[Asked], rng: random.Random) -> None:
-    for _ in range(2):
-        _finish(steps, [(request.add(engine), request) for request in requests])
+    for plain in (None, 1):
+        rows = [
+            (request.add(engine, nodes=0 if number == plain else None), request)
+            for number, request in enumerate(requests)
+        ]
+        _finish(steps, rows)
 
 
 def _joining(engine: Any, steps: Iterator[None], requests: list[Asked], rng: random.Random) -> None:
@@ -329,7 +342,7 @@ def _joining(engine: Any, steps: Iterator[None], requests: list[Asked], rng: ran
         event = rng.random()
         if event < 0.3:
             request = rng.choice(requests)
-            running.append((request.add(engine), request))
+            running.append((request.add(engine, nodes=rng.choice((None, None, 0))), request))
         elif event < 0.37 and running:
             row, request = running.pop(rng.randrange(len(running)))
             engine.remove([row])

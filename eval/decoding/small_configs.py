@@ -63,7 +63,7 @@ _INCONSISTENT: dict[str, dict[str, Any]] = {
     "glm46v_text": _SECTIONS,
     "glm4v_moe_text": dict(rope_parameters={**_SECTIONS["rope_parameters"], **_PARTIAL}),
     "glm_ocr_text": _SECTIONS,
-    "gpt_neo": dict(attention_types=[[["global", "local"], 2]]),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 2]], window_size=8),
     "granitemoehybrid": dict(layer_types=["linear_attention", "full_attention"] * 2),
     "hunyuan_v1_dense": dict(head_dim=16),
     "hunyuan_v1_moe": dict(head_dim=16),

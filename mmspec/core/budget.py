@@ -103,11 +103,13 @@ class Budget:
 
     def prune(self, tree: TokenTree) -> TokenTree:
         """Prune a tree to its most probable nodes; drawn trees and those without ``log_probs`` are kept whole."""
-        return self.shaped(tree).first(1 + self.nodes) if tree.prunable else tree
+        tree = self.shaped(tree)
+        return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def shaped(self, tree: TokenTree) -> TokenTree:
-        """A prunable tree, or its best chain if drafts are chains."""
-        return tree.best_chain() if self.chain and not kernels.static_shapes(tree.tokens.device) else tree
+        """A tree, or its best chain if drafts are chains and it can be pruned: a root where no draft is left."""
+        chain = self.chain and tree.prunable and not kernels.static_shapes(tree.tokens.device)
+        return tree.best_chain() if chain else tree
 
     def observe(
         self,

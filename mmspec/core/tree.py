@@ -158,8 +158,8 @@ class TokenTree:
 
     @property
     def prunable(self) -> bool:
-        """Whether nodes may be pruned by probability: not if they were drawn."""
-        return self.log_probs is not None and self.draft_probs is None
+        """Whether there are nodes that may be pruned by probability: not if they were drawn."""
+        return self.nodes > 1 and self.log_probs is not None and self.draft_probs is None
 
     @cached_property
     def path_probs(self) -> list[list[float]]:
@@ -167,6 +167,8 @@ class TokenTree:
 
         Drafters may set it to save a device-to-host copy.
         """
+        if self.nodes == 1:
+            return [[] for _ in range(self.batch)]
         assert self.log_probs is not None, "the drafter has no probabilities"
         rows = self.log_probs[:, 1:].exp().tolist()
         return [[p for p in row[:drafted] if p > 0.0] for row, drafted in zip(rows, self.drafted, strict=True)]

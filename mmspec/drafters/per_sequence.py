@@ -52,7 +52,7 @@ class PerSequence(Wrapper):
         trees = [copy.propose(root, budget) for copy, root in zip(self._copies, token.split(1), strict=True)]
         if len(trees) == 1:
             return trees[0]
-        probs = [tree.path_probs[0] if tree.nodes > 1 else [] for tree in trees]
+        probs = [tree.path_probs[0] for tree in trees]
         drafted = [slice(1, 1 + len(row)) for row in probs]
         rows = [
             (tree.tokens[0, nodes].tolist(), tree.parents[0, nodes].tolist())

@@ -84,6 +84,7 @@ class Union(Drafter):
         return [part for drafter in self.drafters for part in drafter.begin_idle(prompt, output, history)]
 
     def select(self, rows: Sequence[int]) -> None:
+        self._drafts = {}  # of a step that was broken off
         for guard in self._guards:
             guard.select(rows)
 

@@ -329,10 +329,8 @@ class AdaptiveBudget(MeasuredBudget):
         return drafting.slope * self._tokens / self._time if drafting.measured else _FIRST_LEAST_GAIN
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        if not tree.prunable:
-            return tree
         tree = self.shaped(tree)
-        return tree.first(1 + self.take(tree.path_probs))
+        return tree.first(1 + self.take(tree.path_probs)) if tree.prunable else tree
 
     def take(self, gains: Sequence[Sequence[float]]) -> int:
         """Most profitable number of drafted nodes per row, given path probabilities in descending order."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections import abc
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from time import perf_counter as clock
+from time import sleep
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
@@ -40,6 +42,8 @@ _ENGINES: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id of t
 _ALL: WeakSet[Engine] = WeakSet()
 _LOCK = threading.Lock()
 _LOCAL = threading.local()  # the engine whose worker this thread is
+_FORKING = ExitStack()  # what is held while the process forks
+_FORK_SECONDS = 5.0  # that a fork waits for the end of steps
 
 
 class IdleTask(Protocol):
@@ -80,7 +84,8 @@ class Engine:
         self._last_worker: threading.Thread | None = None  # it may still be ending
         self.idle: WeakSet[IdleTask] = WeakSet()
         self.threads = TorchThreads(adapts=target.device.type == "cpu")
-        self._stepping = self._closed = False
+        self._stepping = False
+        self._closed: Exception | None = None  # why it accepts no sequences
         self._pauses = self._drains = 0  # threads that wait for the end of a step, and for that of the worker
         self._task: IdleTask | None = None  # of this turn
         self._idle_from = 0.0  # clock at which the next turn of idle work may begin
@@ -136,8 +141,8 @@ class Engine:
         ]
         key = BatchKey(speculation, num_draft_tokens if drafts else None, self.target.batch_key(prompt))
         with self._changed:
-            if self._closed:
-                raise RuntimeError("the interpreter is shutting down")
+            if self._closed is not None:
+                raise self._closed
             self.core.add(PromptBatch(prompt, sequences, key))
             self._wake()
         return sequences
@@ -186,7 +191,7 @@ class Engine:
     def close(self) -> None:
         """Cancel all sequences and accept no others."""
         with self._changed:
-            self._closed = True
+            self._closed = RuntimeError("the interpreter is shutting down")
             self.remove(self.core.sequences)
         self.drain()
         for task in list(self.idle):
@@ -233,7 +238,7 @@ class Engine:
         """A task with pending work, once no sequence has come for a while; None if there is none."""
 
         def disturbed() -> bool:
-            return self._closed or self._drains > 0 or self.core.has_work
+            return self._closed is not None or self._drains > 0 or self.core.has_work
 
         if not any(task.pending for task in list(self.idle)):
             return None
@@ -269,16 +274,34 @@ class Engine:
                 sequence.on_change()
 
     @contextmanager
-    def paused(self) -> abc.Iterator[None]:
-        """Run a block between two steps: the worker changes neither target nor drafter meanwhile."""
+    def paused(self, seconds: float | None = None) -> abc.Iterator[None]:
+        """Run a block between two steps: the worker changes neither target nor drafter meanwhile. After ``seconds``, it
+        runs beside a step."""
         with self._changed:
             self._pauses += 1
             try:
-                self._changed.wait_for(lambda: not self._stepping or self._worker is threading.current_thread())
+                between = lambda: not self._stepping or self._worker is threading.current_thread()  # noqa: E731
+                self._changed.wait_for(between, seconds)
                 yield
             finally:
                 self._pauses -= 1
                 self._changed.notify_all()
+
+    def restart(self) -> None:
+        """Begin anew in a forked process, without the threads and sequences of its parent."""
+        worker, self._worker = self._worker, None
+        self._last_worker, self._pauses, self._drains = None, 0, 0
+        if worker is None:
+            return
+        lost = UserError("this answer began before the process forked: expected its parent to read it")
+        for sequence in self.core.sequences:
+            if not sequence.done:
+                sequence.error = lost
+        if self._stepping or self.target.device.type != "cpu":
+            self._closed = UserError("the process forked during a step: expected a model that is loaded after the fork")
+        else:
+            self.core.abort(lost)
+        self.core.clear()
 
 
 def _run_idle(task: IdleTask, work: abc.Callable[[], None]) -> bool:
@@ -296,3 +319,27 @@ def _close_all() -> None:
     """Stop the workers before the interpreter does: a thread inside a kernel would crash it."""
     for engine in list(_ALL):
         engine.close()
+
+
+def _before_fork() -> None:
+    """Wait for the end of steps, so that a forked process has whole states and free locks."""
+    release_threads()  # which the forked process would not have
+    _FORKING.enter_context(_LOCK)
+    for engine in list(_ALL):
+        _FORKING.enter_context(engine.paused(_FORK_SECONDS))
+        # A thread that ends holds locks of MKL, after Python has forgotten it.
+        last, until = engine._last_worker, clock() + _FORK_SECONDS
+        while (
+            engine._worker is None and last and os.path.exists(f"/proc/self/task/{last.native_id}") and clock() < until
+        ):
+            sleep(0.001)
+
+
+def _after_fork_in_child() -> None:
+    _FORKING.close()
+    for engine in list(_ALL):
+        engine.restart()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=_before_fork, after_in_parent=_FORKING.close, after_in_child=_after_fork_in_child)

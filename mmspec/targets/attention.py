@@ -7,6 +7,7 @@ CPU, torch's attention supports groups and a mask together. With static shapes t
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -174,3 +175,5 @@ class PassAttention:
 _SETTING = "_attn_implementation_internal"  # what ``set_attn_implementation`` writes
 _LOCKS: WeakKeyDictionary[torch.nn.Module, threading.RLock] = WeakKeyDictionary()  # by decoder
 _NEW_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # in a forked process, no pass runs
+    os.register_at_fork(after_in_child=lambda: [lock._at_fork_reinit() for lock in _LOCKS.values()])  # type: ignore[attr-defined]

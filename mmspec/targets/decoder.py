@@ -18,7 +18,6 @@ from mmspec.cache.tree_cache import CACHE_NAMES, TreeCache, cache_argument, cach
 from mmspec.core.target import Feature, layer_of
 from mmspec.errors import UserError
 from mmspec.ops import kernels
-from mmspec.targets.alibi import Alibi
 from mmspec.targets.attention import NAME, PASS, PassAttention
 from mmspec.targets.fused_layers import FusedDecoder
 from mmspec.targets.head import contiguous_input
@@ -26,6 +25,7 @@ from mmspec.targets.layers import tree_layers
 from mmspec.targets.masks import slot_positions, tree_mask
 from mmspec.targets.merged_layers import first_layers
 from mmspec.targets.placement import computing_devices, input_device, is_sharded, is_split
+from mmspec.targets.slot_attention import SlotAttention
 from mmspec.targets.support import cached_layers, decoder_of, output_layer, refuse_unsupported
 
 _TOLERANCE, _HALF_TOLERANCE = {torch.float32: 1e-3}, 0.1
@@ -62,7 +62,7 @@ class Decoder:
         self._module = decoder_of(model)
         if count is not None:
             self._module = self._beginning(count)
-        self._alibi = Alibi(self._module) if Alibi.supports(self.config, self._module) else None
+        self._slots = SlotAttention(self._module) if SlotAttention.supports(self.config, self._module) else None
         self.has_position_axes = hasattr(model.base_model, "get_rope_index")
         self.takes_positions = "position_ids" in signature(self._module.forward).parameters
         self._cache_argument = cache_argument(self._module)
@@ -94,15 +94,15 @@ class Decoder:
         """``tree_mask`` in the form of the attention implementation of the passes."""
         with self.attention.applied():
             mask = tree_mask(self.config, cache, depth, tail_depth, reach, self._model.dtype)
-        if self._alibi is None or not isinstance(mask, Tensor):
+        if self._slots is None or not isinstance(mask, Tensor):
             return mask
         depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
-        return self._alibi.with_positions(mask, slot_positions(cache, depth, tail_depth))
+        return self._slots.with_positions(mask, slot_positions(cache, depth, tail_depth))
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """The named features of one pass of the decoder, and ``"last"``."""
-        biases = self._alibi.applied(inputs.get("attention_mask")) if self._alibi is not None else nullcontext()
-        with self._applied(), biases:
+        by_position = self._slots.applied(inputs.get("attention_mask")) if self._slots is not None else nullcontext()
+        with self._applied(), by_position:
             if (direct := self._direct_states(inputs, cache)) is not None:
                 states, last = direct
                 layers = {name: layer_of(name) for name in names}

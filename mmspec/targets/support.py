@@ -20,10 +20,10 @@ from transformers.utils import logging
 from mmspec import plugins
 from mmspec.cache.tree_cache import cache_argument
 from mmspec.errors import UserError
-from mmspec.targets.alibi import Alibi
 from mmspec.targets.layer_structure import CAPTURE
 from mmspec.targets.layers import ATTENTION, TreeLayers
 from mmspec.targets.masks import slot_limit
+from mmspec.targets.slot_attention import SlotAttention
 
 
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -235,10 +235,16 @@ def refuse_unsupported(model: PreTrainedModel, config: Any, layers: TreeLayers |
             f"loops over layers must have keys and values of their own: expected recurrent_kv_cache_mode 'per_loop' in "
             f"{name}, received 'last_loop'"
         )
+    if (looped := getattr(config, "n_recurrent_layers", 0)) < 0:
+        raise UserError(
+            f"loops over layers must have layers: expected at least 0 n_recurrent_layers in {name}, received {looped}"
+        )
     decoder = decoder_of(model)
     attends = layers is None or layers.attends
     positions = (
-        not attends or Alibi.supports(config, decoder) or "position_ids" in signature(decoder.forward).parameters
+        not attends
+        or SlotAttention.supports(config, decoder)
+        or "position_ids" in signature(decoder.forward).parameters
     )
     lacking = [what for what, taken in (("position_ids", positions), ("a cache", cache_argument(decoder))) if not taken]
     if lacking:
@@ -287,8 +293,8 @@ def rope_side(config: Any, length: int) -> tuple[bool, ...]:
     return tuple(length > switch for _, switch in _rope_switches(config))
 
 
-_SLOT_BIASES = ("inkling_text", "inkling2_text")
-"""Model types with biases that depend on distances in slots, padding included."""
+_SLOT_BIASES = ("gpt_neo", "inkling_text", "inkling2_text")
+"""Model types with biases or windows that depend on distances in slots, padding included."""
 
 
 def refuse_inner_padding(config: Any, mask: torch.Tensor, max_new_tokens: Sequence[int]) -> None:

@@ -88,6 +88,7 @@ def test_every_class_is_listed_once():
         (TEXT, "gemma4_text", EQUAL, _TEXTS),  # layers of different shapes, and layers that share keys and values
         (TEXT, "llama4_text", EQUAL, _TEXTS),  # chunked attention
         (TEXT, "doge", EQUAL, _TEXTS),  # masks of its own
+        (TEXT, "gpt_neo", EQUAL, _TEXTS),  # windows of its own
         (VISION, "cohere2_vision", EQUAL, _TEXTS),  # logits that are not scaled as the text model's
         (VISION, "gemma3", EQUAL, _TEXTS + _IMAGES),  # a prompt whose images are attended both ways
         (VISION, "janus", EQUAL, _TEXTS + _IMAGES),  # a generate of its own

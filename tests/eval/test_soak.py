@@ -26,12 +26,15 @@ def test_memory_is_compared_with_that_after_the_first_minutes() -> None:
 
 
 def test_loads_have_equal_lengths_and_other_texts() -> None:
-    one, two = (soak.load_bodies("m", number, (4, 40), 8, [Image.new("RGB", (8, 8))]) for number in (1, 2))
-    assert len(one) == len(two) == 13
+    image = Image.new("RGB", (8, 8))
+    one, two = (soak.load_bodies("m", number, (4, 40), 8, [image], ["ngram"]) for number in (1, 2))
+    assert len(one) == len(two) == 27
     for first, second in zip(one, two, strict=True):
         assert first != second
         assert len(json.dumps(first)) == len(json.dumps(second))
-    assert {body.get("n") for body in one} == {None, 3}
+    assert {body.get("n") for body in one} == {None, 2, 3}
+    assert {body.get("speculative") for body in one} == {None, False, True, "ngram"}
+    assert {body.get("num_draft_tokens") for body in one} == {None, 0, 1, 9, 64}
     assert any(body.get("stream") for body in one)
     assert any("tools" in body for body in one)
     assert one[-1]["messages"][0]["content"][0]["type"] == "image_url"
@@ -46,7 +49,7 @@ def test_a_small_run() -> None:
     assert len(result["loads"]) == 2
     for row in result["loads"]:
         assert row["wrong"] == 0 < row["resident"] <= row["peak"]
-        assert row["requests"] == 7
+        assert row["requests"] == 14
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -56,6 +56,7 @@ TEXT_CONFIGS: dict[str, Any] = {
     "gemma3": lambda: _shrink(transformers.Gemma3TextConfig, sliding_window=6, query_pre_attn_scalar=12),
     "doge": lambda: _shrink(transformers.DogeConfig),
     "dory": lambda: _dory(),
+    "gpt_neo": lambda: _shrink(transformers.GPTNeoConfig, attention_types=[[["global", "local"], 1]], window_size=6),
 }
 if not hasattr(transformers, "DoryConfig"):  # added after transformers 5.23
     del TEXT_CONFIGS["dory"]

@@ -156,6 +156,52 @@ def test_the_first_nodes_form_a_tree(nodes):
     assert pruned.max_depth == int(TokenTree(pruned.tokens, pruned.parents, check=False).depth.max())
 
 
+OPERATIONS = {
+    "select": lambda tree: tree.select([2, 0]),
+    "without": lambda tree: tree.without([1]),
+    "without all": lambda tree: tree.without([0, 1, 2]),
+    "root": lambda tree: tree.first(1),
+    "first": lambda tree: tree.first(4),
+    "first without": lambda tree: tree.without([0, 1]).first(4),
+    "chain": TokenTree.best_chain,
+    "chain without": lambda tree: tree.without([0]).best_chain(),
+    "chain without all": lambda tree: tree.without([0, 1, 2]).best_chain(),
+    "merge": lambda tree: merge([tree, tree.without([0]), TokenTree.root(tree.tokens[:, 0])]),
+    "merge without all": lambda tree: merge([tree.without([0, 1, 2]).best_chain(), tree.first(1)]),
+}
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("kind", ["scored", "unknown", "drawn", "root"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_keep_what_trees_have(name, kind, fixed, monkeypatch):
+    """Probabilities of paths, and the distributions that children were drawn from; a root alone has no paths."""
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: fixed)
+    whole = scored(7, 3, 9, vocab=4)
+    known = _rounded_paths(whole)
+    if kind == "root":
+        whole = whole.first(1)
+    elif kind != "scored":
+        if "chain" in name or "merge" in name:
+            return  # of trees that can be pruned
+        whole.log_probs = None
+        whole.draft_probs = torch.rand(3, 9, 4).softmax(-1) if kind == "drawn" else None
+    tree = OPERATIONS[name](whole)
+    TokenTree(tree.tokens, tree.parents, tree.valid, tree.draft_probs, log_probs=tree.log_probs)  # validates
+    assert tree.prunable == (kind == "scored" and tree.nodes > 1)
+    assert tree.nodes == 1 or (tree.draft_probs is not None) == (kind == "drawn")
+    nodes = [len(valid_nodes(tree, b)) - 1 for b in range(tree.batch)]
+    assert tree.drafted == nodes
+    if kind == "scored" or tree.nodes == 1:
+        assert [len(row) for row in tree.path_probs] == nodes
+        assert sum(nodes) == 0 or _rounded_paths(tree) <= known
+    assert (sum(nodes) == 0) == (kind == "root" or name == "root" or "all" in name)
+
+
+def _rounded_paths(tree):
+    return {(path, round(p, 4)) for b in range(tree.batch) for path, p in scored_paths(tree, b).items()}
+
+
 def test_a_root_alone_adds_nothing():
     whole, root = scored(5, 2, 6), TokenTree.root(torch.tensor([0, 0]))
     assert merge([whole, root]) is merge([root, whole]) is merge([whole]) is whole

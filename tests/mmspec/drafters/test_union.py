@@ -145,13 +145,18 @@ def test_rows_that_have_finished_count_for_no_member(now):
     assert [payoffs[0]._gains[0] for payoffs in union._payoffs] == [1.0, 0.0]
 
 
-def test_steps_that_do_not_draft_count_for_no_member(now):
+@pytest.mark.parametrize("broken", [False, True])
+def test_steps_that_do_not_draft_count_for_no_member(now, broken):
+    """Nor one that was broken off after the draft."""
     union = Union([Fixed(7, 0.0, now), Fixed(8, 0.001, now)])
     tree = union.propose(torch.tensor([3]), AdaptiveBudget(CostTable((1, 64), (1.0, 1.0))))
-    union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
+    if broken:
+        union.select([])
+    else:
+        union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99]])), None)
     root = TokenTree.root(torch.tensor([3, 3]))  # another row has joined since
     union.observe(root, accept_path(root, torch.tensor([[7], [7]])), None)
-    assert [len(payoffs[0]._gains) for payoffs in union._payoffs] == [1, 1]
+    assert [len(payoffs[0]._gains) for payoffs in union._payoffs] == [int(not broken)] * 2
 
 
 class Sure(Fixed):

@@ -14,7 +14,7 @@ from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
-from mmspec.engine.budget import AdaptiveBudget
+from mmspec.engine.budget import AdaptiveBudget, DraftShape, SteadyBudget
 from mmspec.engine.stopping import Stopper
 from mmspec.eval.decoding.oracle import Oracle
 from mmspec.sampling import defaults
@@ -498,6 +498,35 @@ def test_plain_sequences_decode_beside_drafted_ones(drawn):
     assert alone == [1] * 6  # nothing is drafted for plain sequences alone
     assert max(nodes for _, nodes in target.passes) > 1
     assert len(seen) < len(target.passes)
+
+
+class FirstAlone(Fixed):
+    """Drafts for the first row, and nothing for others."""
+
+    def propose(self, token, budget):
+        none = len(token) - 1
+        return build_tree(token, [([3, 4, 5], [0, 0, 2]), *[([], [])] * none], [[0.5, 0.4, 0.3], *[[]] * none])
+
+    def observe(self, tree, verdict, output): ...
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("kind", [Budget, AdaptiveBudget, SteadyBudget])
+def test_drafts_for_plain_sequences_alone_are_dropped(kind, chain, monkeypatch):
+    """No draft is left of the step's trees, nor of their best chains."""
+    monkeypatch.setattr("mmspec.engine.budget._TRIAL_INTERVALS", (1, 1) if chain else (256, 256))
+    cost = CostTable((1, 64), (1e-3, 1.001e-3))
+    budget = (
+        Budget(chain=chain) if kind is Budget else kind(cost, *([DraftShape(3, chain, 3)],) * (kind is SteadyBudget))
+    )
+    target, prompts = TableTarget(table_model(VOCAB)), [[1, 2], [3, 4], [5, 6]]
+    engine = SteppedEngine(target, FirstAlone(), lambda batch, nodes: budget)
+    rows = scheduled(engine, prompts, [Stopper(count) for count in (12, 9, 15)], [0, None, None])
+    engine.wait(lambda: all(row.done for row in rows))
+    assert [row.error for row in rows] == [None] * 3
+    assert [row.token_ids for row in rows] == [
+        said_plainly(target.table, *one) for one in zip(prompts, (12, 9, 15), strict=True)
+    ]
 
 
 def test_plain_sequences_need_no_calibration():

@@ -246,7 +246,19 @@ _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4
 
 @pytest.mark.parametrize("padding", _PADDED)
 @pytest.mark.parametrize(
-    "name", ["mistral-window", "qwen2-window", "gemma2", "gemma3", "lfm3", "zaya", "inkling_text", "llama4", "llama"]
+    "name",
+    [
+        "mistral-window",
+        "qwen2-window",
+        "gemma2",
+        "gemma3",
+        "lfm3",
+        "zaya",
+        "inkling_text",
+        "llama4",
+        "gpt_neo",
+        "llama",
+    ],
 )
 def test_padding_within_a_window_gives_the_same_tokens_or_is_refused(name, padding):
     """transformers' windows and chunks count slots, and so padding after tokens."""
@@ -324,6 +336,10 @@ def test_loops_over_layers():
         TransformersTarget(model)
     model.config.n_recurrent_loops = 1
     TransformersTarget(model)
+    # Counts as of a default configuration of fewer layers: transformers' own decoding fails, too.
+    model.config.n_input_layers, model.config.n_recurrent_layers = 3, -1
+    with pytest.raises(UserError, match=r"^loops .*: expected at least 0 n_recurrent_layers in Dory.*, received -1$"):
+        TransformersTarget(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -482,12 +498,20 @@ def test_a_narrow_head_gives_the_logits_of_its_tokens(ids, kind):
     torch.testing.assert_close(target.narrow_head(torch.tensor(ids))(hidden), target.head(hidden)[..., ids])
 
 
+def mpt(longest):
+    return MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)).eval()
+
+
+def gpt_neo(longest):
+    return changed("gpt_neo", max_position_embeddings=longest)
+
+
+@pytest.mark.parametrize("kind", [mpt, gpt_neo])
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_row_at_the_last_position_of_alibi_drafts_as_deep_as_the_others(order):
+def test_a_row_at_the_last_slot_of_attention_drafts_as_deep_as_the_others(order, kind):
     torch.manual_seed(0)
     longest = 32
-    config = MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=90, max_seq_len=longest)
-    model = MptForCausalLM(config).eval()
+    model = kind(longest)
     prompts, new = [list(range(3, 31)), [40, 41, 42]][::order], [4, 20][::order]
     expected = [
         model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)[0]
@@ -495,7 +519,7 @@ def test_a_row_at_the_last_position_of_alibi_drafts_as_deep_as_the_others(order)
     ]
     said = [row[len(ids) :].tolist() + [5] * longest for ids, row in zip(prompts, expected, strict=True)]
     engine = SteppedEngine(
-        plugins.target_class(config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
+        plugins.target_class(model.config)(model), Oracle(said, vocab=90, seed=0), lambda batch, nodes: Budget(12)
     )
     rows = [
         row

@@ -1,8 +1,9 @@
-"""ALiBi on a tree: attention biases by depth of the nodes instead of by slot, for BLOOM, Falcon and MPT.
+"""Attention that counts slots, on a tree: ALiBi in BLOOM, Falcon and MPT, and the windows of GPT-Neo.
 
-These models add a slope times the key's position to each attention score, and take positions to be those of the slots.
-During passes, the function of their modelling file that computes the biases, or MPT's attention, is replaced by one
-that reads the positions of the pass.
+Models with ALiBi add a slope times the key's position to each attention score. GPT-Neo's layers have masks of their own
+for causality and windows. Both take positions to be those of the slots. During passes, the function of their modelling
+file that computes the biases, or the attention of MPT or GPT-Neo, is replaced by one that reads the positions of the
+pass.
 
 Source: ALiBi (arXiv 2108.12409), section 3.
 """
@@ -27,11 +28,11 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 """Positions of the slots in this thread's pass, (batch, slots) int64."""
 
 
-class Alibi:
-    """The attention biases of a decoder's passes.
+class SlotAttention:
+    """The attention of a decoder's passes.
 
     Args:
-        decoder: of a model with ALiBi.
+        decoder: of a model whose attention counts slots.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -41,7 +42,7 @@ class Alibi:
 
     @classmethod
     def supports(cls, config: Any, decoder: nn.Module) -> bool:
-        """Whether a model has ALiBi; Falcon may have rotary embeddings instead."""
+        """Whether a model's attention counts slots; Falcon may have rotary embeddings instead."""
         return _replacement(decoder) is not None and getattr(config, "alibi", True) is not False
 
     @staticmethod
@@ -63,12 +64,14 @@ class Alibi:
 
 
 def _replacement(decoder: nn.Module) -> Mapping[Place, Callable[[Any], Any]] | None:
-    """The function to replace, and what replaces it; None for a decoder without ALiBi."""
+    """The function to replace, and what replaces it; None for a decoder whose attention counts no slots."""
     module = sys.modules[type(decoder).__module__]
     if hasattr(module, "build_alibi_tensor"):
         return {(module, "build_alibi_tensor"): _biases}
     if hasattr(module, "MptAttention"):
         return {(module.MptAttention, "forward"): _mpt_attention}
+    if hasattr(module, "GPTNeoSelfAttention"):
+        return {(module.GPTNeoSelfAttention, "_attn"): _gpt_neo_attention}
     return None
 
 
@@ -108,5 +111,24 @@ def _mpt_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         bias = bias.to(query.dtype).masked_fill(options["attention_mask"], torch.finfo(query.dtype).min)
         read = nn.functional.scaled_dot_product_attention(query, key, value, bias, scale=self.softmax_scale)
         return self.out_proj(read.transpose(1, 2).flatten(2)), None
+
+    return attention
+
+
+@cache
+def _gpt_neo_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``GPTNeoSelfAttention._attn``, whose buffer masks slots; the mask of a pass is causal already."""
+
+    @wraps(original)
+    def attention(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Any:
+        positions = _POSITIONS.get()
+        if positions is None or mask is None:
+            return original(self, query, key, value, mask)
+        scores = query.float() @ key.float().transpose(-1, -2) + mask
+        if self.attention_type == "local":
+            distance = positions[:, None, -query.shape[2] :, None] - positions[:, None, None]
+            scores = scores.masked_fill(distance >= self.config.window_size, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).to(value.dtype)
+        return weights @ value, weights
 
     return attention
