@@ -15,7 +15,7 @@ import mmspec
 from mmspec.checking import run
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import LocalSide, Question, SkippedError
-from mmspec.checking.statistics import ALPHA, against_probabilities, two_samples
+from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
@@ -44,6 +44,7 @@ def test_the_report(model: str, check: Run) -> None:
         assert one["outcome"] == "equal", one
         assert one["tokens"] > 10
         assert one["accepted"] > 5
+        assert one["power"] == {}
 
 
 @pytest.mark.long
@@ -59,6 +60,10 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
     for one in (one for one in cases if one["name"] not in skipped):
         assert one["tokens"] > 15
         assert (one["accepted"] or 0) + one["rehearsed"] > 10
+    power = {one["name"]: one["power"] for one in cases if one["power"]}
+    assert list(power) == ["choices", "temperature", "sampling"]
+    assert power["temperature"]["temperature 0.9 for 1"] >= 0.95
+    assert list(power["sampling"].values()) == [0.95]
     assert sum(one["seconds"] for one in cases) < 180
 
 
@@ -219,6 +224,26 @@ def test_what_the_tests_find() -> None:
     runs = [against_probabilities(Counter(drawn(rng, 1000, other)), PROBS)[0] < ALPHA for _ in range(400)]
     assert 0.92 < sum(runs) / 400 < 0.99
     assert sum(against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)[0] < 0.01 for _ in range(1000)) < 25
+
+
+def test_a_temperature_is_found_as_often_as_stated() -> None:
+    """At 0.9, in samples of any size; at 1, less often than one in a hundred at that level."""
+    torch.manual_seed(5)
+    logits = 2 * torch.randn(2400, 20, dtype=torch.double)
+    for count in (600, 1200, 2400):
+        shares: dict[float, list[float]] = {}
+        for temperature in (1.0, 0.9):
+            draws = torch.distributions.Categorical(logits=logits[:count] / temperature).sample((400,))
+            tops = logits[:count].tolist()
+            found = [
+                against_logprobs(list(zip(logits[range(count), one].tolist(), tops, strict=True))) for one in draws
+            ]
+            shares[temperature] = [p for p, _ in found]
+        power = found[0][1]
+        assert sum(p < ALPHA for p in shares[0.9]) / 400 == pytest.approx(power, abs=0.07)
+        assert 0 < sum(p < 0.05 for p in shares[1.0]) / 400 < 0.1
+    assert power > 0.9
+    assert against_logprobs([(0.0, [0.0, -torch.inf])] * 2) == (1.0, 0.0)
 
 
 def test_two_samples() -> None:
