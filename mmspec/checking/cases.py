@@ -331,7 +331,8 @@ def _adapters(trial: Trial) -> None:
     for number, text in enumerate(_EIGHT):
         if number < 2 or unused:
             questions = {name: Question.user(text, max_tokens=32, adapter=name) for name in (None, *names)}
-            answers = [trial.same(question, side=side, rehearse=True)[0] for question in [*questions.values()] * 2]
+            asked = [*questions.values()] * (2 if number < 2 else 1)
+            answers = [trial.same(question, side=side, rehearse=True)[0] for question in asked]
             unused -= {name for name, one in zip(questions, answers, strict=False) if one.text != answers[0].text}
     if unused:
         raise SkippedError(f"cannot tell whether {', '.join(unused)} is used: it changes none of {number + 1} answers")

@@ -36,18 +36,9 @@ def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float], sam
     drawn = sum(counts.values())
     if any(not probs.get(outcome) for outcome in counts):
         return 0.0, 0.0
-    rare, cells = [0.0, 0.0], []
-    for outcome, probability in probs.items():
-        expected, found = drawn * probability, float(counts.get(outcome, 0))
-        if expected < _LEAST:
-            rare = [rare[0] + expected, rare[1] + found]
-        else:
-            cells.append((expected, found))
-    cells.sort()
-    if cells and rare[0] < _LEAST:
-        cells[0] = (cells[0][0] + rare[0], cells[0][1] + rare[1])
-    else:
-        cells.append((rare[0], rare[1]))
+    cells = sorted((drawn * share, float(counts.get(outcome, 0))) for outcome, share in probs.items())
+    while len(cells) > 1 and min(cells[0][0], cells[1][0]) < _LEAST:
+        cells[:2] = [(cells[0][0] + cells[1][0], cells[0][1] + cells[1][1])]
     if len(cells) < 2:
         return 1.0, 1.0
     statistic = samples * sum((found - expected) ** 2 / expected for expected, found in cells)
@@ -63,14 +54,10 @@ def two_samples(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[
 
 
 def against_logprobs(tokens: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """Likelihood ratio test of sampled tokens: temperature 1 against ``COLD``.
-
-    The ratio depends on the tokens' log probabilities alone. Each exceeds its mean, given the tokens before, by a
-    martingale difference, whose variance is known.
+    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``: their log probabilities less the means.
 
     Args:
-        tokens: of each sampled token, its log probability at temperature 1, and those of all tokens that can be sampled
-            in its place, as many for each.
+        tokens: of each, the log probability at temperature 1, and those of all, equally many, that can be in its place.
 
     Returns:
         The p-value, and the probability that as many tokens sampled at ``COLD`` are found.

@@ -178,7 +178,7 @@ def _print_table(cases: Sequence[dict[str, Any]]) -> None:
     for case in cases:
         known = case["accepted"] is not None or case["rehearsed"]
         accepted = str((case["accepted"] or 0) + case["rehearsed"]) if known else "?"
-        power = "\n".join(f"{deviation}: {share:.0%}" for deviation, share in case["power"].items())
+        power = "\n".join(f"{deviation}: {share:.0%}" for deviation, share in case.get("power", {}).items())
         table.add_row(case["name"], case["outcome"], str(case["tokens"]), accepted, f"{case['seconds']:.1f}", power)
     out.print(table)
     for case in cases:

@@ -64,7 +64,7 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
     assert list(power) == ["choices", "temperature", "sampling"]
     assert power["temperature"]["temperature 0.9 for 1"] >= 0.95
     assert list(power["sampling"].values()) == [0.95]
-    assert sum(one["seconds"] for one in cases) < 180
+    assert sum(one["seconds"] for one in cases) < 240
 
 
 def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     assert table.splitlines()[-1].startswith("1 equal, 2 skipped: ")
     check("tiny-llava", "--out", str(out), "--only", "prose")
     assert ran[4:] == ["prose"]
-    out.write_text(out.read_text().replace('"equal"', '"failed"'))
+    out.write_text(out.read_text().replace('"equal"', '"failed"').replace('"power"', '"older"'))
     assert check("tiny-llava", "--out", str(out))[0] == 0
     assert ran[5:] == ["prose"]
     picture = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
@@ -127,12 +127,14 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
         "margin": 2.0,
     }
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
-    changed |= {"seconds": 0.1, "differences": [difference], "notes": []}
+    changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
     bounds: list[float] = []
     monkeypatch.setattr(run, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
     status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
     assert (status, bounds) == (1, [0])
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
+    heading, row = (out.splitlines()[line].replace("┃", "│").split("│") for line in (1, 3))
+    assert (heading[-2].strip(), row[-2].strip()) == ("power", "variation 0.1: 95%")
     assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
 
 
