@@ -31,8 +31,7 @@ _UNUSED = ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model
 _UNUSED += ["inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"]
 """Fields that change nothing once an adapter is trained."""
 
-_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Initialisations (``init_lora_weights``) that leave the model's own weights unchanged."""
+_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # which leave the model's own weights unchanged
 
 
 def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None:

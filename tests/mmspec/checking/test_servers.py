@@ -169,7 +169,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), WRONG)
+@pytest.mark.parametrize(("name", "changes"), WRONG, ids=[name for name, _ in WRONG])
 def test_a_wrong_server_is_found(name: str, changes: dict[str, Change], servers: tuple[Served, Served]) -> None:
     with wrong(servers[0].url, **changes) as url:
         found = result(url, servers[1].url, name)
