@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log
 from time import monotonic
 from typing import Any
@@ -17,11 +18,12 @@ from transformers import LogitsProcessorList
 
 from mmspec.checking.drafters import NowAndThen, Rehearsed
 from mmspec.checking.sides import Answer, Question, SkippedError
-from mmspec.checking.statistics import ALPHA, POWER, against_probabilities, two_samples
+from mmspec.checking.statistics import ALPHA, COLD, POWER, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Trial
 from mmspec.compare import next_token_scores
 from mmspec.core.drafter import Drafter
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import LIBRARYS
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ _LONGEST_CONTEXT = 4096  # tokens that a prompt is made for, to reach the end of
 _SAMPLED, _TOP_K = 4, 3  # tokens of an answer, and candidates of each, whose sequences are enumerated
 _DRAWS, _FEWEST_DRAWS, _AT_ONCE, _DRAW_SECONDS = 2048, 256, 32, 40.0
 _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
+_CANDIDATES, _LONGEST_DRAW = 20, 300.0  # of each token of longer answers, whose number is what the test needs; seconds
 
 
 @case("prose", "Continuous text has the tokens of plain decoding.")
@@ -174,6 +177,7 @@ def _choices(trial: Trial) -> None:
     logprob = sum(step[1] for step in found[0].steps) if found[0].steps else -1e3
     same = len({one.text for one in found}) == 1 and (len(found) - 1) * logprob < log(ALPHA)
     trial.require(not same, question, f"all choices are the same, which has the probability e^{3 * logprob:.0f}")
+    trial.record.power = {"choices all the same": float((question.n - 1) * logprob < log(ALPHA))}
     question = replace(question, top_logprobs=None)
     if not trial.is_local:
         return
@@ -320,12 +324,51 @@ def _drawing(seed: int, width: int, height: int) -> str:
 @case("adapters", "Switching LoRA adapters leaves nothing of the one before.")
 def _adapters(trial: Trial) -> None:
     sides = (trial.tested, trial.references[0])
-    names = [name for name in sides[0].adapters if name in sides[1].adapters]
+    names = [name for name in sides[0].adapters if name in sides[1].adapters][:3]
     if not names:
         raise SkippedError("there are no adapters")
-    side = trial.caching()
-    for name in (None, *names[:3], None, *names[:3]):
-        trial.same(Question.user(_LIST, max_tokens=32, adapter=name), side=side, rehearse=True)
+    side, unused = trial.caching(), set(names)
+    for number, text in enumerate(_EIGHT):
+        if number < 2 or unused:
+            questions = {name: Question.user(text, max_tokens=32, adapter=name) for name in (None, *names)}
+            asked = [*questions.values()] * (2 if number < 2 else 1)
+            answers = [trial.same(question, side=side, rehearse=True)[0] for question in asked]
+            unused -= {name for name, one in zip(questions, answers, strict=False) if one.text != answers[0].text}
+    if unused:
+        raise SkippedError(
+            f"cannot tell whether {', '.join(sorted(unused))} is used: it changes none of {number + 1} answers"
+        )
+
+
+@case("temperature", "Tokens are sampled at the temperature asked for: as often as their log probabilities say.")
+def _temperature(trial: Trial) -> None:
+    side = trial.variant(source=LIBRARYS) if trial.is_local else trial.tested
+    fields: dict[str, Any] = {"temperature": 1.0, "top_k": _CANDIDATES, "top_p": 1.0, "top_logprobs": _CANDIDATES}
+    questions = [Question.user(text, **fields) for text in (_TOSSES, *_EIGHT)] * (4 if trial.is_local else 1)
+
+    def sample(ask: Callable[..., list[list[Answer]]]) -> tuple[float, float, list[tuple[float, list[float]]]]:
+        """P-value, power, and log probabilities: of sampled tokens, and of all candidates, the most probable first."""
+        drawn: list[tuple[float, list[float]]] = []
+        power, start = 0.0, monotonic()
+        while power < POWER and monotonic() - start < _LONGEST_DRAW:
+            found = ask(*(replace(one, seed=len(drawn) + place) for place, one in enumerate(questions)))
+            steps = [step for choices in found for one in choices[:1] for step in one.steps]
+            if min((len(top) for _, _, top in steps), default=0) < _CANDIDATES:
+                raise SkippedError(f"needs {_CANDIDATES} log probabilities in the place of each token")
+            drawn += [(p, sorted((one for _, one in top), reverse=True)[:_CANDIDATES]) for _, p, top in steps]
+            p, power = against_logprobs(drawn)
+        return p, power, drawn
+
+    p, power, drawn = sample(partial(trial.ask, side=side))
+    plain = trial.references[0]
+    if p < ALPHA and not trial.is_local and sample(plain.ask)[0] < 0.01:  # penalties among its defaults, for example
+        raise SkippedError(f"{plain.name} does not sample from the log probabilities that it reports")
+    _report(trial, questions[0], p, {f"temperature {COLD} for 1": power}, len(drawn))
+    answers = trial.ask(questions[0], side=side)[0][:1] + trial.expect(questions[0])[:1]
+    tops = [sorted((p for _, p in one.steps[0][2]), reverse=True)[:_CANDIDATES] for one in answers if one.steps]
+    if len(tops) == 2:  # log probabilities may be those after the temperature
+        error = max(abs(one - own) for one, own in zip(*tops, strict=False))
+        trial.require(error <= max(trial.bound, 1e-3), questions[0], f"first log probabilities differ by {error:.3g}")
 
 
 @case("sampling", "Sampled answers follow the distribution of the model.")
@@ -352,7 +395,7 @@ def _enumerate(trial: Trial, question: Question) -> None:
         if sum(counts.values()) >= _FEWEST_DRAWS and monotonic() - start > _DRAW_SECONDS:
             break
     p, distance = against_probabilities(counts, outcomes.probs)
-    _report(trial, question, p, distance, sum(counts.values()))
+    _report(trial, question, p, {f"total variation {distance:.2f}": POWER}, sum(counts.values()) * _SAMPLED)
 
 
 OTHER = -1
@@ -399,29 +442,16 @@ class Outcomes:
 
 
 def _compare_samples(trial: Trial, question: Question) -> None:
-    """Compare answers of two servers by a permutation test."""
-    samples: list[list[str]] = []
-    for side in (trial.tested, trial.references[0]):
-        answers: list[Answer] = []
-        for _ in range(_SERVER_DRAWS // _SERVER_AT_ONCE):
-            asked = [question] * _SERVER_AT_ONCE
-            found = trial.ask(*asked) if side is trial.tested else side.ask(*asked)
-            answers += [one for choices in found for one in choices]
-        samples.append([one.text for one in answers])
+    """Compare answers of two servers."""
+    asked, rounds = [question] * _SERVER_AT_ONCE, range(_SERVER_DRAWS // _SERVER_AT_ONCE)
+    asks: tuple[Callable[..., list[list[Answer]]], ...] = (trial.ask, trial.references[0].ask)
+    samples = [[choices[0].text for _ in rounds for choices in ask(*asked)] for ask in asks]
     p, distance = two_samples(samples[0], samples[1])
-    _report(trial, question, p, distance, len(samples[0]))
+    _report(trial, question, p, {f"total variation {distance:.2f}": POWER}, len(samples[0]) * _SAMPLED)
 
 
-def _report(trial: Trial, question: Question, p: float, distance: float, draws: int) -> None:
-    trial.record.figures = {
-        "p": p,
-        "alpha": ALPHA,
-        "answers": draws,
-        "power": POWER,
-        "total_variation": distance,
-    }
-    trial.record.tokens += draws * _SAMPLED
-    trial.note(
-        f"p = {p:.3g} of {draws} answers; at {ALPHA:g}, a total variation of {distance:.2f} is found with {POWER:.0%}"
-    )
+def _report(trial: Trial, question: Question, p: float, power: dict[str, float], tokens: int) -> None:
+    trial.record.figures, trial.record.power = {"p": p, "alpha": ALPHA, "tokens": tokens}, power
+    trial.record.tokens += tokens
+    trial.note(f"p = {p:.3g} of {tokens} sampled tokens")
     trial.require(p >= ALPHA, question, f"p = {p:.3g} < {ALPHA:g} that answers follow the distribution")

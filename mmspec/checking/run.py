@@ -57,6 +57,7 @@ def run_case(trial: Trial, name: str) -> dict[str, Any]:
         "seconds": round(clock() - start, 3),
         "differences": record.differences,
         "notes": list(record.notes),
+        "power": record.power,
         **({"sampling": record.figures} if record.figures else {}),
     }
 

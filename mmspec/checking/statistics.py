@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
-from math import exp, lgamma, log, sqrt
+from math import erfc, exp, lgamma, log, sqrt
+from statistics import NormalDist
 from typing import TypeVar
 
 import torch
@@ -16,15 +17,17 @@ ALPHA = 1e-4
 """Probability that a test calls answers of one distribution different."""
 
 POWER = 0.95
+COLD = 0.9
+"""The temperature in place of 1 that a test finds with ``POWER``."""
+
 _LEAST = 5.0  # expected count of an outcome; rarer ones are counted together
-_PERMUTATIONS = 20_000
 
 
-def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float]) -> tuple[float, float]:
+def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float], samples: int = 1) -> tuple[float, float]:
     """Pearson's chi-square test of counts.
 
     Args:
-        probs: of all outcomes.
+        probs: of all outcomes; where ``samples`` is 2, their mean shares of this sample and another one.
 
     Returns:
         The p-value, 0 if an outcome was seen that cannot occur; and the total variation distance that is found with a
@@ -33,53 +36,42 @@ def against_probabilities(counts: Mapping[T, int], probs: Mapping[T, float]) -> 
     drawn = sum(counts.values())
     if any(not probs.get(outcome) for outcome in counts):
         return 0.0, 0.0
-    rare, cells = [0.0, 0.0], []
-    for outcome, probability in probs.items():
-        expected, found = drawn * probability, float(counts.get(outcome, 0))
-        if expected < _LEAST:
-            rare = [rare[0] + expected, rare[1] + found]
-        else:
-            cells.append((expected, found))
-    cells.sort()
-    if cells and rare[0] < _LEAST:
-        cells[0] = (cells[0][0] + rare[0], cells[0][1] + rare[1])
-    else:
-        cells.append((rare[0], rare[1]))
+    cells = sorted((drawn * share, float(counts.get(outcome, 0))) for outcome, share in probs.items())
+    while len(cells) > 1 and min(cells[0][0], cells[1][0]) < _LEAST:
+        cells[:2] = [(cells[0][0] + cells[1][0], cells[0][1] + cells[1][1])]
     if len(cells) < 2:
         return 1.0, 1.0
-    statistic = sum((found - expected) ** 2 / expected for expected, found in cells)
+    statistic = samples * sum((found - expected) ** 2 / expected for expected, found in cells)
     free = len(cells) - 1
     # For cells of probabilities p and q, n sum (p - q)^2 / p >= n (sum |p - q|)^2 (Cauchy and Schwarz).
-    return _upper(free, statistic), sqrt(_noncentrality(free) / drawn) / 2
+    return _upper(free, statistic), min(sqrt(_noncentrality(free) * samples / drawn) / 2, 1.0)
 
 
-def two_samples(first: Sequence[Hashable], second: Sequence[Hashable], seed: int = 0) -> tuple[float, float]:
-    """Permutation test of two samples of equal size, by the chi-square statistic of their counts.
+def two_samples(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[float, float]:
+    """Chi-square test of two samples of equal size; returns as ``against_probabilities``, of the common outcomes."""
+    probs = {outcome: count / 2 / len(first) for outcome, count in Counter([*first, *second]).items()}
+    return against_probabilities(Counter(first), probs, 2)
+
+
+def against_logprobs(tokens: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
+    """Likelihood ratio test of sampled tokens, temperature 1 against ``COLD``: their log probabilities less the means.
+
+    Args:
+        tokens: of each, the log probability at temperature 1, and those of all, equally many, that can be in its place.
 
     Returns:
-        As for ``against_probabilities``; the distance is approximate, and that of outcomes of which rare ones are
-        counted together.
+        The p-value, and the probability that as many tokens sampled at ``COLD`` are found.
     """
-    both = Counter([*first, *second])
-    common = [outcome for outcome, count in both.items() if count >= 2 * _LEAST]
-    cell = {outcome: place for place, outcome in enumerate(common)}
-    cells = torch.tensor([cell.get(outcome, len(common)) for outcome in (*first, *second)], dtype=torch.long)
-    one_hot = torch.nn.functional.one_hot(cells, len(common) + 1).float()
-    totals = one_hot.sum(0)
-    generator = torch.Generator().manual_seed(seed)
-
-    def statistic(members: torch.Tensor) -> torch.Tensor:
-        """Of samples whose members are marked by 1: (samples, members) to (samples,)."""
-        counts = members @ one_hot
-        return ((2 * counts - totals) ** 2 / totals.clamp(min=1)).sum(-1)
-
-    own = statistic(torch.tensor([[1.0] * len(first) + [0.0] * len(second)], dtype=torch.float32))
-    as_large = 0
-    for _ in range(_PERMUTATIONS // 1000):
-        order = torch.rand(1000, len(cells), dtype=torch.float32, generator=generator).argsort(-1)
-        as_large += int((statistic((order < len(first)).float()) >= own - 1e-4).sum())
-    free = max(int((totals > 0).sum()) - 1, 1)
-    return (1 + as_large) / (1 + _PERMUTATIONS), min(sqrt(_noncentrality(free) / (2 * len(first))), 1.0)
+    logits = torch.tensor([candidates for _, candidates in tokens], dtype=torch.double).clamp(min=-1e3)
+    shares = torch.stack([logits.softmax(-1), (logits / COLD).softmax(-1)])
+    means = (shares * logits).sum(-1)
+    total, cold = means.sum(-1).tolist()
+    deviation, other = (shares * (logits - means[..., None]) ** 2).sum((-2, -1)).sqrt().tolist()
+    if not deviation or not other:
+        return 1.0, 0.0
+    excess = sum(chosen for chosen, _ in tokens) - total
+    critical = NormalDist(0, deviation).inv_cdf(1 - ALPHA / 2)
+    return erfc(abs(excess) / deviation / sqrt(2)), 1 - NormalDist(cold - total, other).cdf(critical)
 
 
 def _upper(free: float, value: float) -> float:

@@ -35,6 +35,7 @@ class Record:
         rehearsed: accepted drafts of known answers, in addition.
         notes: what else to know.
         figures: of a statistical test.
+        power: deviations of sampling that the case finds, and with which probability.
     """
 
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -43,6 +44,7 @@ class Record:
     rehearsed: int = 0
     notes: dict[str, None] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    power: dict[str, float] = field(default_factory=dict)
 
     def outcome(self, bound: float) -> str:
         """``"equal"``, ``"tie"`` or ``"different"``."""
@@ -90,10 +92,10 @@ class Trial:
         assert isinstance(self.tested, LocalSide)
         return self.tested.request(question)
 
-    def drafted(self, drafter: Drafter | None, size: int | None = SIZE, **options: Any) -> LocalSide:
-        """A side with another drafter; further arguments as of ``LocalSide``."""
-        pipe = self.pipe
-        fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=pipe.generation_config)
+    def drafted(self, drafter: Drafter | None, size: int | None = SIZE, source: str = "", **options: Any) -> LocalSide:
+        """A side with another drafter, and source of defaults; further arguments as of ``LocalSide``."""
+        pipe, source = self.pipe, source or self.pipe.generation_config
+        fresh = Pipeline(pipe.target, pipe.processor, drafter, pipe.name, generation_config=source)
         return LocalSide(fresh, size=size, **options).limited(self.tested.limit)
 
     def variant(self, change: Callable[[Drafter], Drafter] = lambda one: one, **options: Any) -> LocalSide:
@@ -126,6 +128,8 @@ class Trial:
         side = side or self.tested
         found = side.ask(*questions)
         known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Rehearsed)
+        for question, choices in zip(questions, found, strict=True):
+            self.require(len(choices) == question.n, question, f"{len(choices)} choices, {question.n} are expected")
         for answer in (answer for choices in found for answer in choices):
             if known:
                 self.record.rehearsed += answer.accepted or 0

@@ -173,12 +173,13 @@ def _print_table(cases: Sequence[dict[str, Any]]) -> None:
     table = Table()
     for heading in ("case", "outcome"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("tokens", "accepted", "seconds"):
+    for heading in ("tokens", "accepted", "seconds", "power"):
         table.add_column(heading, justify="right")
     for case in cases:
         known = case["accepted"] is not None or case["rehearsed"]
         accepted = str((case["accepted"] or 0) + case["rehearsed"]) if known else "?"
-        table.add_row(case["name"], case["outcome"], str(case["tokens"]), accepted, f"{case['seconds']:.1f}")
+        power = "\n".join(f"{deviation}: {share:.0%}" for deviation, share in case.get("power", {}).items())
+        table.add_row(case["name"], case["outcome"], str(case["tokens"]), accepted, f"{case['seconds']:.1f}", power)
     out.print(table)
     for case in cases:
         for line in [*filter(None, [case["reason"]]), *map(_difference_line, case["differences"]), *case["notes"]]:

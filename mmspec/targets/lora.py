@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from os import PathLike, fspath, path
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 
 from mmspec.checks import nearest, shown
 from mmspec.errors import UserError, explained, missing
+from mmspec.files import read_json
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer
 
 _NAMES = "mmspec_adapters"  # of a model: those that requests choose; the owner of others chooses himself
-_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError)
+_ERRORS = (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError, UnpicklingError, EOFError)
+_FIELDS = ["r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"]
+_FIELDS += ["target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"]
+"""Fields of an adapter's configuration that peft gets; all others have their defaults."""
+
+_UNUSED = ["peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"]
+_UNUSED += ["inference_mode", "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config"]
+"""Fields that change nothing once an adapter is trained."""
+
+_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # which leave the model's own weights unchanged
 
 
 def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None:
-    """Load adapters into a model, which goes on without one.
+    """Load adapters into a model, which goes on without one. The model's own weights do not change.
 
     Args:
         folders: of ``PeftModel.save_pretrained`` or ``save_adapter``, local or on the hub, by names.
 
     Raises:
-        UserError: peft is not installed, the weights are packed, or an adapter is not one of linear layers within this
-            model's decoder.
+        UserError: peft is not installed, the weights are packed, an adapter is not one of linear layers and experts
+            within this model's decoder, or its file has more or fewer tensors than these layers.
     """
     if (packed := weights_kind(model)) is not None:
         packed = packed.removesuffix("Blocks").removesuffix("Linear").lower()
         raise UserError(f"adapters need weights that are not packed: expected float32 or float16, got packed {packed}")
     try:
-        from peft import PeftConfig, PeftModel
+        from peft import LoraConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
+        from peft.tuners.lora import LoraLayer, ParamWrapper
     except ModuleNotFoundError as error:
         raise missing("adapters=", "peft") from error
     wrapper = None
@@ -40,29 +59,47 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
         if not isinstance(name, str) or not name or "." in name:
             raise UserError(f"the name of an adapter must be text without a dot: got {shown(name)}")
         with explained(about, *_ERRORS), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # transformers' own
-            _check(about, PeftConfig.from_pretrained(where))
+            warnings.simplefilter("ignore")  # of what is refused below
+            fields = read_json(Path(cached_file(where, "adapter_config.json") or where))
+            _check(about, fields, LoraConfig().to_dict())
+            tensors = load_peft_weights(where, "cpu")
+            _refuse(about, "tensors of LoRA alone, got", [key for key in tensors if ".lora_" not in key])
+            # Without peft's initialisation, which may change the model's weights.
+            config = LoraConfig(init_lora_weights=False, **{key: fields[key] for key in _FIELDS if key in fields})
             if wrapper is None:
-                wrapper = PeftModel.from_pretrained(model, where, name)
+                wrapper = PeftModel.from_pretrained(model, where, name, config=config, ignore_mismatched_sizes=True)
             else:
-                wrapper.load_adapter(where, name)
-            for layer in (model.get_input_embeddings(), output_layer(model)):
-                if hasattr(layer, "base_layer"):  # drafters have copies of them
-                    raise UserError(
-                        f"{about}: expected changes of the decoder's layers only, got one of {layer._get_name()}"
-                    )
+                wrapper.add_adapter(name, config)
+            found: Any = set_peft_model_state_dict(wrapper, tensors, name, ignore_mismatched_sizes=True)
+            _refuse(about, "tensors of this model's layers, got", found.unexpected_keys)
+            own = re.compile(rf"(\.lora_\w+)\.{re.escape(name)}(?=\.|$)")
+            absent = [own.sub(r"\1", key) for key in found.missing_keys if own.search(key)]
+            _refuse(about, "all tensors, in the sizes of their layers, missing", absent)
+            copied = model.get_input_embeddings(), output_layer(model)  # by drafters
+            layers = [(place, layer) for place, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+            linear = [place for place, layer in layers if isinstance(layer.get_base_layer(), nn.Linear | Conv1D)]
+            experts = [place for place, layer in layers if isinstance(layer, ParamWrapper)]
+            other = [place for place, layer in layers if place not in (*linear, *experts) or layer in copied]
+            _refuse(about, "changes of the decoder's linear layers and experts only, got those of", other)
     setattr(model, _NAMES, tuple(folders))
     Adapters(model).use(None)
 
 
-def _check(about: str, config: Any) -> None:
-    """Raise for what changes more than the products of linear layers."""
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
+def _check(about: str, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise for an adapter that changes more than the products of layers, or may do so."""
+    if (kind := fields.get("peft_type")) != "LORA":
         raise UserError(f"{about}: expected LoRA, got {kind}")
-    for name in ("modules_to_save", "trainable_token_indices"):
-        if value := getattr(config, name, None):
-            raise UserError(f"{about}: expected changes of linear layers only, got {name}={shown(value)}")
+    known = [*_FIELDS, *_UNUSED, *(["init_lora_weights"] if fields.get("init_lora_weights", True) in _INITS else [])]
+    other = {key: value for key, value in fields.items() if key not in known and value and value != defaults.get(key)}
+    given = [f"{key}={shown(value)}" for key, value in other.items()]
+    _refuse(about, "LoRA of layers, which leaves the model's own weights unchanged, got", given)
+
+
+def _refuse(about: str, expected: str, names: Iterable[str]) -> None:
+    """Raise if there is a name."""
+    if names := sorted(names):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UserError(f"{about}: expected {expected} {', '.join(names[:3])}{more}")
 
 
 class Adapters:
@@ -76,10 +113,18 @@ class Adapters:
     chosen: str | None = None
 
     def __init__(self, model: Any) -> None:
-        self._layers = [
-            module for module in model.modules() if hasattr(module, "active_adapters") and hasattr(module, "lora_A")
-        ]
         self.names: tuple[str, ...] = getattr(model, _NAMES, ())
+        self._model, self._owner = model, object()
+        self._layers: list[Any] = []
+        self._find()
+
+    def _find(self) -> None:
+        """Find the layers, if the model's owner has wrapped or unwrapped it since: peft sets ``peft_config`` anew."""
+        owner = vars(self._model).get("peft_config")
+        if owner is not self._owner:
+            layers = (layer for layer in self._model.modules() if hasattr(layer, "active_adapters"))
+            self._layers = [layer for layer in layers if hasattr(layer, "lora_A")]
+            self._owner, self._version = owner, object()
 
     def check(self, name: str | None) -> None:
         """Raise ``UserError`` if no adapter has this name; None is the model without one."""
@@ -93,7 +138,9 @@ class Adapters:
         """What states of a request with this adapter depend on."""
         if self.names:
             return name
-        return next(((tuple(one.active_adapters), one.disable_adapters) for one in self._layers), None)
+        self._find()
+        states = ((*one.active_adapters, one.disable_adapters, *one.merged_adapters) for one in self._layers)
+        return self._version, next(states, None)
 
     def use(self, name: str | None) -> None:
         """Let the model use an adapter, or none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,26 @@ def ignore_seeds(patch: Patch) -> None:
     patch.setattr(defaults, "sampler", seeded)
 
 
+def sample_at_another_temperature(patch: Patch) -> None:
+    """0.9 times the temperature that was asked for."""
+    choose = core.BatchSampler.choose
+
+    def choosing(self: Any, rows: Any, tree: TokenTree, logits: torch.Tensor) -> torch.Tensor:
+        return choose(self, rows, tree, logits / 0.9)
+
+    patch.setattr(core.BatchSampler, "choose", choosing)
+
+
+def ignore_adapters(patch: Patch) -> None:
+    """All requests are those of the model without an adapter."""
+    prefill = TransformersTarget.prefill_chunks
+    patch.setattr(
+        TransformersTarget,
+        "prefill_chunks",
+        lambda self, prompt, *rest: prefill(self, replace(prompt, adapter=None), *rest),
+    )
+
+
 def exceed_the_context(patch: Patch) -> None:
     """The context limit is off by one."""
     limit = Stopper.limit
@@ -222,6 +243,7 @@ BREAKS: list[tuple[Callable[[Patch], None], str]] = [
     (record_logprobs_of_roots, "logprobs"),
     (keep_states_of_aborted_requests, "abort"),
     (ignore_seeds, "choices"),
+    (sample_at_another_temperature, "temperature"),
     (exceed_the_context, "context-limit"),
 ]
 
@@ -238,3 +260,15 @@ def test_a_mistake_is_found(broken: Callable[[Patch], None], name: str, pipe: Pi
 def test_a_stale_state_of_recurrent_layers_is_found(name: str, hybrid: Pipeline, monkeypatch: Patch) -> None:
     keep_first_nodes(monkeypatch)
     assert run_case(trial_of(hybrid), name)["outcome"] == "different"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+def test_an_adapter_that_is_ignored_is_found(tmp_path: Path, monkeypatch: Patch) -> None:
+    pytest.importorskip("peft")
+    from tests.mmspec.targets.test_lora import saved
+
+    folder = saved(tmp_path, "tiny-llava", 2, lora_alpha=1, target_modules=["v_proj"])  # changes one answer of eight
+    pipe = mmspec.load("tiny-llava", adapters={"one": folder}, device="cpu", dtype="float32")
+    assert run_case(trial_of(pipe), "adapters")["outcome"] == "equal"
+    ignore_adapters(monkeypatch)
+    assert run_case(trial_of(pipe), "adapters")["outcome"] == "different"

@@ -15,7 +15,7 @@ import mmspec
 from mmspec.checking import run
 from mmspec.checking.cases import CASES, OTHER, Case, Outcomes
 from mmspec.checking.sides import LocalSide, Question, SkippedError
-from mmspec.checking.statistics import ALPHA, against_probabilities, two_samples
+from mmspec.checking.statistics import ALPHA, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
 from tests.checking import trial_of
@@ -44,6 +44,7 @@ def test_the_report(model: str, check: Run) -> None:
         assert one["outcome"] == "equal", one
         assert one["tokens"] > 10
         assert one["accepted"] > 5
+        assert one["power"] == {}
 
 
 @pytest.mark.long
@@ -59,7 +60,11 @@ def test_all_cases(model: str, check: Run, tmp_path: Path) -> None:
     for one in (one for one in cases if one["name"] not in skipped):
         assert one["tokens"] > 15
         assert (one["accepted"] or 0) + one["rehearsed"] > 10
-    assert sum(one["seconds"] for one in cases) < 180
+    power = {one["name"]: one["power"] for one in cases if one["power"]}
+    assert list(power) == ["choices", "temperature", "sampling"]
+    assert power["temperature"]["temperature 0.9 for 1"] >= 0.95
+    assert list(power["sampling"].values()) == [0.95]
+    assert sum(one["seconds"] for one in cases) < 240
 
 
 def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +93,7 @@ def test_the_table_and_the_same_command_again(check: Run, tmp_path: Path, monkey
     assert table.splitlines()[-1].startswith("1 equal, 2 skipped: ")
     check("tiny-llava", "--out", str(out), "--only", "prose")
     assert ran[4:] == ["prose"]
-    out.write_text(out.read_text().replace('"equal"', '"failed"'))
+    out.write_text(out.read_text().replace('"equal"', '"failed"').replace('"power"', '"older"'))
     assert check("tiny-llava", "--out", str(out))[0] == 0
     assert ran[5:] == ["prose"]
     picture = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
@@ -122,12 +127,14 @@ def test_a_difference_is_exit_status_1(check: Run, monkeypatch: pytest.MonkeyPat
         "margin": 2.0,
     }
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
-    changed |= {"seconds": 0.1, "differences": [difference], "notes": []}
+    changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
     bounds: list[float] = []
     monkeypatch.setattr(run, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)  # type: ignore[func-returns-value]
     status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
     assert (status, bounds) == (1, [0])
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
+    heading, row = (out.splitlines()[line].replace("┃", "│").split("│") for line in (1, 3))
+    assert (heading[-2].strip(), row[-2].strip()) == ("power", "variation 0.1: 95%")
     assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
 
 
@@ -219,6 +226,26 @@ def test_what_the_tests_find() -> None:
     runs = [against_probabilities(Counter(drawn(rng, 1000, other)), PROBS)[0] < ALPHA for _ in range(400)]
     assert 0.92 < sum(runs) / 400 < 0.99
     assert sum(against_probabilities(Counter(drawn(rng, 1000, PROBS)), PROBS)[0] < 0.01 for _ in range(1000)) < 25
+
+
+def test_a_temperature_is_found_as_often_as_stated() -> None:
+    """At 0.9, in samples of any size; at 1, less often than one in a hundred at that level."""
+    torch.manual_seed(5)
+    logits = 2 * torch.randn(2400, 20, dtype=torch.double)
+    for count in (600, 1200, 2400):
+        shares: dict[float, list[float]] = {}
+        for temperature in (1.0, 0.9):
+            draws = torch.distributions.Categorical(logits=logits[:count] / temperature).sample((400,))
+            tops = logits[:count].tolist()
+            found = [
+                against_logprobs(list(zip(logits[range(count), one].tolist(), tops, strict=True))) for one in draws
+            ]
+            shares[temperature] = [p for p, _ in found]
+        power = found[0][1]
+        assert sum(p < ALPHA for p in shares[0.9]) / 400 == pytest.approx(power, abs=0.07)
+        assert 0 < sum(p < 0.05 for p in shares[1.0]) / 400 < 0.1
+    assert power > 0.9
+    assert against_logprobs([(0.0, [0.0, -torch.inf])] * 2) == (1.0, 0.0)
 
 
 def test_two_samples() -> None:

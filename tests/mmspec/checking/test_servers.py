@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import exp, log
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 pytest.importorskip("fastapi")
+pytest.importorskip("peft")
 
 import mmspec
 from mmspec.checking import cases
@@ -23,6 +26,7 @@ from mmspec.checking.trial import Trial
 from mmspec.cli import main
 from mmspec.errors import UserError
 from mmspec.pipeline import Pipeline
+from tests.mmspec.targets.test_lora import saved
 from tests.served import Served, served
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -99,6 +103,24 @@ def greedy(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "temperature": 0}
 
 
+def cooler(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "temperature": 0.9 * body["temperature"]}
+
+
+def penalising(body: dict[str, Any]) -> dict[str, Any]:
+    return {**body, "repetition_penalty": 1.5}
+
+
+def with_scaled_logprobs(reply: dict[str, Any]) -> dict[str, Any]:
+    """Those of temperature 0.9, as of servers that report them after the temperature."""
+    for choice in reply["choices"]:
+        for one in (choice.get("logprobs") or {}).get("content", ()):
+            total = log(sum(exp(other["logprob"] / 0.9) for other in one["top_logprobs"]))
+            for other in (one, *one["top_logprobs"]):
+                other["logprob"] = other["logprob"] / 0.9 - total
+    return reply
+
+
 def with_first_choice(reply: dict[str, Any]) -> dict[str, Any]:
     choices = [{**reply["choices"][0], "index": index} for index in range(len(reply["choices"]))]
     return {**reply, "choices": choices}
@@ -142,6 +164,8 @@ WRONG = [
     ("logprobs", {"reply": with_later_logprobs}),
     ("logprobs", {"reply": without_alternatives}),
     ("sampling", {"request": greedy}),
+    ("choices", {"request": without("n")}),
+    ("temperature", {"request": cooler}),
 ]
 
 
@@ -160,6 +184,44 @@ def test_a_server_with_drafts_equals_one_without(name: str, servers: tuple[Serve
     assert found["outcome"] == "equal", found
     assert found["tokens"] > 15
     assert found["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({"request": cooler, "reply": with_scaled_logprobs}, "different", ""),
+        ({"request": penalising}, "skipped", "other does not sample from the log probabilities that it reports"),
+        ({"request": lambda body: {**body, "top_logprobs": 5}}, "skipped", "needs 20 log probabilities"),
+    ],
+)
+def test_log_probabilities_that_are_not_the_samplers(
+    changes: dict[str, Change],
+    outcome: str,
+    reason: str,
+    servers: tuple[Served, Served],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those after the temperature differ from the other server's. A penalty that both apply is no wrong temperature."""
+    monkeypatch.setattr(cases, "POWER", 0.1)  # of fewer tokens
+    with wrong(servers[0].url, **changes) as url:
+        found = result(url, url if outcome == "skipped" else servers[1].url, "temperature")
+    assert (found["outcome"], found["reason"][: len(reason)]) == (outcome, reason), found
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # which peft asks for
+def test_a_server_that_ignores_an_adapter(tmp_path: Path) -> None:
+    """It is found by the one question of eight whose answer the adapter changes; without any, nothing is proven."""
+    folder = saved(tmp_path, "tiny-llava", 2, lora_alpha=1, target_modules=["v_proj"])
+    pipe = mmspec.load("tiny-llava", adapters={"one": folder}, device="cpu", dtype="float32")
+    with served(pipe) as own, served(Pipeline(pipe.target, pipe.processor, None, pipe.name)) as plain:
+        assert result(own.url, plain.url, "adapters")["outcome"] == "equal"
+        with wrong(own.url, lambda body: {**body, "model": pipe.name}) as url:
+            assert result(url, plain.url, "adapters")["outcome"] == "different"
+            found = result(own.url, url, "adapters")
+            assert found["outcome"] == "different", found
+            found = result(url, url, "adapters")
+    assert found["outcome"] == "skipped"
+    assert found["reason"] == "cannot tell whether one is used: it changes none of 8 answers"
 
 
 @pytest.mark.parametrize("name", LOCAL)

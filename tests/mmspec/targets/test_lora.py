@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import mmspec
 from mmspec.core.tree import TokenTree
 from mmspec.errors import UserError
+from mmspec.targets.lora import add_adapters
 from tests.device import record_captures
+from tests.tiny import byte_tokenizer
+from tests.tiny.models import text_inputs, text_model
 
 peft = pytest.importorskip("peft")
 
@@ -131,18 +138,152 @@ def test_targets_of_one_model_take_turns(loaded) -> None:
     torch.testing.assert_close(target.forward_tree(tree).logits, expected)
 
 
-def test_a_wrapper_whose_owner_switches(tmp_path: Path) -> None:
-    """States of prompts are not those of another adapter."""
+def test_a_wrapper_whose_owner_changes_it(tmp_path: Path) -> None:
+    """States of prompts are not those of another adapter, of a merged one, or of none."""
     name = "tiny-llava"
+    one, two = (saved(tmp_path / str(seed), name, seed) for seed in range(2))
     plain = mmspec.load(name, drafter=None)
-    wrapped = peft.PeftModel.from_pretrained(plain.model, saved(tmp_path, name, 0))
-    pipe = mmspec.load(wrapped, processor=plain.processor, drafter="recycle+ngram", prefix_cache=1 << 26)
-    on = [pipe.generate(prompt, max_new_tokens=24, temperature=0.0).token_ids for prompt in PROMPTS]
+    base = generated(plain)
+    pipe = mmspec.load(plain.model, processor=plain.processor, drafter="recycle+ngram", prefix_cache=1 << 26)
+
+    def answers() -> list[list[int]]:
+        return [pipe.generate(prompt, max_new_tokens=24, temperature=0.0).token_ids for prompt in PROMPTS]
+
+    assert answers() == base
+    wrapped = peft.PeftModel.from_pretrained(plain.model, one)
+    first = generated(plain)
+    assert answers() == first != base
     with wrapped.disable_adapter():
-        off = [pipe.generate(prompt, max_new_tokens=24, temperature=0.0).token_ids for prompt in PROMPTS]
-    base = mmspec.load(name, drafter=None)
-    assert off == generated(base)
-    assert on == generated(plain) != off
+        assert answers() == base
+    wrapped.load_adapter(two, "other")
+    wrapped.set_adapter("other")
+    second = generated(plain)
+    assert answers() == second not in (base, first)
+    wrapped.unload()
+    assert answers() == base
+    wrapped = peft.PeftModel.from_pretrained(plain.model, two)  # has the first one's name
+    assert answers() == second
+    wrapped.load_adapter(one, "other")
+    wrapped.merge_adapter(["other"])  # in place of the one that is chosen
+    assert answers() == first
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True, "lora_alpha": 8},
+    "patterns": {"rank_pattern": {"v_proj": 7}, "alpha_pattern": {"layers.1.mlp.down_proj": 64}},
+    "bias of lora_B": {"lora_bias": True},
+    "some layers": {"layers_to_transform": [1], "exclude_modules": ["v_proj"]},
+    "dropout": {"lora_dropout": 0.5, "task_type": "FEATURE_EXTRACTION"},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "eva": {"init_lora_weights": "eva", "eva_config": peft.EvaConfig(rho=1.0)},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "mica": {"init_lora_weights": "mica"},
+    "converted": {"corda_config": {"corda_method": "kpm"}},
+}
+LORA: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 32,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "init_lora_weights": False,
+}
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}
+
+
+def trained(folder: Path, model: str, **options: Any) -> Path:
+    """A folder of peft whose weights are all random, as after training; of ``TEXT_CONFIGS`` or ``HYBRID_CONFIGS``."""
+    wrapped = peft.get_peft_model(text_model(model), peft.LoraConfig(**{**LORA, **options}))
+    torch.manual_seed(1)
+    for name, weight in wrapped.named_parameters():
+        if weight.requires_grad or "lora_" in name:
+            weight.data += torch.randn_like(weight) * 0.3
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of options that only matter to training
+@pytest.mark.parametrize(("model", "key"), [*(("qwen2", key) for key in OPTIONS), ("minimax", "experts")])
+def test_an_adapter_is_that_of_peft(model: str, key: str, tmp_path: Path) -> None:
+    """Loaded first and second, beside one of other layers; and the model's weights keep their bits."""
+    options = OPTIONS.get(key, EXPERTS)
+    folder = trained(tmp_path / "one", model, **options)
+    other = trained(tmp_path / "other", model, target_modules=["k_proj"], r=2)
+    inputs = text_inputs(1, 9)
+    prompt = inputs["input_ids"][0].tolist()
+
+    def reference(folder: Path | None) -> list[int]:
+        plain = text_model(model)
+        if folder is not None:
+            plain = peft.PeftModel.from_pretrained(plain, folder).get_base_model().eval()
+        return plain.generate(**inputs, **GREEDY)[0, 9:].tolist()
+
+    expected = {None: reference(None), "one": reference(folder), "layers": reference(other)}
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    for folders in ({"one": folder, "layers": other}, {"layers": other, "one": folder}):
+        loaded = text_model(model)
+        before = {name: weight.clone() for name, weight in loaded.state_dict().items()}
+        add_adapters(loaded, folders)
+        pipe = mmspec.load(loaded.eval(), processor=byte_tokenizer(), drafter="ngram")
+        for name in ("one", None, "layers", "one", None):
+            answer = pipe.generate(prompt, max_new_tokens=16, temperature=0.0, adapter=name)
+            assert answer.token_ids == expected[name], (name, list(folders))
+        after = {name.replace(".base_layer", ""): weight for name, weight in loaded.state_dict().items()}
+        assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+def changed(folder: Path, change: Callable[[str], str | None], **fields: Any) -> Path:
+    """An adapter whose tensors have other names, or none, and its configuration other fields."""
+    file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = {change(name): weight for name, weight in load_file(file).items()}
+    save_file({name: weight for name, weight in tensors.items() if name}, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return folder
+
+
+def kept(name: str) -> str:
+    return name
+
+
+PREFIX, LAST = "base_model.model.", "model.layers.1.mlp.down_proj.lora_B.weight"
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[str], str | None], dict[str, Any], str]] = {
+    "bias": ({"bias": "all"}, kept, {}, "bias='all'"),
+    "bias of its layers": ({"bias": "lora_only"}, kept, {}, "bias='lora_only'"),
+    "pissa": ({"init_lora_weights": "pissa"}, kept, {}, "init_lora_weights='pissa'"),
+    "pissa by iteration": ({"init_lora_weights": "pissa_niter_2"}, kept, {}, "init_lora_weights='pissa_niter_2'"),
+    "olora": ({"init_lora_weights": "olora"}, kept, {}, "init_lora_weights='olora'"),
+    "corda": ({}, kept, {"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
+    "loftq": ({}, kept, {"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
+    "lora-ga": ({}, kept, {"init_lora_weights": "lora_ga"}, "init_lora_weights='lora_ga'"),
+    "kasa": ({}, kept, {"kasa_config": {"beta": 1e-4}}, "kasa_config={'beta': 0.0001}"),
+    "more layers": ({}, kept, {"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=[[0, 2], [1, 2]]"),
+    "modules": ({"modules_to_save": ["norm"]}, kept, {}, "modules_to_save=['norm']"),
+    "tokens": ({}, kept, {"trainable_token_indices": [3]}, "trainable_token_indices=[3]"),
+    "a late start": ({}, kept, {"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens=[3, 4]"),
+    "two fields": ({}, kept, {"use_qalora": True, "lora_of_2031": 2}, "lora_of_2031=2, use_qalora=True"),
+    "another kind": ({}, kept, {"peft_type": "VERA"}, "expected LoRA, got VERA"),
+    "output layer": ({"target_modules": ["lm_head"]}, kept, {}, "lm_head"),
+    "embeddings": ({"target_modules": ["embed_tokens"]}, kept, {}, "embed_tokens"),
+    "a part": ({}, lambda name: None if name.endswith(LAST) else name, {}, f"missing {PREFIX}{LAST}"),
+    "another size": ({}, kept, {"r": 5}, "layers.0.mlp.down_proj.lora_A.weight"),
+    "more": ({}, lambda name: name.replace("layers.1", "layers.7"), {}, "layers.7.mlp.down_proj.lora_A"),
+    "prefix": ({}, lambda name: PREFIX + name, {}, "got base_model.model.base_model.model.model.layers.0.mlp"),
+    "the model's own": ({}, lambda name: name.replace("lora_B", "base_layer"), {}, "layers.0.mlp.down_proj.base_layer"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_an_adapter_is_loaded_whole_or_refused(key: str, tmp_path: Path) -> None:
+    """In one line that names the fields or tensors."""
+    options, change, fields, named = REFUSED[key]
+    folder = changed(trained(tmp_path / "x", "qwen2", **options), change, **fields)
+    with pytest.raises(UserError) as error:
+        add_adapters(text_model("qwen2"), {"x": folder})
+    message = str(error.value)
+    assert message.startswith(f"cannot load adapter 'x' from '{folder}': expected ")
+    assert named in message
+    assert "\n" not in message
+    assert len(message) < 500
 
 
 def test_mistakes(tmp_path: Path) -> None:
@@ -154,11 +295,9 @@ def test_mistakes(tmp_path: Path) -> None:
         mmspec.load("tiny-llava", drafter=None).generate("a", adapter="one")
     with pytest.raises(UserError, match=r"^cannot load adapter 'x' from '/nowhere'"):
         mmspec.load("tiny-llava", adapters={"x": "/nowhere"})
-    folder = saved(tmp_path / "head", "tiny-llava", 0, modules_to_save=["norm"])
-    with pytest.raises(UserError, match=r"expected changes of linear layers only, got modules_to_save="):
-        mmspec.load("tiny-llava", adapters={"x": folder})
-    folder = saved(tmp_path / "tied", "tiny-llava", 0, target_modules=["lm_head"])
-    with pytest.raises(UserError, match=r"decoder's layers only, got "):
-        mmspec.load("tiny-llava", adapters={"x": folder})
     with pytest.raises(UserError, match=r"^adapters need weights that are not packed: .*, got packed int8$"):
-        mmspec.load("tiny-llava", dtype="int8", adapters={"x": folder})
+        mmspec.load("tiny-llava", dtype="int8", adapters={"x": folders["one"]})
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (folders["one"] / name).write_text("[")
+        with pytest.raises(UserError, match=r"one(/adapter_config.json)?'?: "):
+            mmspec.load("tiny-llava", adapters={"x": folders["one"]})
