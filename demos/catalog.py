@@ -26,7 +26,7 @@ FEWEST, MOST = 2, 4  # methods of a race
 
 def drafter_of(method: str) -> str:
     """A method's drafter, without its shape."""
-    return method.removesuffix(CHAIN)
+    return method if Selection.parse(method).chain is None else method.removesuffix(CHAIN)
 
 
 def label(method: str) -> str:
@@ -70,12 +70,14 @@ class Catalog:
         models, drafters: names listed on the page.
         default: the first model: the default for texts if it reads text only, else for images and videos.
         open: whether any other hub id or folder is allowed, too.
+        text_only: models that are known to take neither images nor videos, besides registered ones.
     """
 
     models: tuple[str, ...]
     drafters: tuple[str, ...]
     default: str
     open: bool
+    text_only: frozenset[str] = frozenset()
 
     def default_model(self, kind: Kind) -> str:
         """The model for requests that name none."""
@@ -89,18 +91,21 @@ class Catalog:
     @property
     def opens_on_text(self) -> bool:
         """Whether the first model reads text only."""
-        return plugins.reads_text_only(self.default)
+        return self._reads_text_only(self.default)
 
     def models_for(self, kind: Kind) -> list[str]:
         """The models listed for requests of a kind: all but models that are known not to take it."""
-        return [name for name in self.models if kind == "text" or not plugins.reads_text_only(name)]
+        return [name for name in self.models if kind == "text" or not self._reads_text_only(name)]
+
+    def _reads_text_only(self, model: str) -> bool:
+        return model in self.text_only or plugins.reads_text_only(model)
 
     def methods(self, model: str) -> list[str]:
         """The methods listed for a model, plain decoding and the default drafter first."""
         plain, default, *others = available(model)
-        folders = (name for name in self.drafters if "/" in name)
+        folders = (name for name in self.drafters if name not in (AUTO, PLAIN, *plugins.names("drafters")))
         allowed = [name for name in (*others, *folders) if self._allows(name)]
-        return [plain, default if self._allows(default) else AUTO, *allowed]
+        return list(dict.fromkeys([plain, default if self._allows(default) else AUTO, *allowed]))
 
     def _allows(self, method: str) -> bool:
         return self.open or drafter_of(method) in self.drafters
@@ -137,8 +142,7 @@ _DRAWN: dict[Kind, dict[str, str]] = {
     },
     "video": {"clip.mp4": "A clip", "another-clip.mp4": "Another clip"},
 }
-"""Labels of the package's samples. A tab opens on the first: of this picture, both embedded models write 40 tokens or
-more (``smol-llava`` 17 of a photograph), with drafts in a quarter of the passes."""
+"""Labels of the package's samples. A tab opens on the first, which ``tiny-llava`` describes without a mistake."""
 
 _PHOTOGRAPHS = {
     photograph(): "A goldfish",
@@ -195,13 +199,13 @@ def media(kind: Kind, folder: Path) -> list[Example]:
 
 
 def photographs(drawn: Sequence[Example], folder: Path) -> list[Example]:
-    """The examples for models that know photographs: as many as ``drawn``, and its first and last."""
+    """The examples for models that know photographs: as many as ``drawn``, photographs first."""
     found = []
     for source, label in _PHOTOGRAPHS.items():
         if source.is_file():
             path = shutil.copyfile(source, folder / source.name)
             found.append(Example(label, str(path), str(path)))
-    return [drawn[0], *found, *drawn[1 + len(found) :]]
+    return [*found, *drawn][: len(drawn)]
 
 
 def example_of(request: ChatRequest, examples: Sequence[Example]) -> str | None:

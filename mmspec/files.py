@@ -21,7 +21,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from mmspec.checks import is_text
 from mmspec.errors import UserError, explained, first_line
 
 _TEMPORARY, _LOCK = ".mmspec-", "lock"
@@ -41,9 +40,10 @@ def cache_folder() -> Path:
 
 def readable_path(path: str) -> str:
     """A path for libraries that take UTF-8 only: of one with other bytes, a link to it, kept until the process ends."""
-    if is_text(path) or not os.path.exists(path):
+    plain = path.encode("utf-8", "replace").decode()
+    if plain == path or not os.path.exists(path):
         return path
-    link = os.path.join(tempfile.mkdtemp(prefix="mmspec-"), os.path.basename(path).encode("utf-8", "replace").decode())
+    link = os.path.join(tempfile.mkdtemp(prefix="mmspec-"), os.path.basename(plain))
     os.symlink(os.path.abspath(path), link)
     atexit.register(shutil.rmtree, os.path.dirname(link), ignore_errors=True)
     return link

@@ -1,4 +1,4 @@
-"""Names and paths, wherever either may stand: registered names come first, and any path that the system allows works."""
+"""Names and paths where either may stand: registered names come first, and any path that the system allows works."""
 
 from __future__ import annotations
 
