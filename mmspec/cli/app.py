@@ -15,7 +15,7 @@ import click
 
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
-from mmspec.errors import SlowWarning, UserError
+from mmspec.errors import CutWarning, SlowWarning, UserError
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GCC's OpenMP; of LLVM's and Intel's, milliseconds
@@ -110,7 +110,8 @@ def _silence_libraries() -> None:
     if os.environ.get("MMSPEC_DEBUG") or "--debug" in sys.argv:
         return
     warnings.simplefilter("ignore")
-    warnings.simplefilter("once", SlowWarning)
+    for shown in (SlowWarning, CutWarning):
+        warnings.simplefilter("once", shown)
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
