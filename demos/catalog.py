@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Catalog:
         models, drafters: names listed on the page.
         default: the first model: the default for texts if it reads text only, else for images and videos.
         open: whether any other hub id or folder is allowed, too.
-        text_only: models that are known to take neither images nor videos, besides registered ones.
+        text_only: models that are known to take neither images nor videos.
     """
 
     models: tuple[str, ...]
@@ -91,14 +91,11 @@ class Catalog:
     @property
     def opens_on_text(self) -> bool:
         """Whether the first model reads text only."""
-        return self._reads_text_only(self.default)
+        return self.default in self.text_only
 
     def models_for(self, kind: Kind) -> list[str]:
         """The models listed for requests of a kind: all but models that are known not to take it."""
-        return [name for name in self.models if kind == "text" or not self._reads_text_only(name)]
-
-    def _reads_text_only(self, model: str) -> bool:
-        return model in self.text_only or plugins.reads_text_only(model)
+        return [name for name in self.models if kind == "text" or name not in self.text_only]
 
     def methods(self, model: str) -> list[str]:
         """The methods listed for a model, plain decoding and the default drafter first."""
@@ -119,18 +116,23 @@ class Catalog:
                 )
 
 
-def make_catalog(models: Sequence[str] = (), drafters: Sequence[str] = (), *, open: bool = True) -> Catalog:
+def make_catalog(
+    models: Sequence[str] = (), drafters: Sequence[str] = (), text_only: Iterable[str] = (), *, open: bool = True
+) -> Catalog:
     """Catalog of the given models and drafters; by default the installed models (see
     ``plugins.installed``) and all registered drafters.
 
     Args:
+        text_only: those of the models that take neither images nor videos, besides registered ones.
         open: whether visitors may name others. Installed models and registered drafters are then listed in any case.
     """
     installed, registered = plugins.installed(), plugins.names("drafters")
     all_models = [*models, *(installed if open or not models else [])]
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
     default = models[0] if models else plugins.default_model()
-    return Catalog(tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN])), default, open)
+    texts = {*text_only, *filter(plugins.reads_text_only, all_models)}
+    names = (tuple(dict.fromkeys(given)) for given in (all_models, [AUTO, *all_drafters, PLAIN]))
+    return Catalog(*names, default, open, frozenset(texts))
 
 
 _DRAWN: dict[Kind, dict[str, str]] = {

@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -113,8 +112,8 @@ def demo(
         cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
         # Fails now if a model is missing, not at the first request.
         named = reversed(models or (plugins.default_model(),))
-        text_only = frozenset(name for name in named if not cache.get(name).processor.reads_media)
-        catalog = replace(make_catalog(models, drafters, open=not public), text_only=text_only)
+        texts = [name for name in named if not cache.get(name).processor.reads_media]
+        catalog = make_catalog(models, drafters, texts, open=not public)
         _log.info("making the page")
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     if api:

@@ -128,7 +128,6 @@ def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any
     images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
     order = list(images)
     reply = {"times": video.times, "duration": video.duration, "name": video.name, "fps": video.fps}
+    frames = [order.index(id(frame)) for frame in video.frames]
     notes = [str(one.message) for one in noted if one.category is CutWarning]
-    return {"video": reply, "notes": notes, "frames": [order.index(id(frame)) for frame in video.frames]}, list(
-        images.values()
-    )
+    return {"video": reply, "frames": frames, "notes": notes}, list(images.values())

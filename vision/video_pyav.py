@@ -221,7 +221,6 @@ class _FrameReader:
         self._media = media
         self._stack = ExitStack()
         self._failure: str | None = None  # why decoding stopped
-        self._broken_at: Fraction | None = None  # end of the last packet before data that cannot be read
         self._container: InputContainer
         self._stream: VideoStream
         self._frames: Iterator[VideoFrame]
@@ -230,7 +229,7 @@ class _FrameReader:
         self._longest_gap: Fraction  # longest time between two keyframes, or from the last one to the end
         self._interval: Fraction  # time between frames without timestamps
         self.rate: Fraction  # average frames per second
-        self.end: Fraction  # end of the last frame, on the stream's clock; declared if data cannot be read
+        self.end: Fraction  # end of the last frame, on the stream's clock
         self.declared: Fraction | None = None  # end of a truncated file before it was, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position
         try:
@@ -260,13 +259,9 @@ class _FrameReader:
             self._seek(target)
         while self._next_frame is not None and self.time(self._next_frame) <= target:
             self._current, self._next_frame = self._next_frame, self._decode_next()
-        if self._next_frame is None:
-            if self._failure is None and self._broken_at is not None and target >= self._broken_at - self.origin:
-                self._failure = "unreadable data"
-            if self._failure is not None:
-                raise self._broken_error(target)
         if self._current.is_corrupt:
             self._failure = "a corrupt frame"
+        if self._failure is not None and (self._next_frame is None or self._current.is_corrupt):
             raise self._broken_error(target)
         return self._current
 
@@ -286,13 +281,14 @@ class _FrameReader:
         self._interval = scan.interval
         self._longest_gap = max(scan.longest_gap, scan.end - scan.keyframe)
         self.end = scan.end
-        with self._media.open() as file:
-            unread = file.seek(0, os.SEEK_END) - scan.position
-        ends_early = declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION)
-        if ends_early and not failed and unread <= 2 * scan.largest + _HEADERS:
+        if declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
+            with self._media.open() as file:
+                unread = file.seek(0, os.SEEK_END) - scan.position
+            if failed or unread > 2 * scan.largest + _HEADERS:
+                raise UserError(
+                    f"{self.name}: expected a video, received one that breaks after {float(self.end):.2f} s"
+                )
             self.declared = declared
-        elif ends_early or failed:
-            self._broken_at, self.end = scan.end, max(scan.end, declared)
 
     @property
     def _seekable(self) -> bool:
@@ -317,7 +313,7 @@ class _FrameReader:
 
     def _decoded(self, decoder: str | None) -> Iterator[VideoFrame]:
         """Frames from the container's position, up to a packet that the end of the file cuts."""
-        context = CodecContext.create(decoder, "r") if decoder else self._stream.codec_context
+        context: Any = CodecContext.create(decoder, "r") if decoder else self._stream.codec_context
         for packet in self._container.demux(self._stream):
             if self.declared is None or not packet.is_corrupt:
                 yield from context.decode(packet)

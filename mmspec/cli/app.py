@@ -15,7 +15,8 @@ import click
 
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
-from mmspec.errors import CutWarning, SlowWarning, UserError
+from mmspec.errors import CutWarning, SlowWarning, UserError, first_line
+from mmspec.files import refused_write
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GCC's OpenMP; of LLVM's and Intel's, milliseconds
@@ -57,6 +58,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         status = CLOSED_PIPE
     except Exception as error:
+        if refused := refused_write(error):
+            _discard_output()
+            return _report("error", UserError(f"cannot write the output: {first_line(refused)}"), USER_ERROR)
         return _report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:
         _discard_output()
@@ -110,8 +114,8 @@ def _silence_libraries() -> None:
     if os.environ.get("MMSPEC_DEBUG") or "--debug" in sys.argv:
         return
     warnings.simplefilter("ignore")
-    for shown in (SlowWarning, CutWarning):
-        warnings.simplefilter("once", shown)
+    warnings.simplefilter("once", SlowWarning)
+    warnings.simplefilter("once", CutWarning)
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
@@ -129,7 +133,7 @@ def _escape_unencodable() -> None:
 
 
 def _discard_output() -> None:
-    """Redirects stdout to null: flushing a closed pipe at exit would raise."""
+    """Redirects stdout to null: flushing a closed pipe or full device at exit would raise."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -142,12 +142,10 @@ def _kernels() -> dict[str, str]:
 
 
 def _model(name: str) -> dict[str, Any]:
-    from mmspec.targets.gguf import is_gguf
-
     try:
         folder = Path(plugins.model_path(name))
         files = [folder] if folder.is_file() else [file for file in folder.rglob("*") if file.is_file()]
-        if not any(file.name == "config.json" or is_gguf(file) for file in files):
+        if not any(file == folder or file.name == "config.json" or file.suffix.lower() == ".gguf" for file in files):
             return {"name": name, "problem": f"expected a model in {folder}, found none"}
         size = sum(file.stat().st_size for file in files)
         defaults = _generation_config(folder)

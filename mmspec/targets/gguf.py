@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,12 @@ def file_in(name: str | Path) -> Path | None:
     return path if path.is_file() else _only(path, "GGUF file", projector=False)
 
 
-def is_gguf(file: Path) -> bool:
-    """Whether a file has the name or, if it can be read, the content of a GGUF file: blobs of Ollama have no ending."""
-    if file.suffix.lower() == ".gguf":
-        return True
-    with suppress(OSError), file.open("rb") as opened:
-        return opened.read(len(_MAGIC)) == _MAGIC
-    return False
+def _is_gguf(file: Path) -> bool:
+    """Whether a file has the name or the content of a GGUF file: blobs of Ollama have no ending."""
+    if file.suffix.lower() == ".gguf" or not (file.is_file() and os.access(file, os.R_OK)):
+        return file.suffix.lower() == ".gguf"
+    with file.open("rb") as opened:
+        return opened.read(4) == _MAGIC
 
 
 def projector_in(name: str | Path) -> Path | None:
@@ -58,7 +56,7 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
     files = [path for path in sorted(folder.iterdir()) if ("mmproj" in path.name.lower()) == projector]
-    files = [path for path in files if path.is_file() and is_gguf(path)]
+    files = [path for path in files if _is_gguf(path)]
     if len(files) > 1:
         raise UserError(f"cannot load model {str(folder)!r}: expected one {what}, found {len(files)}; name one of them")
     return files[0] if files else None

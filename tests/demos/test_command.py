@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +90,7 @@ PUBLIC = (["--share"], *(["--host", at] for at in ("0.0.0.0", "192.168.1.7", "::
 def test_public_addresses_have_a_closed_catalog_and_require_a_login_and_a_key(served, public):
     seen = served(*public, "--auth", "a:b:c", "--port", "0", "--model", "x", "--model", "y", "--drafter", "d")
     assert (seen["auth"], seen["share"], seen["server_port"]) == (("a", "b:c"), "--share" in public, 0)
-    expected = replace(make_catalog(["x", "y"], ["d"], open=False), text_only=frozenset({"y"}))
+    expected = make_catalog(["x", "y"], ["d"], ["y"], open=False)
     assert seen["catalog"] == expected
     assert [expected.models_for(kind) for kind in ("image", "video", "text")] == [["x"], ["x"], ["x", "y"]]
     assert seen["models"] == ["y", "x"]  # all are loaded; the first one last, so that it is cached
