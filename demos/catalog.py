@@ -131,8 +131,8 @@ def make_catalog(
     all_drafters = [*drafters, *(registered if open or not drafters else [])]
     default = models[0] if models else plugins.default_model()
     texts = {*text_only, *filter(plugins.reads_text_only, all_models)}
-    names = (tuple(dict.fromkeys(given)) for given in (all_models, [AUTO, *all_drafters, PLAIN]))
-    return Catalog(*names, default, open, frozenset(texts))
+    unique, named = tuple(dict.fromkeys(all_models)), tuple(dict.fromkeys([AUTO, *all_drafters, PLAIN]))
+    return Catalog(unique, named, default, open, frozenset(texts))
 
 
 _DRAWN: dict[Kind, dict[str, str]] = {

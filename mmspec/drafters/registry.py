@@ -149,8 +149,8 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """
     if not isinstance(drafter, str | Path):
         return as_drafter(drafter)
-    is_text = isinstance(drafter, str)
-    selection = Selection.parse(drafter) if is_text else Selection((os.path.join(os.curdir, drafter),))
+    is_path_object = isinstance(drafter, Path)
+    selection = Selection((os.path.join(os.curdir, drafter),)) if is_path_object else Selection.parse(str(drafter))
     drafters = [_make(part, home, trust_remote_code) for part in selection.drafters]
     if not drafters:
         return None
