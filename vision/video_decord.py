@@ -1,7 +1,7 @@
 """Sample frames of a video with decord, an optional dependency imported on first use.
 
-decord applies rotation, but ignores mirroring, transparency and edit lists (it returns frames that the file cuts) and does not detect
-truncated files. It reads neither animated GIF nor raw streams.
+decord applies rotation, but ignores mirroring, transparency and edit lists (it returns frames that the file cuts) and
+does not detect truncated files. It reads neither animated GIF nor raw streams.
 """
 
 from __future__ import annotations
