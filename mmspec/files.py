@@ -128,7 +128,7 @@ def temporary(path: Path, hint: str = "") -> Iterator[Path]:
     try:
         yield folder / path.name
     except Exception as error:
-        if refusal := refused_write(error):
+        if refusal := _refusal(error):
             raise _cannot_write(path, refusal, hint) from error
         raise
     finally:
@@ -196,7 +196,7 @@ def _is_being_written(path: Path) -> bool:
     return any(os.path.exists(part / path.name) and _lock(part / _LOCK, unsupported=True) is None for part in parts)
 
 
-def refused_write(error: BaseException | None) -> BaseException | None:
+def _refusal(error: BaseException | None) -> BaseException | None:
     """The error by which a full disk, for example, refused a write; libraries raise their own because of it."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in _REFUSALS) or any(

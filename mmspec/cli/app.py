@@ -15,8 +15,7 @@ import click
 
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
-from mmspec.errors import CutWarning, SlowWarning, UserError, first_line
-from mmspec.files import refused_write
+from mmspec.errors import CutWarning, SlowWarning, UserError
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GCC's OpenMP; of LLVM's and Intel's, milliseconds
@@ -58,9 +57,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         status = CLOSED_PIPE
     except Exception as error:
-        if refused := refused_write(error):
-            _discard_output()
-            return _report("error", UserError(f"cannot write the output: {first_line(refused)}"), USER_ERROR)
         return _report("internal error", error, INTERNAL_ERROR)
     if status == CLOSED_PIPE:
         _discard_output()
@@ -133,7 +129,7 @@ def _escape_unencodable() -> None:
 
 
 def _discard_output() -> None:
-    """Redirects stdout to null: flushing a closed pipe or full device at exit would raise."""
+    """Redirects stdout to null: flushing a closed pipe at exit would raise."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -358,14 +358,6 @@ def test_closed_pipe_ends_quietly(generate: Run, monkeypatch: pytest.MonkeyPatch
     assert (status, err) == (141, "")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_full_device_is_one_line(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        status, _, err = generate("A", "--max-new-tokens", "20")
-    assert (status, err) == (2, "error: cannot write the output: [Errno 28] No space left on device\n")
-
-
 def test_interrupts_are_one_line() -> None:
     """During the command's imports, and while it reads its standard input."""
     start = (
