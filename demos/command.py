@@ -109,10 +109,11 @@ def demo(
         from mmspec.demos.models import ModelCache
         from mmspec.demos.server import run_server
 
-        catalog = make_catalog(models, drafters, open=not public)
         cache = ModelCache(device=device, dtype=dtype, generation_config=generation_config, mmproj=mmproj)
-        for name in reversed(models or (catalog.default,)):
-            cache.get(name)  # fails now if a model is missing, not at the first request
+        # Fails now if a model is missing, not at the first request.
+        named = reversed(models or (plugins.default_model(),))
+        texts = [name for name in named if not cache.get(name).processor.reads_media]
+        catalog = make_catalog(models, drafters, texts, open=not public)
         _log.info("making the page")
     options: dict[str, Any] = {"server_name": host, "server_port": port, "auth": login, "share": share}
     if api:

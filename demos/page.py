@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, get_args
+from urllib.parse import unquote
 
 import gradio as gr
 
@@ -127,7 +128,7 @@ class Tab:
     @staticmethod
     def clear() -> tuple[Any, ...]:
         empty = ChatState(opened=True)
-        return empty, views.result_html([]), gr.skip(), *_buttons(empty)
+        return empty, views.result_html([]), views.claim_html(), *_buttons(empty)
 
     def resume(self, conversation: ChatState) -> tuple[Any, ...]:
         """Go on after the connection was lost while a request ran."""
@@ -181,7 +182,7 @@ class Tab:
         earlier = views.turns_html(conversation.turns)
         result, limits = None, ""
         try:
-            yield running, views.result_html(earlier, chat.prompt), gr.skip(), *_buttons(running)
+            yield running, views.result_html(earlier, chat.prompt), views.claim_html(), *_buttons(running)
             limits = self._limits(chat)
             for result in work:
                 if stop.is_set():
@@ -281,7 +282,7 @@ def parse_link(query: Mapping[str, str]) -> LinkSettings | None:
         seed=int(_number(query, "seed", 0)),
     )
     chat.generate_kwargs()
-    methods = tuple(name for name in query.get("methods", "").split(",") if name)[:MOST]
+    methods = tuple(unquote(name) for name in query.get("methods", "").split(",") if name)[:MOST]
     return LinkSettings(chat, methods, query.get("example", ""))
 
 

@@ -15,6 +15,7 @@ from threading import Event
 from time import monotonic as clock
 from typing import Any
 from unittest import mock
+from urllib.request import getproxies
 
 import anyio
 import gradio as gr
@@ -254,7 +255,7 @@ def run_server(
     """
     with (
         temporary_folder(launch.get("server_port", 0)) as folder,
-        mock.patch.dict(os.environ, _gradio_environment(folder)),
+        mock.patch.dict(os.environ, _gradio_environment(folder, launch.get("server_name", "127.0.0.1"))),
         mock.patch.object(Block, "async_move_resource_to_block_cache", refuse_urls),
         mock.patch("gradio.routes.DEFAULT_TEMP_DIR", str(folder), create=True),
     ):
@@ -338,8 +339,12 @@ def _theme() -> gr.themes.Base:
     )
 
 
-def _gradio_environment(folder: Path) -> dict[str, str]:
+def _gradio_environment(folder: Path, host: str) -> dict[str, str]:
+    own = ",".join(filter(None, (getproxies().get("no"), "localhost", "127.0.0.1", "::1", host.strip("[]"))))
     return {
+        # At the start, gradio asks the address that it listens on, which is none for a proxy.
+        "NO_PROXY": own,
+        "no_proxy": own,
         "GRADIO_TEMP_DIR": str(folder),
         "GRADIO_EXAMPLES_CACHE": str(folder / "examples"),  # default: below the working directory, and served
         # Disables analytics that gradio computes after every request for its monitoring page.

@@ -26,6 +26,10 @@ class SlowWarning(UserWarning):
     """
 
 
+class CutWarning(UserWarning):
+    """A file was cut short, and what is there was read. The command line prints it as ``note: ...``."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, shortened, or its type if the message is empty."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -7,6 +7,7 @@ process lives; those of processes that have died are removed by the next one tha
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import json
@@ -35,6 +36,17 @@ def cache_folder() -> Path:
     if folder := os.environ.get("MMSPEC_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmspec"
+
+
+def readable_path(path: str) -> str:
+    """A path for libraries that take UTF-8 only: of one with other bytes, a link to it, kept until the process ends."""
+    plain = path.encode("utf-8", "replace").decode()
+    if plain == path or not os.path.exists(path):
+        return path
+    link = os.path.join(tempfile.mkdtemp(prefix="mmspec-"), os.path.basename(plain))
+    os.symlink(os.path.abspath(path), link)
+    atexit.register(shutil.rmtree, os.path.dirname(link), ignore_errors=True)
+    return link
 
 
 def superseded() -> dict[Path, int]:

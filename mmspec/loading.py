@@ -26,7 +26,7 @@ from mmspec.ops import cpu, cpu_library
 from mmspec.pipeline import Pipeline
 from mmspec.sampling.defaults import MODELS, SOURCE
 from mmspec.targets import sources
-from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.lora import add_adapters
 from mmspec.targets.packing import QUANTISED, pack_model, packs_bfloat16, quantise_on_cuda, start_packing
 from mmspec.targets.placement import is_split, split_options
@@ -126,7 +126,7 @@ def load(
             raise UserError(f"model must be a name, a folder or a model of transformers: got {shown(model)}")
         if processor is not None:
             raise UserError(f"processor= goes with a model object: got the model {shown(model)}, which brings its own")
-        name = fspath(model)
+        name = model if isinstance(model, str) else os.path.join(os.curdir, fspath(model))  # a path is no other name
         folder = plugins.model_path(name)
         # Drafter first: a misspelt name must not wait for the loading of a large model.
         speculator = make_drafter(drafter, folder, options.get("trust_remote_code", False))
@@ -221,13 +221,9 @@ def load_processor(name: str) -> Processor:
 @contextmanager
 def _located(name: str, mmproj: Any = None) -> Iterator[tuple[sources.Source, dict[str, Any]]]:
     """Where a model is read from, and options of transformers; errors are those of the user."""
-    expected = f"{plugins.expected_models(name)}, a local folder or a reachable hub id"
-    if not name or (not os.path.exists(name) and is_path(name)):
-        raise UserError(f"cannot load model {name!r}: expected {expected}, there is no such folder")
-    if os.path.exists(name):
-        expected = "the GGUF file of a supported model" if os.path.isfile(name) else "the folder of a supported model"
+    kind = "GGUF file" if os.path.isfile(name) else "folder" if os.path.exists(name) else "folder or hub id"
     with (
-        explained(f"cannot load model {name!r}: expected {expected}", *_LOADING_ERRORS),
+        explained(f"cannot load model {name!r}: expected the {kind} of a supported model", *_LOADING_ERRORS),
         cache_if_offline("model", name) as hub_options,
     ):
         yield sources.find(name, mmproj), hub_options

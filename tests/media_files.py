@@ -15,6 +15,8 @@ pytest.importorskip("av")
 
 import av
 
+from mmspec.vision.embedded import samples
+
 SIDE = 48
 FRAMES = 6
 
@@ -148,3 +150,15 @@ def _mirrored(data: bytes) -> bytes:
     """The display matrix of an MP4 or MOV set to a mirror."""
     at = data.index(b"tkhd") + 44
     return data[:at] + struct.pack(">9i", *MIRROR) + data[at + 36 :]
+
+
+def cut_clip() -> bytes:
+    """Half of the sample clip, in Matroska, which declares the length of the whole."""
+    file = io.BytesIO()
+    with av.open(str(samples() / "clip.mp4")) as whole, av.open(file, "w", format="matroska") as copy:
+        stream = copy.add_stream_from_template(whole.streams.video[0])
+        for packet in whole.demux(whole.streams.video[0]):
+            if packet.size:
+                packet.stream = stream
+                copy.mux(packet)
+    return file.getvalue()[: len(file.getvalue()) // 2]

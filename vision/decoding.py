@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from PIL import Image
 
-from mmspec.errors import UserError
+from mmspec.errors import CutWarning, UserError
 from mmspec.vision.images import load_image
 from mmspec.vision.media import printable
 from mmspec.vision.video import Video, kind_of, load_video
@@ -91,6 +92,8 @@ def _read(reply: dict[str, Any], read: Read) -> Image.Image | Video:
     images = [Image.frombytes("RGB", tuple(size), read(3 * size[0] * size[1])) for size in reply["sizes"]]
     if "video" not in reply:
         return images[0]
+    for note in reply["notes"]:
+        warnings.warn(note, CutWarning, stacklevel=2)
     return Video(frames=[images[index] for index in reply["frames"]], **reply["video"])
 
 
@@ -120,8 +123,11 @@ def _decode(request: dict[str, Any], source: str | bytes) -> tuple[dict[str, Any
     kind = request["kind"] or kind_of(source, name=name)
     if kind == "image":
         return {}, [load_image(source, name=name)]
-    video = load_video(source, name=name, **request["video"])
+    with warnings.catch_warnings(record=True, action="always", category=CutWarning) as noted:
+        video = load_video(source, name=name, **request["video"])
     images = {id(frame): frame for frame in video.frames}  # repeated frames are sent once
     order = list(images)
     reply = {"times": video.times, "duration": video.duration, "name": video.name, "fps": video.fps}
-    return {"video": reply, "frames": [order.index(id(frame)) for frame in video.frames]}, list(images.values())
+    frames = [order.index(id(frame)) for frame in video.frames]
+    notes = [str(one.message) for one in noted if one.category is CutWarning]
+    return {"video": reply, "frames": frames, "notes": notes}, list(images.values())

@@ -202,7 +202,7 @@ def resolve(source: object, *, expected: str, name: str | None = None) -> MediaS
 def _resolve_path(text: str | bytes, expected: str, name: str | None) -> MediaSource:
     path_text = os.fsdecode(text)
     label = printable(name or path_text)
-    if _URL.match(path_text):
+    if _URL.match(path_text) and not os.path.exists(path_text):
         raise UserError(f"{label}: expected a local file, received a URL; fetch it first")
     path = Path(path_text)
     try:

@@ -80,6 +80,9 @@ def load_video(
     Raises:
         UserError: an option is out of range, or the source is missing, empty, not a video, audio only, a still image,
             too long, or broken before the last sampled frame; or the backend's package is not installed.
+
+    Warns:
+        CutWarning: the file was cut short; the frames and the duration are of what is there (not with decord).
     """
     if backend not in get_args(Backend):
         raise UserError(f"backend must be one of {', '.join(get_args(Backend))}: received {backend!r}")

@@ -1,7 +1,7 @@
 """Sample frames of a video with decord, an optional dependency imported on first use.
 
-decord applies rotation, but ignores mirroring and edit lists (it returns frames that the file cuts) and does not detect
-truncated files. It reads neither animated GIF nor raw streams.
+decord applies rotation, but ignores mirroring, transparency and edit lists (it returns frames that the file cuts) and
+does not detect truncated files. It reads neither animated GIF nor raw streams.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from mmspec.errors import UserError, first_line, missing
+from mmspec.files import readable_path
 from mmspec.vision.media import MediaSource
 from mmspec.vision.video_pyav import ChooseTimes, TimedFrames, average_rate, display_size, open_video
 
@@ -46,7 +47,9 @@ def sample_with_decord(media: MediaSource, choose_times: ChooseTimes) -> tuple[T
         width, tick, aspect, rate = stream.width, stream.time_base, stream.sample_aspect_ratio, average_rate(stream)
     decord.logging.set_level(decord.logging.QUIET)
     with ExitStack() as stack:
-        source = str(media.path) if media.path is not None else stack.enter_context(media.open())
+        # Absolute: FFmpeg takes what stands before a colon for a protocol.
+        path = None if media.path is None else readable_path(str(media.path.absolute()))
+        source = path or stack.enter_context(media.open())
         try:
             reader = decord.VideoReader(source, ctx=decord.cpu(0), num_threads=1)
             spans = np.asarray(reader.get_frame_timestamp(range(len(reader))), dtype=np.float64)  # (frames, start/end)

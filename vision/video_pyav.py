@@ -1,5 +1,7 @@
 """Open video containers with FFmpeg (PyAV) and sample frames: streaming, exact timestamps, seeking over long gaps."""
 
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from fractions import Fraction
@@ -7,6 +9,7 @@ from typing import Any
 
 import av
 import numpy as np
+from av.codec import CodecContext
 from av.container import InputContainer
 from av.filter import Graph
 from av.packet import Packet
@@ -16,7 +19,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from mmspec.errors import UserError
+from mmspec.errors import CutWarning, UserError
 from mmspec.vision.images import composite_on_white
 from mmspec.vision.media import MAX_PIXELS, MediaSource
 
@@ -41,9 +44,13 @@ _RAW = {"mjpeg": b"\xff\xd8"} | dict.fromkeys(
     ("h264", "hevc", "vvc", "m4v", "mpegvideo", "mpeg", "cavsvideo"), _START_CODE
 )
 
+# libvpx decodes transparency, which is in side data of packets; FFmpeg's own decoders, the default, ignore it.
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+
 # A file counts as truncated if its packets end earlier than declared by more than both of these.
 _TOLERANCE_SECONDS = Fraction(1, 2)
 _TOLERANCE_FRACTION = Fraction(1, 100)
+_HEADERS = 256  # bytes: a truncated file ends within a packet and its headers; more that is not read is broken
 
 _DISPLAY_MATRIX = 6  # AV_FRAME_DATA_DISPLAYMATRIX of libavutil/frame.h
 _OTHER_SIDE_DATA = [kind for kind in range(64) if kind != _DISPLAY_MATRIX]
@@ -108,6 +115,7 @@ class PacketScan:
 
     Attributes:
         interval: nominal time between two frames.
+        largest, position: bytes of the largest packet, and place in the file at which the last one ends.
         keyframe: time of the last keyframe.
         longest_gap: longest time between two keyframes.
     """
@@ -122,6 +130,7 @@ class PacketScan:
         self._other_end = Fraction(0)
         self.keyframe = self.longest_gap = Fraction(0)
         self._first_keyframe = True
+        self.largest = self.position = 0
 
     @property
     def end(self) -> Fraction:
@@ -139,7 +148,9 @@ class PacketScan:
         return max(self.end, self._other_end)
 
     def add(self, packet: "Packet[Any]") -> None:
-        if packet.size == 0 or packet.is_discard:  # discarded: cut by an edit list
+        self.largest = max(self.largest, packet.size)
+        self.position = max(self.position, (packet.pos or 0) + packet.size)
+        if packet.size == 0 or packet.is_discard or packet.is_corrupt:  # discarded by an edit list; cut within
             return
         of_video = packet.stream is self._stream
         ticks = packet.dts if packet.pts is None else packet.pts
@@ -175,7 +186,8 @@ def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[Tim
     """Sample the frames displayed at the times that ``choose_times`` returns.
 
     Returns:
-        The frames, the duration in seconds, and the average frame rate.
+        The frames, the duration in seconds, and the average frame rate. The duration of a truncated file, about which
+        a ``CutWarning`` says how much is missing, is that of the frames that are there.
 
     Raises:
         UserError: the source is not a video, or broken before the last sampled frame.
@@ -184,6 +196,9 @@ def sample_with_pyav(media: MediaSource, choose_times: ChooseTimes) -> tuple[Tim
         reader = _FrameReader(media)
         stack.callback(reader.close)
         duration = max(reader.end - reader.origin, Fraction(0))
+        if reader.declared is not None:
+            seconds = f"{float(duration):.2f} s of {float(reader.declared - reader.origin):.2f} s"
+            warnings.warn(f"{media.name} is cut short: frames are of the first {seconds}", CutWarning, stacklevel=2)
         sampled: TimedFrames = []
         for target in choose_times(duration):
             frame = reader.frame_at(target)
@@ -206,7 +221,6 @@ class _FrameReader:
         self._media = media
         self._stack = ExitStack()
         self._failure: str | None = None  # why decoding stopped
-        self._truncated_at: Fraction | None = None  # end of the last packet, if the container declares a later one
         self._container: InputContainer
         self._stream: VideoStream
         self._frames: Iterator[VideoFrame]
@@ -215,7 +229,8 @@ class _FrameReader:
         self._longest_gap: Fraction  # longest time between two keyframes, or from the last one to the end
         self._interval: Fraction  # time between frames without timestamps
         self.rate: Fraction  # average frames per second
-        self.end: Fraction  # end of the last frame, decoded or declared, on the stream's clock
+        self.end: Fraction  # end of the last frame, on the stream's clock
+        self.declared: Fraction | None = None  # end of a truncated file before it was, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position
         try:
             self._restart()
@@ -244,13 +259,9 @@ class _FrameReader:
             self._seek(target)
         while self._next_frame is not None and self.time(self._next_frame) <= target:
             self._current, self._next_frame = self._next_frame, self._decode_next()
-        if self._next_frame is None:
-            if self._failure is None and self._truncated_at is not None and target >= self._truncated_at - self.origin:
-                self._failure = "the file is truncated"
-            if self._failure is not None:
-                raise self._broken_error(target)
         if self._current.is_corrupt:
             self._failure = "a corrupt frame"
+        if self._failure is not None and (self._next_frame is None or self._current.is_corrupt):
             raise self._broken_error(target)
         return self._current
 
@@ -270,9 +281,14 @@ class _FrameReader:
         self._interval = scan.interval
         self._longest_gap = max(scan.longest_gap, scan.end - scan.keyframe)
         self.end = scan.end
-        if failed or declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
-            self._truncated_at = scan.end
-            self.end = max(scan.end, declared)
+        if declared - scan.any_end > max(_TOLERANCE_SECONDS, declared * _TOLERANCE_FRACTION):
+            with self._media.open() as file:
+                unread = file.seek(0, os.SEEK_END) - scan.position
+            if failed or unread > 2 * scan.largest + _HEADERS:
+                raise UserError(
+                    f"{self.name}: expected a video, received one that breaks after {float(self.end):.2f} s"
+                )
+            self.declared = declared
 
     @property
     def _seekable(self) -> bool:
@@ -286,13 +302,21 @@ class _FrameReader:
 
     def _start_decoding(self, *, at_keyframe: bool = False) -> None:
         """Decode from the container's position; ``at_keyframe`` skips frames whose references may be missing."""
-        self._frames = self._container.decode(self._stream)
+        alpha = _ALPHA_DECODERS.get(self._stream.codec.name) if self._stream.metadata.get("alpha_mode") == "1" else None
+        self._frames = self._decoded(alpha)
         first = self._decode_next()
-        while at_keyframe and first is not None and not first.key_frame:
+        while at_keyframe and alpha is None and first is not None and not first.key_frame:
             first = self._decode_next()
         if first is None:
             raise self._broken_error(None)
         self._current, self._next_frame = first, self._decode_next()
+
+    def _decoded(self, decoder: str | None) -> Iterator[VideoFrame]:
+        """Frames from the container's position, up to a packet that the end of the file cuts."""
+        context: Any = CodecContext.create(decoder, "r") if decoder else self._stream.codec_context
+        for packet in self._container.demux(self._stream):
+            if self.declared is None or not packet.is_corrupt:
+                yield from context.decode(packet)
 
     def _decode_next(self) -> VideoFrame | None:
         if self._failure is not None:

@@ -7,7 +7,7 @@ const CHECKED = 0.85; // share of a pass after which its verdict is shown
 
 function linkTo(settings) {
   const url = new URL(location.origin + location.pathname);
-  for (const [name, value] of Object.entries(settings)) url.searchParams.set(name, Array.isArray(value) ? value.join(",") : value);
+  for (const [name, value] of Object.entries(settings)) url.searchParams.set(name, Array.isArray(value) ? value.map(encodeURIComponent).join(",") : value);
   return url.href;
 }
 
@@ -18,6 +18,7 @@ class Replay {
     this.lanes = recorded.lanes;
     this.boxes = [...section.querySelectorAll(".mm-lane")];
     this.counts = this.boxes.map((box) => box.querySelector(".mm-count").textContent);
+    this.start = Math.max(0, ...this.lanes.map((lane) => lane.ends[0] ?? 0)); // all lanes have a token
     this.total = Math.max(...this.lanes.map((lane) => lane.ends.at(-1) ?? 0));
     this.longest = Math.max(...this.lanes.map((lane) => lane.emitted.reduce((sum, one) => sum + one, 0)), 1);
     this.time = this.total;
@@ -33,8 +34,8 @@ class Replay {
   }
 
   addPlayer() {
-    const fitting = SLOWER.reduce((best, one) =>
-      Math.abs(Math.log(one * this.total / WATCH_SECONDS)) < Math.abs(Math.log(best * this.total / WATCH_SECONDS)) ? one : best);
+    const off = (slower) => Math.abs(Math.log(slower * (this.total - this.start) / WATCH_SECONDS));
+    const fitting = SLOWER.reduce((best, one) => off(one) < off(best) ? one : best);
     this.slower = fitting;
     this.button = element("button", { type: "button", class: "mm-play", onclick: () => this.toggle() });
     this.scrub = element("input", { type: "range", min: 0, max: 1000, step: 1, "aria-label": "Time of the replay",
@@ -107,7 +108,7 @@ class Replay {
     this.playing = !this.playing;
     this.first = null;
     if (this.playing) {
-      if (this.time >= this.total) this.time = 0;
+      if (this.time >= this.total) this.time = this.start;
       this.rest = false;
       this.last = performance.now();
       requestAnimationFrame((now) => this.frame(now));

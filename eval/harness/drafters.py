@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from time import perf_counter as clock
@@ -11,7 +12,7 @@ from torch import Tensor
 from mmspec.core.budget import Budget
 from mmspec.core.drafter import Drafter, Wrapper
 from mmspec.core.tree import TokenTree
-from mmspec.drafters.registry import make_drafter
+from mmspec.drafters.registry import make_drafter, split
 from mmspec.errors import UserError
 
 DEFAULT_NODES = 16
@@ -30,8 +31,8 @@ def parse_drafters(specs: str, home: str = "") -> dict[str, Drafter]:
         UserError: an unknown drafter, none at all, or a duplicate label.
     """
     drafters: dict[str, Drafter] = {}
-    for part in filter(None, (part.strip() for part in specs.split(","))):
-        labelled = re.fullmatch(r"([^=/]+)=(.+)", part)
+    for part in filter(None, (part.strip() for part in split(specs, ","))):
+        labelled = None if os.path.exists(part) else re.fullmatch(r"([^=/]+)=(.+)", part)
         label, spec = labelled.groups() if labelled else (Path(part).name if "/" in part else part, part)
         if label in drafters:
             raise UserError(f"every drafter needs its own label (LABEL=SPEC): {label!r} is given twice")

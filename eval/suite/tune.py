@@ -87,11 +87,11 @@ def tune(
 
 def _methods(pipe: Pipeline, drafters: str, sizes: str) -> tuple[list[Any], list[str]]:
     """Methods of the drafters that fit the model, and a line about each that does not."""
-    from mmspec.drafters.registry import drafters_for, make_drafter
+    from mmspec.drafters.registry import drafters_for, make_drafter, split
     from mmspec.eval.harness.timing import drafter_methods
 
     home = pipe.model.config.name_or_path or ""
-    listed = [part.strip() for part in drafters.split(",") if part.strip()]
+    listed = [part.strip() for part in split(drafters, ",") if part.strip()]
     names = list(
         dict.fromkeys(name for part in listed for name in (drafters_for(Path(home)) if part == "auto" else [part]))
     )

@@ -16,7 +16,7 @@ import click
 
 from mmspec import __version__
 from mmspec.cli.commands import CLOSED_PIPE, Commands
-from mmspec.errors import SlowWarning, UserError
+from mmspec.errors import CutWarning, SlowWarning, UserError
 
 INTERNAL_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 128 + 2
 _SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GCC's OpenMP; of LLVM's and Intel's, milliseconds
@@ -114,6 +114,7 @@ def _silence_libraries() -> None:
         return
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", SlowWarning)
+    warnings.simplefilter("once", CutWarning)
     warnings.showwarning = lambda message, *_: print(f"note: {message}", file=sys.stderr)
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")

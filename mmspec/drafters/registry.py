@@ -5,6 +5,9 @@
 
 A drafter is ``auto`` (the target's default), ``NAME``, ``NAME:ARGUMENT``, or the folder or hub id of a checkpoint. NAME
 is the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
+
+Registered names come before paths: ``ngram`` is the drafter, ``./ngram`` a folder. Otherwise, the longest path that
+exists is taken as it is, whatever signs it contains (``/m/a+b@chain``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ PLAIN, AUTO, DEFAULT = "none", "auto", "recycle+ngram"
 LONGEST_CHAIN = 8
 """Draft tokens of ``@chain``, of drafters with a tree size of their own; others follow the budget."""
 
-_SHAPE = re.compile(r"(tree)|(chain)(\d*)")
+_SHAPE = re.compile(r"@(?:tree|(chain)(\d*))$")
+_PREFIX = re.compile(r"([^+,@/:=]*[:=])+")  # of an argument: NAME: and, in lists of ``mmspec eval``, LABEL=
+_SETTINGS = re.compile(r"@([a-z]+:)?[\d.,]+$")  # of an argument, see ``DrafterSpec.parse_argument``
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,14 @@ class Selection:
             UserError: an unknown shape, a drafter is missing between two ``+``, or plain decoding is part of a union or
                 drafts chains.
         """
-        if os.path.exists(text):
-            return cls((text,))
-        drafters, _, shape = text.rpartition("@")
-        match = _SHAPE.fullmatch(shape) if drafters else None
-        if match is None:
-            if drafters and ":" not in text:  # else it belongs to an argument
+        is_local = _is_local(split(text, "+")[-1])
+        match = None if is_local else _SHAPE.search(text)
+        if match is None and not is_local and ":" not in text:  # else it belongs to an argument
+            drafters, _, shape = text.rpartition("@")
+            if drafters and (os.path.exists(drafters) or not is_path(text)):
                 raise UserError(f"a drafter's shape must be tree, chain or chainN: got {shape!r}")
-            drafters = text
-        names = tuple(drafters.split("+"))
-        chain = None if match is None or match[1] else int(match[3] or LONGEST_CHAIN)
+        names = tuple(split(text if match is None else text[: match.start()], "+"))
+        chain = None if match is None or not match[1] else int(match[2] or LONGEST_CHAIN)
         if chain == 0:
             raise UserError(f"a chain must have one draft token or more: got {text!r}")
         if names == (PLAIN,):
@@ -77,6 +80,24 @@ class Selection:
         """The selection's name for people, such as "FLASH, chain"."""
         named = " + ".join(map(_label, self.drafters)) or "Plain"
         return named if self.chain is None else f"{named}, chain"
+
+
+def split(text: str, sign: str) -> list[str]:
+    """Specifications that a sign (``+`` or ``,``) separates; paths that exist are not divided."""
+    pieces, parts = text.split(sign), []
+    while pieces:
+        joined = (sign.join(pieces[:end]) for end in range(len(pieces), 1, -1))
+        parts.append(next(filter(_is_local, joined), pieces[0]))
+        pieces = pieces[parts[-1].count(sign) + 1 :]
+    return parts
+
+
+def _is_local(text: str) -> bool:
+    """Whether a specification is a path that exists, or ends with one; those of registered names alone are not."""
+    if {AUTO, PLAIN, *plugins.names("drafters")}.issuperset(re.split("[+,]", _SHAPE.sub("", text))):
+        return False
+    argument = _PREFIX.sub("", text, count=1) if _PREFIX.match(text) else ""
+    return any(map(os.path.exists, (text, argument, _SETTINGS.sub("", argument))))
 
 
 def drafter_spec(name: str) -> DrafterSpec:
@@ -128,7 +149,8 @@ def make_drafter(drafter: Any, home: str = "", trust_remote_code: bool = False) 
     """
     if not isinstance(drafter, str | Path):
         return as_drafter(drafter)
-    selection = Selection.parse(str(drafter))
+    is_path_object = isinstance(drafter, Path)
+    selection = Selection((os.path.join(os.curdir, drafter),)) if is_path_object else Selection.parse(str(drafter))
     drafters = [_make(part, home, trust_remote_code) for part in selection.drafters]
     if not drafters:
         return None
@@ -148,17 +170,18 @@ def _make(part: str, home: str, trust_remote_code: bool) -> Drafter:
         drafter = make_drafter(DEFAULT if default == AUTO else default, home, trust_remote_code)
         assert drafter is not None
         return drafter
-    folder = _checkpoint_folder(part) if "/" in part and ":" not in part else Path(part)
+    is_named = part.partition(":")[0] in plugins.names("drafters")
+    if is_named or not (is_path(part) or ("/" in part and ":" not in part)):
+        return _by_name(part, home, trust_remote_code)
+    folder = _checkpoint_folder(part)
     if name := checkpoint.drafter_name(folder):
         return drafter_spec(name).from_checkpoint(folder)
-    if folder.is_dir():
-        for spec in drafter_specs():
-            if spec.recognises is not None and spec.recognises(folder):
-                return spec.from_checkpoint(folder)
-        adapter = (folder / "adapter_config.json").is_file()
-        received = "an adapter of the target, as UNO and LoRA have" if adapter else "none"
-        raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received {received}")
-    return _by_name(part, home, trust_remote_code)
+    for spec in drafter_specs():
+        if spec.recognises is not None and spec.recognises(folder):
+            return spec.from_checkpoint(folder)
+    adapter = (folder / "adapter_config.json").is_file()
+    received = "an adapter of the target, as UNO and LoRA have" if adapter else "none"
+    raise UserError(f"{folder}: expected a drafter's config.json with mmspec_drafter, received {received}")
 
 
 def _by_name(part: str, home: str, trust_remote_code: bool) -> Drafter:
@@ -167,7 +190,7 @@ def _by_name(part: str, home: str, trust_remote_code: bool) -> Drafter:
     if spec.weights == "target":
         argument = argument or home
     if argument and spec.weights != "none":
-        where, settings = (argument, {}) if spec.parse_argument is None else spec.parse_argument(argument)
+        where, settings = spec.parsed(argument)
         return spec.from_checkpoint(_checkpoint_folder(where), **settings)
     with explained(f"cannot make drafter {part!r}", OSError, ValueError):
         return as_drafter(spec.make(argument, trust_remote_code))
@@ -191,7 +214,7 @@ def _at_home(drafter: str, home: Path) -> str:
     for folder in [at / name for at in plugins.drafter_homes(home) for name in ("drafter", f"drafter-{drafter}")]:
         name = checkpoint.drafter_name(folder)
         if name and drafter in (AUTO, name):
-            return str(folder)
+            return os.path.join(os.curdir, folder)
     return drafter
 
 

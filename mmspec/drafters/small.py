@@ -8,7 +8,6 @@ text, too, a share may be left. A model with another tokenizer drafts the tokens
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from mmspec.errors import UserError, explained
 from mmspec.ops.transfer import on_device
 from mmspec.targets import sources
 from mmspec.targets.detokenizer import Vocabulary
-from mmspec.targets.hub import cache_if_offline, is_path
+from mmspec.targets.hub import cache_if_offline
 from mmspec.targets.packing import QUANTISED, drafter_kind, pack_model
 from mmspec.targets.runner import StaticRunner
 from mmspec.targets.support import base_model, from_pretrained
@@ -262,10 +261,6 @@ class Small(CapturedDrafter):
 def _read(name: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
     """A draft model and its dtype: that of a quantised GGUF file where there is no GPU, to be packed."""
     location = plugins.model_path(name)
-    if is_path(location) and not os.path.exists(location):
-        raise UserError(
-            f"cannot load drafter 'small:{name}': expected a model's folder, name or hub id, there is no such folder"
-        )
     with cache_if_offline("drafter", location) as options:
         source, options["trust_remote_code"] = sources.find(location), trust_remote_code
         config = source.config(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -76,6 +77,12 @@ class DrafterSpec:
         """Whether the name alone makes a drafter for any target."""
         return self.weights in ("none", "optional") and not self.argument
 
+    def parsed(self, argument: str) -> tuple[str, dict[str, Any]]:
+        """Apply ``parse_argument``, but to no path that exists."""
+        if self.parse_argument is None or os.path.exists(argument):
+            return argument, {}
+        return self.parse_argument(argument)
+
     def make(self, argument: str = "", trust_remote_code: bool = False) -> Drafter:
         """Construct the drafter without a checkpoint.
 
@@ -88,8 +95,8 @@ class DrafterSpec:
             raise UserError(f"the {self.name} drafter needs an argument: expected {self.name}:{self.argument}")
         kind = self.load()
         options: dict[str, Any] = {}
-        if argument and self.parse_argument is not None:
-            argument, options = self.parse_argument(argument)
+        if argument:
+            argument, options = self.parsed(argument)
         if self.trusts and trust_remote_code:
             options["trust_remote_code"] = True
         try:

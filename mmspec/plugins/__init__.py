@@ -37,7 +37,7 @@ from typing import Any
 
 from mmspec.checks import nearest
 from mmspec.errors import UserError
-from mmspec.files import cache_folder, make_folder
+from mmspec.files import cache_folder, make_folder, readable_path
 from mmspec.plugins.builtin import BUILTIN
 
 _log = logging.getLogger("mmspec.load")
@@ -244,8 +244,8 @@ def expected_models(name: str) -> str:
 
 
 def model_path(name: str) -> str:
-    """The folder or file of a model registered under a name; any other name itself."""
-    return str(find("models", name)() if name in names("models") else name)
+    """The folder or file of a model registered under a name; any other name itself, see ``readable_path``."""
+    return str(find("models", name)()) if name in names("models") else readable_path(name)
 
 
 def limits(model: str) -> str | None:

@@ -20,7 +20,7 @@ from mmspec.errors import UserError, explained, missing
 from mmspec.ops import cpu_library
 from mmspec.quantisation.formats import FORMATS, StoredRows
 
-_VERSIONS = (2, 3)
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -29,14 +29,22 @@ _FIRST = 1 << 23  # bytes that are read of a file at first: most headers are sma
 
 
 def file_in(name: str | Path) -> Path | None:
-    """The GGUF file of a name: the file itself, or the only one in a folder without ``config.json``, beside
+    """The GGUF file of a name: any file, or the only GGUF file in a folder without ``config.json``, beside
     ``projector_in``.
 
     Raises:
         UserError: the folder has several.
     """
     path = Path(name)
-    return path if path.is_file() and path.suffix == ".gguf" else _only(path, "GGUF file", projector=False)
+    return path if path.is_file() else _only(path, "GGUF file", projector=False)
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether a file has the name or the content of a GGUF file: blobs of Ollama have no ending."""
+    if file.suffix.lower() == ".gguf" or not (file.is_file() and os.access(file, os.R_OK)):
+        return file.suffix.lower() == ".gguf"
+    with file.open("rb") as opened:
+        return opened.read(4) == _MAGIC
 
 
 def projector_in(name: str | Path) -> Path | None:
@@ -47,7 +55,8 @@ def projector_in(name: str | Path) -> Path | None:
 def _only(folder: Path, what: str, projector: bool) -> Path | None:
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
-    files = [path for path in sorted(folder.glob("*.gguf")) if ("mmproj" in path.name.lower()) == projector]
+    files = [path for path in sorted(folder.iterdir()) if ("mmproj" in path.name.lower()) == projector]
+    files = [path for path in files if _is_gguf(path)]
     if len(files) > 1:
         raise UserError(f"cannot load model {str(folder)!r}: expected one {what}, found {len(files)}; name one of them")
     return files[0] if files else None
@@ -92,7 +101,7 @@ class GGUFFile:
 
     def _parse(self, cursor: _Cursor, size: int) -> None:
         magic = cursor.bytes(4)
-        if magic != b"GGUF":
+        if magic != _MAGIC:
             raise UserError(f"{self._wrong}, found one that begins with {magic!r}")
         version = cursor.number("I")
         if version not in _VERSIONS:

@@ -17,8 +17,9 @@ _TIMEOUT = 5.0  # seconds
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is a path: hub ids are ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or os.path.exists(name)
+    """Whether a name is a path: hub ids are ``name`` or ``owner/name``, and none is that of a GGUF file."""
+    is_written_so = not name or name.startswith((".", "/", "~")) or name.lower().endswith(".gguf")
+    return is_written_so or name.count("/") > 1 or os.path.exists(name)
 
 
 def is_on_hub(name: str) -> bool:
@@ -34,21 +35,22 @@ def cache_if_offline(kind: str, name: str) -> Iterator[dict[str, Any]]:
 
     Args:
         kind: ``"model"`` or ``"drafter"``, for the message.
-        name: hub id or folder.
+        name: hub id, folder or file.
 
     Raises:
-        UserError: the hub cannot be reached and a file is not cached.
+        UserError: there is no such path, or the hub cannot be reached and a file is not cached.
     """
+    expected = f"{plugins.expected_models(name)}, a local folder, a GGUF file or a reachable hub id"
+    expected = f"cannot load {kind} {name!r}: expected {expected}; there is no such folder or file"
+    if is_path(name) and not os.path.exists(name):
+        raise UserError(expected)
     reason = _obstacle() if is_on_hub(name) else None
     try:
         yield {"local_files_only": True} if reason else {}
     except OSError as error:
         if reason is None:
             raise
-        raise UserError(
-            f"cannot load {kind} {name!r}: expected {plugins.expected_models(name)}, a local folder or a hub "
-            f"id; there is no such folder, the local cache of the hub lacks it, and {reason}"
-        ) from error
+        raise UserError(f"{expected}, the local cache of the hub lacks it, and {reason}") from error
 
 
 def _obstacle() -> str | None:

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from mmspec.checks import nearest, shown
 from mmspec.errors import UserError, explained, missing
-from mmspec.files import read_json
+from mmspec.files import read_json, readable_path
 from mmspec.targets.packing import weights_kind
 from mmspec.targets.support import output_layer
 
@@ -54,7 +54,8 @@ def add_adapters(model: Any, folders: Mapping[str, str | PathLike[str]]) -> None
         raise missing("adapters=", "peft") from error
     wrapper = None
     for name, folder in folders.items():
-        where = path.expanduser(fspath(folder))
+        where = fspath(folder)
+        where = readable_path(where if path.exists(where) else path.expanduser(where))
         about = f"cannot load adapter {name!r} from {where!r}"
         if not isinstance(name, str) or not name or "." in name:
             raise UserError(f"the name of an adapter must be text without a dot: got {shown(name)}")

@@ -26,7 +26,9 @@ def test_replay(visit):
     page.get_by_label("Speed of the replay").select_option("100")
     page.locator(".mm-play:visible").click()
     assert page.locator(".mm-play").inner_text() == "Pause"
-    for phase in ("Prefill", "Drafting", "Checking", "Kept"):
+    for lane in page.locator(".mm-lane").all():  # the replay begins where all lanes have a token
+        assert lane.locator("[data-pass='0']:not(.mm-later)").count() == 1
+    for phase in ("Drafting", "Checking", "Kept"):
         page.locator(".mm-phase", has_text=phase).wait_for()
     page.locator(".mm-play:visible").click()
     assert page.locator(".mm-play").inner_text() == "Play"
@@ -38,6 +40,8 @@ def test_replay(visit):
     assert page.locator(".mm-tree g.bonus").count() == 1
     assert page.locator(".mm-lane").nth(1).locator("[data-pass='1'].mm-now").count() >= 1
     assert page.locator(".mm-lane").nth(1).locator("[data-pass='2'].mm-later").count() >= 1
+    page.get_by_label("Time of the replay").fill("0")
+    page.locator(".mm-phase", has_text="Prefill").wait_for()
     page.get_by_label("Time of the replay").fill("1000")
     assert hidden.count() == 0
     page.get_by_label("Speed of the replay").select_option("1")

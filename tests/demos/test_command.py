@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +13,11 @@ from mmspec.adaptation.options import AdaptOptions
 from mmspec.demos import server
 from mmspec.demos.catalog import make_catalog
 from mmspec.demos.command import _signals_raise, demo
+from mmspec.demos.page import build
 from mmspec.demos.server import API
+from mmspec.demos.service import Service
+from mmspec.demos.storage import UploadFolder
+from tests import projectors
 
 
 def test_missing_model_raises_at_start():
@@ -22,18 +27,24 @@ def test_missing_model_raises_at_start():
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """Run the command up to its server; returns the server's arguments."""
+def served(monkeypatch, request):
+    """Run the command up to its server, without loading a model by default; returns the server's arguments."""
     for name in ("MMSPEC_DEMO_AUTH", "MMSPEC_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("mmspec.demos.models.ModelCache.get", lambda self, name: seen["models"].append(name))
     seen = {"models": []}
+    if getattr(request, "param", None) != "loads":
+
+        def get(self, name):
+            seen["models"].append(name)
+            return SimpleNamespace(processor=SimpleNamespace(reads_media=name != "y"))
+
+        monkeypatch.setattr("mmspec.demos.models.ModelCache.get", get)
 
     class StopError(Exception):
         pass
 
     def run_server(models, catalog, **options):
-        seen.update(options, catalog=catalog)
+        seen.update(options, catalog=catalog, cache=models)
         raise StopError
 
     monkeypatch.setattr("mmspec.demos.server.run_server", run_server)
@@ -55,6 +66,23 @@ def test_loopback_addresses_have_an_open_catalog(served):
         assert (seen["server_port"], seen["models"].pop()) == (7860, plugins.default_model())
 
 
+@pytest.mark.parametrize("served", ["loads"], indirect=True)
+@pytest.mark.parametrize(("tower", "kind"), [(False, "text"), (True, "image")])
+@pytest.mark.parametrize("public", [[], ["--host", "0.0.0.0", "--no-auth"]], ids=str)
+def test_the_page_opens_on_what_the_model_of_a_gguf_file_can_do(served, tower, kind, public, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("mmspec.demos.page._OPENING_TOKENS", 4)
+    file, projector = projectors.save("llava", tmp_path)
+    seen = served("--model", str(file), *(["--mmproj", str(projector)] if tower else []), *public)
+    (tmp_path / "uploads" / "samples").mkdir(parents=True)
+    uploads = UploadFolder(tmp_path / "uploads", 2**30)
+    service = Service(seen["cache"], seen["catalog"], uploads)
+    _, first = build(service, tmp_path / "uploads" / "samples")
+    uploads.exempt_existing()
+    *_, race = service.opening(first.opening_request())
+    assert (first.kind, race.finished, race.lanes[0].model) == (kind, True, str(file))
+
+
 PUBLIC = (["--share"], *(["--host", at] for at in ("0.0.0.0", "192.168.1.7", "::", "localhost.example.org", "")))
 
 
@@ -62,7 +90,9 @@ PUBLIC = (["--share"], *(["--host", at] for at in ("0.0.0.0", "192.168.1.7", "::
 def test_public_addresses_have_a_closed_catalog_and_require_a_login_and_a_key(served, public):
     seen = served(*public, "--auth", "a:b:c", "--port", "0", "--model", "x", "--model", "y", "--drafter", "d")
     assert (seen["auth"], seen["share"], seen["server_port"]) == (("a", "b:c"), "--share" in public, 0)
-    assert seen["catalog"] == make_catalog(["x", "y"], ["d"], open=False)
+    expected = make_catalog(["x", "y"], ["d"], ["y"], open=False)
+    assert seen["catalog"] == expected
+    assert [expected.models_for(kind) for kind in ("image", "video", "text")] == [["x"], ["x"], ["x", "y"]]
     assert seen["models"] == ["y", "x"]  # all are loaded; the first one last, so that it is cached
     message = "a public address needs a login: expected --auth USER:PASSWORD, MMSPEC_DEMO_AUTH or --no-auth, got none"
     with pytest.raises(UserError, match=f"^{message}$"):

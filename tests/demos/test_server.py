@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import PIPE
 from threading import Barrier, Event
 from urllib.parse import quote
+from urllib.request import proxy_bypass
 
 import httpx
 import psutil
@@ -90,6 +91,23 @@ def turns_of(address):
     return tuple(
         int(float(found[f'vllm:num_requests_{one}{{model_name="tiny-llava"}}'])) for one in ("running", "waiting")
     )
+
+
+@pytest.mark.parametrize("given", ["", "example.org"])
+def test_the_demo_starts_behind_a_proxy(monkeypatch, given):
+    """gradio asks its own address at the start; further addresses that the user excepts stay so."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        for one in (name, name.upper()):
+            monkeypatch.setenv(one, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", given)
+    with demo_server() as url:
+        assert "gradio" in httpx.get(url, trust_env=False, timeout=TIMEOUT).text
+        assert [proxy_bypass(host) for host in ("127.0.0.1", "example.org", "example.com")] == [
+            True,
+            bool(given),
+            False,
+        ]
+    assert os.environ["no_proxy"] == given
 
 
 def test_endpoints_are_named_and_described(client):

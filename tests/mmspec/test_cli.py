@@ -296,7 +296,7 @@ def test_user_errors_found_without_a_model(run: Run, args: list[str], expected: 
         (["--device", "meta"], ["device", "'meta'"]),
         (["--drafter", "psychic"], ["unknown drafter", "ngram", "'psychic'"]),
         (["--drafter", "small"], ["small:MODEL"]),
-        (["--drafter", "small:./nowhere"], ["small:./nowhere"]),
+        (["--drafter", "small:./nowhere"], ["cannot load drafter './nowhere'", "GGUF file"]),
         (["--drafter", "ngram:x"], ["ngram", "'x'"]),
     ],
 )

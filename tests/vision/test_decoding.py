@@ -19,11 +19,12 @@ pytest.importorskip("av")
 from mmspec import workers
 from mmspec.demos import chat_request
 from mmspec.demos.chat_request import ChatRequest, Upload
-from mmspec.errors import UserError
+from mmspec.errors import CutWarning, UserError
 from mmspec.vision.decoding import DecodeError, MediaDecoder
 from mmspec.vision.embedded import samples
 from mmspec.vision.images import load_image
 from mmspec.vision.video import load_video
+from tests.media_files import cut_clip
 
 ROOT = Path(__file__).parents[2]
 CLIP = samples() / "clip.mp4"
@@ -144,6 +145,12 @@ def test_equals_in_process_decoding(tmp_path, decoder):
             assert (video.times, video.duration, video.fps) == (ours.times, ours.duration, ours.fps)
     assert (video.name, decoder.load(CLIP, name="holiday").name) == ("<bytes>", "holiday")
     assert decoder.load(CLIP, fps=1.0, backend="decord").times == load_video(CLIP, fps=1.0).times
+
+
+def test_notes_of_workers_are_warnings_here(decoder):
+    for read in (load_video, decoder.load):
+        with pytest.warns(CutWarning, match=r"^holiday is cut short: frames are of the first 0\.\d\d s of 4\.00 s$"):
+            read(cut_clip(), name="holiday")
 
 
 def test_repeated_frames_share_one_image(decoder):

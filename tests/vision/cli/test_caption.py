@@ -20,6 +20,7 @@ import mmspec
 from mmspec import plugins
 from mmspec.vision.embedded import samples
 from tests.commandline import Run, assert_user_error, runner
+from tests.media_files import cut_clip
 from tests.model_folders import save_llava
 
 
@@ -130,6 +131,13 @@ def test_files_that_cannot_be_described(
 )
 def test_invalid_options_raise(run: Run, model: str, image: str, args: list[str], expected: str) -> None:
     assert_user_error(run(image, "--model", model, *args), expected)
+
+
+def test_a_cut_video_is_described_with_a_note(run: Run, model: str, tmp_path: Path) -> None:
+    (tmp_path / "cut.mkv").write_bytes(cut_clip())
+    status, out, err = run(str(tmp_path / "cut.mkv"), "--model", model, "--max-new-tokens", "2")
+    assert (status, bool(out)) == (0, True)
+    assert f"note: {tmp_path / 'cut.mkv'} is cut short: frames are of the first " in err
 
 
 def test_note_on_limits_of_an_embedded_model(run: Run, image: str) -> None:
