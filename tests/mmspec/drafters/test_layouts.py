@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 import re
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -12,20 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspec import UserError
+from mmspec import UserError, plugins
 from mmspec.drafters import layouts
-from mmspec.drafters.dflash import DFlash
-from mmspec.drafters.eagle import Eagle
-from mmspec.drafters.eagle3 import Eagle3
+from mmspec.drafters.dflash import DFlash, DFlashConfig
+from mmspec.drafters.eagle import Eagle, EagleConfig
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
 from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.layouts import LAYOUTS, REQUIRED, Field
-from mmspec.drafters.medusa import Hydra, Medusa
-from mmspec.vision.drafters.msd import MSD
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig
+from mmspec.vision.drafters.msd import MSD, MSDConfig
 from mmspec.vision.drafters.vispec import ViSpec
 from tests import dflash, kangaroo, medusa
 from tests.dflash import CONFIGS
 from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, GPT_OSS, LLAMA3, PEAGLE, cut, head_tensors
+from tests.mmspec.drafters.test_fields import SHAPE
 from tests.published import LLAVA, QWEN, VICUNA, VISPEC, tensors_of, vispec_tensors, write
+from tests.tiny import shared_model
 
 KINDS = {kind.layout: kind for kind in (Eagle, Eagle3, DFlash, Kangaroo, Medusa, Hydra, MSD, ViSpec)}
 SWITCHES = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": False}
@@ -364,3 +369,118 @@ def test_tensors_that_cannot_be_are_refused(name, changes, said):
     kind, config, tensors = checkpoint(name)
     with pytest.raises(UserError, match=said):
         kind.convert(config, {**tensors, **changes}, "here")
+
+
+BASES = {
+    "eagle3": Eagle3Config(**SHAPE, head=40, layers=1),
+    "eagle": EagleConfig(**SHAPE),
+    "msd": MSDConfig(**SHAPE, decoupled=False),
+    "medusa": MedusaConfig(hidden_size=48, heads=3, head=40),
+    "dflash": DFlashConfig(
+        **SHAPE, layers=3, block_size=5, mask_token_id=9, target_layer_ids=[0, 3], sliding=[1], window=7, causal=[1]
+    ),
+}
+MARKOV = {"markov_rank": 3, "markov_inputs": 50, "markov_outputs": 40}
+XPRESS = {**MARKOV, "markov_type": "xpress"}
+SELECTS = {"selector_rank": 6, "selector_tokens": 50, "selector_top_k": 9}
+TWO_PARTS = "requires convolutions and a selector, or neither: the drafter has"
+FURTHER = ("input_norm", "qkv_bias", "norm_output", "confidence", "decoupled", "visual_states", "hide_visual")
+UNWRITTEN = {  # by layout and format: what a network must not have, and what the line ends with; without, it is written
+    "eagle3 speculators": [
+        *(({name: True}, "") for name in layouts.SWITCHES),
+        ({"layers": 2, "mask_token_id": 0}, ""),
+        ({"head": 0}, "requires a head with an output layer of its own: it uses the target's"),
+        ({"outputs": True, "reads": [0, 2, 1]}, "layers whose inputs are read: the head reads outputs [0, 2, 1]"),
+        ({"window": 5}, "the head has a sliding window"),
+        ({"head_rank": 2, "candidates": 5}, "the head has a low-rank output layer"),
+    ],
+    "eagle3 eagle": [
+        *(({name: True}, f"the head has {name}") for name in layouts.SWITCHES),
+        ({"layers": 2}, "the head has 2 layers"),
+        ({"mask_token_id": 0}, "the head has mask_hidden"),
+        ({"window": 5}, "the head has a sliding window"),
+    ],
+    "eagle eagle": [({"slots": 2}, "the drafter has slots")],
+    "msd eagle": [
+        *(({name: True}, f"requires a layer of EAGLE-1: the drafter has {name}") for name in FURTHER),
+        *(({name: value}, f"the drafter has {name}") for name, value in (("reads", [1]), ("latents", 2), ("slots", 2))),
+    ],
+    "medusa vllm": [({"bias": False}, ""), ({"head": 0}, "the heads' own: they use the target's")],
+    "medusa medusa": [({"bias": False}, "heads with biases: they have none"), ({"head": 0}, "they use the target's")],
+    "dflash z-lab": [
+        *(({"causal": layers}, "") for layers in ([], [0, 1, 2])),
+        ({"causal": [0]}, "or none, or those with a window: got [0]"),
+        *(
+            ({name: 50}, "the target's output layer and embedding: the drafter has its own")
+            for name in ("head", "embedding")
+        ),
+        *((has, "of DSpark: use speculators") for has in (MARKOV, {"confidence": "state"}, {"from_anchor": True})),
+        ({**SELECTS, "conv_kernel_size": 2}, ""),
+        (SELECTS, f"format z-lab {TWO_PARTS} a selector only"),
+        ({"conv_kernel_size": 2}, f"{TWO_PARTS} convolutions only"),
+    ],
+    "dflash speculators": [
+        *((has, "") for has in ({"causal": []}, {"head": 50}, {**MARKOV, "confidence": "markov"}, XPRESS)),
+        *(({**XPRESS, "confidence": reads}, "without a confidence head") for reads in ("state", "markov")),
+        *(({"causal": layers}, f"to be causal, or none: got {layers}") for layers in ([0], [0, 1, 2])),
+        (SELECTS, f"format speculators {TWO_PARTS} a selector only"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [(name, *case) for name, cases in UNWRITTEN.items() for case in (({}, ""), *cases)],
+    ids=str,
+)
+def test_networks_that_a_format_does_not_describe(name, changes, said):
+    layout, form = name.split()
+    network = dataclasses.replace(BASES[layout], **changes)
+    with pytest.raises(UserError, match=f"{re.escape(said)}$") if said else nullcontext():
+        layouts.FORMATS[layout][form].check(network)
+
+
+VERIFIER = {"hidden_size": 48, "vocab_size": 101, "name_or_path": "some/llava"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({"vocab_size": size}, "") for size in (101, 51, None)),
+        *(({"vocab_size": size}, f"hidden size 48 and {size} tokens: got ") for size in (102, 50)),
+        ({"hidden_size": 47}, "hidden size 47 and 101 tokens: got "),
+        ({"hidden_size": 47, "vocab_size": None}, "hidden size 47: got "),
+        *(({"model_type": kind}, "") for kind in ("llama", "llava", None)),
+        ({"model_type": "qwen3"}, "hidden size 48 and 101 tokens, of type qwen3: got "),
+        *(({"architectures": names}, "") for names in (["A", "LlavaForConditionalGeneration"], [], None)),
+        ({"architectures": ["A", "LlamaForCausalLM"]}, "hidden size 48 and 101 tokens, of class A, LlamaForCausalLM"),
+    ],
+    ids=str,
+)
+def test_targets_of_published_drafters(changes, said):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    with (
+        pytest.raises(UserError, match=f"^the drafter was trained for some/llava of {said}") if said else nullcontext()
+    ):
+        layouts.check_target(VERIFIER | changes, target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 47}, "some/llava with hidden_size 47: got here with 48"),
+        ({"vocab_size": 100}, "some/llava with vocab_size 100: got here with 101"),
+        ({"hidden_size": None, "vocab_size": None, "architectures": ["B"]}, ""),
+        ({"architectures": ["A", "C"]}, "a target of class A, C: got here of class B, D"),
+        ({"architectures": None}, ""),
+    ],
+    ids=str,
+)
+def test_targets_that_drafters_are_written_for(changes, said):
+    config = copy.deepcopy(shared_model("llava").config)
+    config.name_or_path, config.architectures = "here", ["D", "B"]
+    with pytest.raises(UserError, match=f"^the drafter was trained for {said}$") if said else nullcontext():
+        layouts._check_written_target(VERIFIER | changes, config)
+    config.architectures = None
+    layouts._check_written_target(VERIFIER | {"architectures": ["A"]}, config)
