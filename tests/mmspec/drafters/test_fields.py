@@ -244,7 +244,7 @@ CONTRADICTIONS = {
         ("msd", {"rank": 2, "head": 9, "slots": 2}),
         ("blocks", {"target_layer_ids": list(range(64)), "conv_group_size": 7}),
         ("blocks", {"head": 39, "confidence": "state"}),
-        ("window", {"sliding": [0, 1], "causal": [1, 0]}),
+        ("window", {"sliding": [0, 1], "causal": [1, 0], "target_layer_ids": [7]}),
         ("markov", {"confidence": "markov", "markov_type": "rnn", "head": 40}),
         ("dflash2", {"conv_kernel_size": 5, "selector_top_k": 50}),
     ],

@@ -388,9 +388,13 @@ def test_prompts_and_answers_are_on_one_side_of_what_changes_with_the_length(wha
         ([29, 30], 30, [7, 1], ("slots", "tokens")),
         ([28, 30], 30, [7, 1], ("slots", "tokens")),
     ):
-        both_beyond = what.startswith("longrope") and min(lengths) > 28
+        both_sides = what.startswith("longrope")
+        both_beyond = both_sides and min(lengths) > 28
+        rule = "stay on one side" if both_sides else "fit below"
         with (
-            pytest.raises(UserError, match=f"^{what} change at 28 tokens: ")
+            pytest.raises(
+                UserError, match=f"^{what} change at 28 tokens: prompt and answer must {rule}, got {min(lengths)} "
+            )
             if compared in crosses and not both_beyond
             else nullcontext()
         ):
