@@ -156,5 +156,7 @@ def test_wrong_convolutions_are_named():
     for wrong in (i.conv_state[:, :, :2], i.conv_state[:1], i.conv_state[:, :3]):
         with pytest.raises(ValueError, match=r"of width 4 must be .* 3 or more"):
             ops.tree_conv(i.channels, wrong, i.weight, i.bias, window)
+    same = [ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation=a) for a in ("silu", "swish")]
+    assert torch.equal(*same)
     with pytest.raises(ValueError, match=r"activation must be .* got 'tanh'"):
         ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation="tanh")
