@@ -269,7 +269,12 @@ def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_user_error(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
-    assert_user_error(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
+    for data in (bytes(range(128, 228)), b"\xff\xff", b"\xff\xffab", b"abcd\x00"):
+        assert_user_error(data, f"received unknown data (first bytes {data[:8].hex(' ')})")
+    for data in (b"\xff\xfea\x00", b"\xfe\xff\x00a", b"\xff\xffabc"):
+        assert_user_error(data, "received text")
+    (tmp_path / "link.png").symlink_to(tmp_path / "gone.png")
+    assert_user_error(tmp_path / "link.png", "received a broken link")
     os.mkfifo(tmp_path / "pipe.png")
     assert_user_error(tmp_path / "pipe.png", "received a device or pipe")
 

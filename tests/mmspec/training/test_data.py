@@ -122,7 +122,7 @@ def test_unanswered_questions_and_token_ids(tmp_path):
         ([1], r"data.json, record 2: expected an object with a list `conversations`, received \[1\]"),
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
-        ({"conversations": ["hi"]}, "expected turns with `from` and a text `value`, received \"hi\""),
+        ({"conversations": ["hi"]}, 'expected turns with `from` and a text `value`, received "hi"'),
         ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r"expected turns from human.*received \['dog'\]"),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
