@@ -71,7 +71,7 @@ def test_placeholders_take_media_in_order(tmp_path, value, kinds):
     assert [item["type"] for item in message["content"]] == kinds
     assert [item["path"][-1] for item in message["content"] if item["type"] == "image"] == record["image"]
     assert "".join(item.get("text", "") for item in message["content"]).count("\n") == 0
-    with pytest.raises(UserError, match="^a text model reads text only: received a conversation with images or videos"):
+    with pytest.raises(UserError, match=r"^a text model reads text only"):
         as_text([message])
 
 
