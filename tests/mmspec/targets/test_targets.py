@@ -218,7 +218,7 @@ def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message)
         TransformersTarget(make())
 
 
-def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
+def test_masks_of_doge_are_exact_up_to_its_window():
     model = changed("doge", keep_window_size=28)
     for layer in model.model.layers:
         layer.self_attn.A.data.normal_()
@@ -230,8 +230,6 @@ def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
         mmspec.generate(model, drafter=drafter, nodes=24, **options, max_new_tokens=16),
         model.generate(**options, max_new_tokens=16),
     )
-    with pytest.raises(UserError, match=r"^attention masks change at 28 tokens: .*below, got 12 and up to 17"):
-        mmspec.generate(model, drafter=drafter, **options, max_new_tokens=17)
 
 
 _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
