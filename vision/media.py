@@ -248,4 +248,4 @@ def _is_text(head: bytes) -> bool:
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return True
     characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""
-    return len(characters) > 0 and 2 * len(characters.encode()) > len(head)
+    return 2 * len(characters.encode()) > len(head)

@@ -132,8 +132,9 @@ def test_nothing_of_the_size_of_all_states_is_allocated(rule, sizes, scanned, co
 def test_wrong_shapes_are_named(rule):
     i = draw(Case())
     values, state, ancestors = rule.inputs(i), rule.state(i), i.tree.ancestors
-    with pytest.raises(ValueError, match=r"state must be \(2, .*\) torch.float32: got .* torch.bfloat16"):
-        rule.tree(values, state.bfloat16(), ancestors)
+    for wrong, received in ((state.bfloat16(), ".* torch.bfloat16"), (state[:, :1], r"\(2, 1.* torch.float32")):
+        with pytest.raises(ValueError, match=rf"state must be \(2, .*\) torch.float32: got {received}"):
+            rule.tree(values, wrong, ancestors)
     with pytest.raises(ValueError, match="state must be contiguous"):
         rule.commit(values, state.transpose(0, 1).contiguous().transpose(0, 1), i.path)
     for name, place in rule.checked.items():
@@ -152,7 +153,10 @@ def test_wrong_shapes_are_named(rule):
 def test_wrong_convolutions_are_named():
     i = draw(Case())
     window = ops.conv_window(i.tree.parents, 4)
-    with pytest.raises(ValueError, match=r"of width 4 must be .* 3 or more"):
-        ops.tree_conv(i.channels, i.conv_state[:, :, :2], i.weight, i.bias, window)
+    for wrong in (i.conv_state[:, :, :2], i.conv_state[:1], i.conv_state[:, :3]):
+        with pytest.raises(ValueError, match=r"of width 4 must be .* 3 or more"):
+            ops.tree_conv(i.channels, wrong, i.weight, i.bias, window)
+    same = [ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation=a) for a in ("silu", "swish")]
+    assert torch.equal(*same)
     with pytest.raises(ValueError, match=r"activation must be .* got 'tanh'"):
         ops.tree_conv(i.channels, i.conv_state, i.weight, i.bias, window, activation="tanh")

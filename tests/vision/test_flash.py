@@ -121,20 +121,6 @@ def test_trees_of_the_kernels(changes):
     assert drafter.native is not None
 
 
-@pytest.mark.parametrize(
-    ("changes", "rule"),
-    [
-        ({"hide_visual": True, "latents": 2}, "one of hide_visual and latents must be off: got both, 2 latents"),
-        ({"reads": [-1]}, r"reads must name layers, from 0 on: got \[-1\]"),
-        ({"rank": 2, "slots": 3}, "rank and head must both be 0 or neither: got 2 and 0"),
-        ({"rank": 2, "head": 9}, "rank must be 0 with one slot per pass: got 2"),
-    ],
-)
-def test_settings_that_contradict_each_other(changes, rule):
-    with pytest.raises(UserError, match=f"^{rule}$"):
-        network_for(shared_model("llava"), **changes)
-
-
 def test_settings_that_do_not_fit_the_drafter_or_target():
     model = shared_model("llava")
     network = network_for(model, slots=3, rank=2, head=9)

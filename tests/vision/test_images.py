@@ -131,6 +131,9 @@ def test_palette_with_and_without_transparency(tmp_path: Path) -> None:
         ("I;16", 257 * 77, (77, 77, 77)),
         ("I;16B", 257 * 77, (77, 77, 77)),
         ("I", 257 * 77 + 128, (77, 77, 77)),
+        ("I", 0, BLACK),
+        ("I", 65535, WHITE),
+        ("F", 0.0, BLACK),
         ("F", 1.0, WHITE),
         ("F", 0.5, (128, 128, 128)),
         ("F", 77.4, (77, 77, 77)),
@@ -225,8 +228,11 @@ def test_invalid_arrays_raise() -> None:
     for shape in ((1, 1, 3), (3, 1, 1), (4, 9, 3)):
         assert_user_error(torch.zeros(shape), f"shape {shape} could be channels first or last")
     assert_user_error(Image.new("RGB", (0, 3)), "received 0x3")
+    assert_user_error(Image.new("RGB", (3, 0)), "received 3x0")
     assert_user_error(Image.fromarray(np.array([[-1, 5]], np.int32)), "0..65535, received -1..5")
-    assert_user_error(Image.fromarray(np.array([[np.nan, 5]], np.float32)), "float pixels must lie in")
+    assert_user_error(Image.fromarray(np.array([[7, 65536]], np.int32)), "0..65535, received 7..65536")
+    for low, high in ((np.nan, 5), (-0.5, 5), (7, 65536)):
+        assert_user_error(Image.fromarray(np.array([[low, high]], np.float32)), "float pixels must lie in")
     assert_user_error(None, "an image must be a path, bytes or a file object: received NoneType")
 
 
@@ -263,7 +269,12 @@ def test_files_that_are_not_images(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_user_error(b"\x00\x00\x01\xb3\x14\x00\xf0" + bytes(100), "received an MPEG video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypisom" + bytes(100), "received an MP4 or MOV video; pass it as a video")
     assert_user_error(b"\x00\x00\x00\x18ftypheic" + bytes(100), "received a HEIF image that cannot be decoded")
-    assert_user_error(bytes(range(128, 228)), "received unknown data (first bytes 80 81")
+    for data in (bytes(range(128, 228)), b"\xff\xff", b"\xff\xffab", b"abcd\x00"):
+        assert_user_error(data, f"received unknown data (first bytes {data[:8].hex(' ')})")
+    for data in (b"\xff\xfea\x00", b"\xfe\xff\x00a", b"\xff\xffabc"):
+        assert_user_error(data, "received text")
+    (tmp_path / "link.png").symlink_to(tmp_path / "gone.png")
+    assert_user_error(tmp_path / "link.png", "received a broken link")
     os.mkfifo(tmp_path / "pipe.png")
     assert_user_error(tmp_path / "pipe.png", "received a device or pipe")
 
@@ -316,6 +327,9 @@ def test_decompression_bombs(factor: float, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as the calling program may have set it
     assert_user_error(bomb(side, side), f"expected at most {MAX_PIXELS} pixels, received {side}x{side}")
     assert_user_error(np.broadcast_to(np.uint8(0), (side, side)), f"received {side}x{side}")
+    monkeypatch.setattr("mmspec.vision.images.MAX_PIXELS", 24)
+    assert pixels(picture(6, 4)).shape == (4, 6, 3)
+    assert_user_error(picture(5, 5), "expected at most 24 pixels, received 5x5")
 
 
 def test_text_chunk_bomb() -> None:

@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from mmspec import UserError
 from mmspec.cache import buffers
 from mmspec.cache.rows import batch_bucket, pad_rows
 from mmspec.cache.tree_cache import TreeCache
@@ -90,6 +91,13 @@ def check(cache, rows):
     for layer in range(LAYERS):
         for b, row in enumerate(rows):
             assert attended(cache, layer, b) == row
+
+
+def test_layers_that_cache_other_entries_than_the_prompts_are_refused():
+    cache = TreeCache(LAYERS)
+    write(cache, torch.ones(2, 5, dtype=torch.long))
+    with pytest.raises(UserError, match=r"^layers must cache the prompt's tokens: expected 6 entries, received 5$"):
+        cache.commit_prompt(6, None, 2)
 
 
 @pytest.mark.parametrize("static_shapes", [False, True])

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import math
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -377,8 +379,36 @@ def test_damaged_drafter_checkpoints_are_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(UserError, match=r"expected a drafter.s config\.json and model\.safetensors"):
         make_drafter(str(tmp_path))
-    save_file({"tokens": torch.zeros(1, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"expected the tensors .*contexts.*, received .*\(1, 2\)"):
+
+
+TABLE = {"contexts": [[-1, 4], [100, 3]], "tokens": [[5, 0], [100, 7]], "probs": [[0.5, 0.0], [1.0, 0.25]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        *(
+            ({"contexts": [[-1, 4], pair]}, "be tokens below 101: got ")
+            for pair in ([-2, 3], [101, 3], [5, -1], [5, 101])
+        ),
+        *(({"tokens": [[5, 0], [token, 7]]}, "be tokens below 101: got ") for token in (-1, 101)),
+        *(({"probs": [[0.5, 0.0], [p, 0.25]]}, r"probs must be in \[0, 1\]$") for p in (-0.1, 1.1, math.nan)),
+        *(
+            ({name: [[5.0, 6.0]] * 2}, "must be integers, probs floating point: got ")
+            for name in ("contexts", "tokens")
+        ),
+        ({"probs": [[0, 1]] * 2}, "must be integers, probs floating point: got torch.int64, torch.int64, torch.int64$"),
+        *(({name: [[0, 1, 2]] * 2}, "expected the tensors .*, received .*3") for name in TABLE),
+        *(({name: [[0, 1]]}, "expected the tensors .*, received .*1, 2") for name in (*TABLE, "more")),
+    ],
+    ids=str,
+)
+def test_a_table_has_tokens_and_probabilities_of_its_shape(changes, message, tmp_path):
+    Recycle(top_k=2).save(tmp_path, TransformersTarget(shared_model("llama")))
+    tensors = {name: torch.tensor(value) for name, value in (TABLE | changes).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message) if message else nullcontext():
         make_drafter(str(tmp_path))
 
 

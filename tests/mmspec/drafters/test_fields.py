@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -13,9 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmspec import UserError
+from mmspec.drafters.dflash import DFlashConfig
+from mmspec.drafters.eagle3 import Eagle3Config
+from mmspec.drafters.medusa import MedusaConfig
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.registry import drafter_specs, make_drafter
+from mmspec.drafters.shape import RotaryShape
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.drafters.msd import MSDConfig
 from tests.targets import prompt_of
 from tests.tiny import shared_model
 from tests.tiny.drafters import NETWORKS, tiny_drafter
@@ -163,6 +169,97 @@ def test_names_of_drafters_that_have_no_checkpoint(saved, tmp_path, name):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mmspec_drafter": name}))
     assert len(_refused(folder).splitlines()) == 1
+
+
+SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "mlp": 64}
+HEAD = {**SHAPE, "layers": 3, "head": 40, "states": 2, "reads": [0, 5]}
+BLOCKS = {**SHAPE, "layers": 2, "block_size": 5, "mask_token_id": 9, "target_layer_ids": [0, 3]}
+SHAPES = {
+    "layer": (RotaryShape, SHAPE),
+    "head": (Eagle3Config, HEAD),
+    "msd": (MSDConfig, SHAPE),
+    "medusa": (MedusaConfig, {"hidden_size": 48, "heads": 3, "prefix": SHAPE}),
+    "blocks": (DFlashConfig, BLOCKS),
+    "window": (DFlashConfig, {**BLOCKS, "sliding": [1], "window": 7, "causal": [0]}),
+    "markov": (DFlashConfig, {**BLOCKS, "markov_rank": 3, "markov_inputs": 50, "markov_outputs": 40}),
+    "dflash2": (
+        DFlashConfig,
+        {**BLOCKS, "selector_rank": 6, "selector_tokens": 50, "selector_top_k": 49, "conv_kernel_size": 4},
+    ),
+}
+CONTRADICTIONS = {
+    "kv_heads must divide heads: got 3 for 4": [("layer", {"kv_heads": 3})],
+    "head_dim must be even, as rotary positions turn pairs: got 13": [("layer", {"head_dim": 13})],
+    "rotary positions must be default, linear, llama3, yarn: got 'dynamic'": [
+        ("layer", {"rope": {"rope_type": "dynamic"}})
+    ],
+    "rotary positions must turn whole heads: got a partial": [("layer", {"rope": {"partial_rotary_factor": 0.5}})],
+    "mrope_section must be three sections of 6 frequencies in all: got ": [
+        ("layer", {"rope": {"mrope_section": sections}})
+        for sections in ((4, 0, 2), [4, 0.0, 2], [-1, 4, 3], [2, 4], [1, 2, 2], [1, 2, 4])
+    ],
+    "reads must name 3 layers, from 0 on: got [0, 5]": [("head", {"states": 3})],
+    "reads must name 2 layers, from 0 on: got [5, -1]": [("head", {"reads": [5, -1]})],
+    "reads must name the 2 layers that the drafter was trained on: got none": [("head", {"reads": []})],
+    "candidates must be given with head_rank only, and at most the 40 tokens": [
+        ("head", changes) for changes in ({"head_rank": 2, "candidates": 41}, {"head_rank": 2}, {"candidates": 5})
+    ],
+    "one of norm_before_fc and fc_norm must be false": [("head", {"norm_before_fc": True, "fc_norm": True})],
+    "one of hide_visual and latents must be off: got both, 2": [("msd", {"hide_visual": True, "latents": 2})],
+    "reads must name layers, from 0 on: got [3, -1]": [("msd", {"reads": [3, -1]})],
+    "rank and head must both be 0 or neither: got ": [
+        ("msd", changes) for changes in ({"rank": 2, "slots": 3}, {"head": 9, "slots": 3})
+    ],
+    "rank must be 0 with one slot per pass: got 2": [("msd", {"rank": 2, "head": 9})],
+    "prefix must have hidden_size 36: got 48": [("medusa", {"hidden_size": 36})],
+    "target_layer_ids must name 1 to 64 layers of the target, from 0 on: got ": [
+        ("blocks", {"target_layer_ids": ids}) for ids in ([], list(range(65)), [3, -1])
+    ],
+    "sliding must name layers below 2: got [0, ": [("window", {"sliding": [0, at]}) for at in (-1, 2)],
+    "causal must name layers below 2: got [0, ": [("window", {"causal": [0, at]}) for at in (-1, 2)],
+    "window must be given with sliding layers only: got ": [("window", {"window": 0}), ("window", {"sliding": []})],
+    "markov_inputs and markov_outputs must be given with markov_rank only: got ": [
+        ("markov", {name: 0}) for name in ("markov_rank", "markov_inputs", "markov_outputs")
+    ],
+    "markov_outputs must be the 39 rows of the head: got 40": [("markov", {"head": 39})],
+    "markov_rank must be positive for a rnn Markov head: got 0": [("blocks", {"markov_type": "rnn"})],
+    "markov_rank must be positive for a confidence head": [("blocks", {"confidence": "markov"})],
+    "selector_top_k must be at most 50: got 51": [("dflash2", {"selector_top_k": 51})],
+    "selector_tokens must be given with selector_rank only: got ": [
+        ("dflash2", {name: 0}) for name in ("selector_rank", "selector_tokens")
+    ],
+    "selector_rank requires the target's output layer, and no heads of DSpark": [
+        ("dflash2", changes) for changes in ({"head": 50}, {"confidence": "state"})
+    ],
+    "conv_kernel_size must be at most 5: got 6": [("dflash2", {"conv_kernel_size": 6})],
+    "conv_group_size must divide 48: got 7": [("dflash2", {"conv_group_size": 7})],
+    "": [  # accepted
+        *((name, {}) for name in SHAPES),
+        ("layer", {"kv_heads": 4, "rope": {"rope_type": "linear", "partial_rotary_factor": 1.0}}),
+        ("layer", {"rope": {"mrope_section": [4, 0, 2]}}),
+        ("head", {"reads": [], "states": 3}),
+        ("head", {"head_rank": 2, "candidates": 40}),
+        *(("head", {name: True}) for name in ("norm_before_fc", "fc_norm")),
+        *(("msd", changes) for changes in ({"hide_visual": True}, {"latents": 2}, {"reads": [3, 0]})),
+        ("msd", {"rank": 2, "head": 9, "slots": 2}),
+        ("blocks", {"target_layer_ids": list(range(64)), "conv_group_size": 7}),
+        ("blocks", {"head": 39, "confidence": "state"}),
+        ("window", {"sliding": [0, 1], "causal": [1, 0], "target_layer_ids": [7]}),
+        ("markov", {"confidence": "markov", "markov_type": "rnn", "head": 40}),
+        ("dflash2", {"conv_kernel_size": 5, "selector_top_k": 50}),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "name", "changes"),
+    [(message, *case) for message, cases in CONTRADICTIONS.items() for case in cases],
+    ids=str,
+)
+def test_settings_that_contradict_each_other(message, name, changes):
+    kind, base = SHAPES[name]
+    with pytest.raises(UserError, match=f"^{re.escape(message)}") if message else nullcontext():
+        kind(**(base | changes))
 
 
 def test_settings_of_a_caller_are_checked_too():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import math
 import re
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -12,20 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmspec import UserError
+from mmspec import UserError, plugins
 from mmspec.drafters import layouts
-from mmspec.drafters.dflash import DFlash
-from mmspec.drafters.eagle import Eagle
-from mmspec.drafters.eagle3 import Eagle3
+from mmspec.drafters.dflash import DFlash, DFlashConfig
+from mmspec.drafters.eagle import Eagle, EagleConfig
+from mmspec.drafters.eagle3 import Eagle3, Eagle3Config
 from mmspec.drafters.kangaroo import Kangaroo
 from mmspec.drafters.layouts import LAYOUTS, REQUIRED, Field
-from mmspec.drafters.medusa import Hydra, Medusa
-from mmspec.vision.drafters.msd import MSD
+from mmspec.drafters.medusa import Hydra, Medusa, MedusaConfig
+from mmspec.vision.drafters.msd import MSD, MSDConfig
 from mmspec.vision.drafters.vispec import ViSpec
 from tests import dflash, kangaroo, medusa
 from tests.dflash import CONFIGS
 from tests.eagle3 import DRAFT, EAGLE4, GEMMA4, GPT_OSS, LLAMA3, PEAGLE, cut, head_tensors
+from tests.mmspec.drafters.test_fields import SHAPE
 from tests.published import LLAVA, QWEN, VICUNA, VISPEC, tensors_of, vispec_tensors, write
+from tests.tiny import shared_model
 
 KINDS = {kind.layout: kind for kind in (Eagle, Eagle3, DFlash, Kangaroo, Medusa, Hydra, MSD, ViSpec)}
 SWITCHES = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": True, "norm_output": False}
@@ -172,28 +177,12 @@ def _in_layer(**changes):
 TYPES = "layer_types must be 2 of sliding_attention and full_attention"
 IDS = "must (be a list of layers|name 1 to 64 layers of the target, from 0 on)"
 REFUSALS = [
-    *[
-        (name, changes, said)
-        for name in ("msd", "eagle3 midlayer", "kangaroo")
-        for changes, said in (
-            ({"num_attention_heads": 96}, r"head_dim must be a whole number in \[2, 4096\]: got 0"),
-            ({"num_key_value_heads": 3}, "kv_heads must divide heads: got 3 for 4"),
-            ({"head_dim": 13}, "head_dim must be even, as rotary positions turn pairs: got 13"),
-        )
-        if name != "eagle3 midlayer" or "num_attention_heads" not in changes
-    ],
-    ("msd", {"hidden_size": None}, "hidden_size must be a whole number >= 1: got None"),
-    ("msd", {"num_attention_heads": "4"}, "num_attention_heads must be a whole number >= 1: got '4'"),
-    ("msd", {"intermediate_size": True}, "intermediate_size must be a whole number >= 1: got True"),
-    ("msd", {"hidden_act": "gelu"}, "hidden_act must be 'silu': got 'gelu'"),
-    ("msd", {"rms_norm_eps": "small"}, "rms_norm_eps must be > 0: got 'small'"),
+    ("kangaroo", {"num_attention_heads": 96}, r"head_dim must be a whole number in \[2, 4096\]: got 0"),
     ("msd", {"vocab_size": 95}, r"embed_tokens.weight must be \(95, 48\) by config.json: got \(96, 48\)"),
     ("msd", {"num_hidden_layers": 32}, "expected one layer with plain rotary positions, received 32 with"),
     ("msd", {"rope_theta": -1}, "rope_theta must be > 0: got -1"),
     ("msd", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "received 1 with rope scaling 'linear'"),
     ("msd", {"rope_parameters": {"rope_type": "yarn"}}, "received 1 with rope scaling 'yarn'"),
-    ("kangaroo", {"num_hidden_layers": 2}, "num_hidden_layers must be 1: got 2"),
-    ("eagle3 midlayer", {"vocab_size": None}, "vocab_size must be a whole number >= 1: got None"),
     ("eagle3 midlayer", {"attention_bias": True}, "attention_bias must be unset or false: got True"),
     ("eagle3 midlayer", {"draft_vocab_size": 41}, r"d2t must be \(41,\) by config.json: got \(40,\)"),
     ("eagle3 midlayer", {"rope_scaling": {"type": "dynamic"}}, "rotary positions must be default, .*'dynamic'"),
@@ -203,19 +192,8 @@ REFUSALS = [
         "known, received partial_rotary_factor 0.5: remove",
     ),
     ("eagle3 midlayer", {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions must be valid: got .*"),
-    (
-        "eagle3 midlayer",
-        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}},
-        "three sections of 8 frequencies in all",
-    ),
-    ("eagle3 midlayer", {"norm_before_fc": True}, "one of norm_before_fc and fc_norm must be false: got both true"),
     ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers: got '1,2'"),
     ("eagle3 midlayer", {"eagle_aux_hidden_state_layer_ids": [1, "2"]}, r"must be a list of layers: got \[1, '2'\]"),
-    (
-        "eagle3 midlayer",
-        {"aux_hidden_state_layer_ids": [1, 2, -3]},
-        r"reads must name 3 layers, from 0 on: got \[1, 2, -3",
-    ),
     ("eagle3 midlayer", {"aux_hidden_state_layer_ids": [1, 2]}, r"unknown fc_norm.2.weight"),
     ("eagle3 4", {"num_candidates": 0}, "num_candidates must be a whole number >= 1: got 0"),
     ("eagle3 4", {"sliding_window": 0}, "sliding_window must be a whole number >= 1: got 0"),
@@ -226,14 +204,12 @@ REFUSALS = [
         r"layer_types must be all sliding_attention or none: got \['sliding_attention', 'full_attention'\]",
     ),
     ("eagle3 parallel", {"mask_token_id": None}, "mask_token_id must be a whole number >= 0: got None"),
-    ("dflash z-lab", {"block_size": None}, "block_size must be a whole number >= 1: got None"),
-    ("dflash transformers", {"mask_token_id": None}, "mask_token_id must be a whole number >= 0: got None"),
-    ("dflash vanilla", {"markov_rank": -1}, "markov_rank must be a whole number >= 0: got -1"),
-    ("dflash vanilla", {"sample_from_anchor": "yes"}, "sample_from_anchor must be True or False: got 'yes'"),
-    ("dflash z-lab", {"block_size": 1}, r"block_size must be a whole number in \[2, 64\]: got 1"),
     ("dflash z-lab", {"dflash_config": {"mask_token_id": 99, "target_layer_ids": []}}, f"target_layer_ids {IDS}"),
     ("dflash transformers", {"target_layer_ids": [1, -3]}, f"target_layer_ids {IDS}"),
-    ("dflash transformers", {"layer_types": ["full_attention"]}, TYPES),
+    *(
+        ("dflash transformers", {"layer_types": kinds}, TYPES)
+        for kinds in (["full_attention"], {"full_attention": 1, "b": 2})
+    ),
     ("dflash transformers", {"layer_types": ["full_attention", "chunked"]}, TYPES),
     ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),
     ("dflash transformers", {"attention_mode": "mla"}, "attention_mode must be 'gqa': got 'mla'"),
@@ -252,7 +228,6 @@ REFUSALS = [
         {"markov_head_type": "gated"},
         "missing markov_head.gate_proj.bias, markov_head.gate_proj.weight",
     ),
-    ("dflash vanilla", {"markov_rank": 0}, "markov_rank must be positive for a confidence head that reads the Markov"),
     ("dflash rnn", {"markov_rank": 0, "confidence_head_with_markov": False}, "markov_head.joint_proj.weight"),
     (
         "dflash vanilla",
@@ -266,14 +241,11 @@ REFUSALS = [
     ),
     ("dflash vanilla", {"enable_confidence_head": "yes"}, "enable_confidence_head must be True or False: got 'yes'"),
     ("dflash vanilla", {"confidence_head_with_markov": False}, r"proj.weight must be \(1, 48\) by config.json"),
-    ("medusa medusa", {"medusa_num_heads": "many"}, r"num_heads must be a whole number in \[1, 64\]: got 'many'"),
-    ("hydra hydra", {"hidden_state_offset": 1}, r"hidden_state_offset must be a whole number in \[0, 0\]: got 1"),
     ("medusa medusa", {"medusa_num_heads": 4}, r"missing 3\.0\.linear\.bias"),
     ("medusa medusa", {"medusa_num_layers": 3}, r"missing 0\.2\.linear\.bias"),
     ("medusa vllm", {"medusa_fc_bias": True}, r"missing blocks\.0\.layers\.0\.bias"),
     ("medusa vllm", {"logit_scale": 2.0}, r"logit_scale must be a number in \[1, 1\]: got 2"),
     ("medusa vllm-map", {"vocab_size": None}, "token_map must be a 1D integer tensor of distinct tokens below 0"),
-    ("hydra hydra", {"hydra_head_arch": "eagle-attn"}, "head_arch must be 'mlp' or 'prefix-mlp': got 'eagle-attn'"),
     ("hydra hydra", {"grounded_heads": False}, r"unknown hydra_mlp\.0\.0\.res_connection\.bias"),
 ]
 
@@ -341,7 +313,11 @@ def test_heads_of_one_layer_may_leave_out_its_number():
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("eagle3 midlayer", {"d2t": torch.full((DRAFT,), 80)}, r"i \+ d2t\[i\] must be distinct tokens below 101"),
+        (
+            "eagle3 midlayer",
+            {"d2t": torch.full((DRAFT,), 102 - DRAFT)},
+            r"i \+ d2t\[i\] must be distinct tokens below 101",
+        ),
         ("eagle3 midlayer", {"d2t": torch.zeros(DRAFT).long() - 1}, "distinct tokens below 101"),
         ("eagle3 midlayer", {"d2t": torch.arange(DRAFT) * -1}, "distinct tokens below 101"),
         ("eagle3 midlayer", {"t2d": torch.ones(101).bool()}, r"mark exactly the tokens i \+ d2t\[i\]: it marks 101"),
@@ -364,3 +340,118 @@ def test_tensors_that_cannot_be_are_refused(name, changes, said):
     kind, config, tensors = checkpoint(name)
     with pytest.raises(UserError, match=said):
         kind.convert(config, {**tensors, **changes}, "here")
+
+
+BASES = {
+    "eagle3": Eagle3Config(**SHAPE, head=40, layers=1),
+    "eagle": EagleConfig(**SHAPE),
+    "msd": MSDConfig(**SHAPE, decoupled=False),
+    "medusa": MedusaConfig(hidden_size=48, heads=3, head=40),
+    "dflash": DFlashConfig(
+        **SHAPE, layers=3, block_size=5, mask_token_id=9, target_layer_ids=[0, 3], sliding=[1], window=7, causal=[1]
+    ),
+}
+MARKOV = {"markov_rank": 3, "markov_inputs": 50, "markov_outputs": 40}
+XPRESS = {**MARKOV, "markov_type": "xpress"}
+SELECTS = {"selector_rank": 6, "selector_tokens": 50, "selector_top_k": 9}
+TWO_PARTS = "requires convolutions and a selector, or neither: the drafter has"
+FURTHER = ("input_norm", "qkv_bias", "norm_output", "confidence", "decoupled", "visual_states", "hide_visual")
+UNWRITTEN = {  # by layout and format: what a network must not have, and what the line ends with; without, it is written
+    "eagle3 speculators": [
+        *(({name: True}, "") for name in layouts.SWITCHES),
+        ({"layers": 2, "mask_token_id": 0}, ""),
+        ({"head": 0}, "requires a head with an output layer of its own: it uses the target's"),
+        ({"outputs": True, "reads": [0, 2, 1]}, "layers whose inputs are read: the head reads outputs [0, 2, 1]"),
+        ({"window": 5}, "the head has a sliding window"),
+        ({"head_rank": 2, "candidates": 5}, "the head has a low-rank output layer"),
+    ],
+    "eagle3 eagle": [
+        *(({name: True}, f"the head has {name}") for name in layouts.SWITCHES),
+        ({"layers": 2}, "the head has 2 layers"),
+        ({"mask_token_id": 0}, "the head has mask_hidden"),
+        ({"window": 5}, "the head has a sliding window"),
+    ],
+    "eagle eagle": [({"slots": 2}, "the drafter has slots")],
+    "msd eagle": [
+        *(({name: True}, f"requires a layer of EAGLE-1: the drafter has {name}") for name in FURTHER),
+        *(({name: value}, f"the drafter has {name}") for name, value in (("reads", [1]), ("latents", 2), ("slots", 2))),
+    ],
+    "medusa vllm": [({"bias": False}, ""), ({"head": 0}, "the heads' own: they use the target's")],
+    "medusa medusa": [({"bias": False}, "heads with biases: they have none"), ({"head": 0}, "they use the target's")],
+    "dflash z-lab": [
+        *(({"causal": layers}, "") for layers in ([], [0, 1, 2])),
+        ({"causal": [0]}, "or none, or those with a window: got [0]"),
+        *(
+            ({name: 50}, "the target's output layer and embedding: the drafter has its own")
+            for name in ("head", "embedding")
+        ),
+        *((has, "of DSpark: use speculators") for has in (MARKOV, {"confidence": "state"}, {"from_anchor": True})),
+        ({**SELECTS, "conv_kernel_size": 2}, ""),
+        (SELECTS, f"format z-lab {TWO_PARTS} a selector only"),
+        ({"conv_kernel_size": 2}, f"{TWO_PARTS} convolutions only"),
+    ],
+    "dflash speculators": [
+        *((has, "") for has in ({"causal": []}, {"head": 50}, {**MARKOV, "confidence": "markov"}, XPRESS)),
+        *(({**XPRESS, "confidence": reads}, "without a confidence head") for reads in ("state", "markov")),
+        *(({"causal": layers}, f"to be causal, or none: got {layers}") for layers in ([0], [0, 1, 2])),
+        (SELECTS, f"format speculators {TWO_PARTS} a selector only"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [(name, *case) for name, cases in UNWRITTEN.items() for case in (({}, ""), *cases)],
+    ids=str,
+)
+def test_networks_that_a_format_does_not_describe(name, changes, said):
+    layout, form = name.split()
+    network = dataclasses.replace(BASES[layout], **changes)
+    with pytest.raises(UserError, match=f"{re.escape(said)}$") if said else nullcontext():
+        layouts.FORMATS[layout][form].check(network)
+
+
+VERIFIER = {"hidden_size": 48, "vocab_size": 101, "name_or_path": "some/llava"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        *(({"vocab_size": size}, "") for size in (101, 51, None)),
+        *(({"vocab_size": size}, f"hidden size 48 and {size} tokens: got ") for size in (102, 50)),
+        ({"hidden_size": 47}, "hidden size 47 and 101 tokens: got "),
+        ({"hidden_size": 47, "vocab_size": None}, "hidden size 47: got "),
+        *(({"model_type": kind}, "") for kind in ("llama", "llava", None)),
+        ({"model_type": "qwen3"}, "hidden size 48 and 101 tokens, of type qwen3: got "),
+        *(({"architectures": names}, "") for names in (["A", "LlavaForConditionalGeneration"], [], None)),
+        ({"architectures": ["A", "LlamaForCausalLM"]}, "hidden size 48 and 101 tokens, of class A, LlamaForCausalLM"),
+    ],
+    ids=str,
+)
+def test_targets_of_published_drafters(changes, said):
+    model = shared_model("llava")
+    target = plugins.target_class(model.config)(model)
+    with (
+        pytest.raises(UserError, match=f"^the drafter was trained for some/llava of {said}") if said else nullcontext()
+    ):
+        layouts.check_target(VERIFIER | changes, target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 47}, "some/llava with hidden_size 47: got here with 48"),
+        ({"vocab_size": 100}, "some/llava with vocab_size 100: got here with 101"),
+        ({"hidden_size": None, "vocab_size": None, "architectures": ["B"]}, ""),
+        ({"architectures": ["A", "C"]}, "a target of class A, C: got here of class B, D"),
+        ({"architectures": None}, ""),
+    ],
+    ids=str,
+)
+def test_targets_that_drafters_are_written_for(changes, said):
+    config = copy.deepcopy(shared_model("llava").config)
+    config.name_or_path, config.architectures = "here", ["D", "B"]
+    with pytest.raises(UserError, match=f"^the drafter was trained for {said}$") if said else nullcontext():
+        layouts._check_written_target(VERIFIER | changes, config)
+    config.architectures = None
+    layouts._check_written_target(VERIFIER | {"architectures": ["A"]}, config)

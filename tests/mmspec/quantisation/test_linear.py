@@ -106,3 +106,9 @@ def test_a_drafters_network_follows_its_target():
         pack_drafter(network, like, drafter_kind(SimpleNamespace(model=nn.Module()), like))
         assert network(torch.zeros(2, 32, dtype=dtype)).dtype == dtype
         assert torch.equal(network[0].weight.bfloat16(), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns", "kind"), [(48, 64, "int4"), (40, 64, "bfloat16"), (48, 48, "bfloat16")])
+def test_shapes_that_torchs_int4_kernel_does_not_take_are_bfloat16(rows, columns, kind, kernels, monkeypatch):
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    assert type(packed(nn.Linear(columns, rows), "int4")) is KINDS[kind]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from mmspec import ops
+from mmspec import UserError, ops
 from mmspec.cache.buffers import SlotBounds
 from mmspec.core.target import Prompt
 from mmspec.core.tree import TokenTree
@@ -56,6 +56,9 @@ def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
     allowed = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
     allowed[..., :5], allowed[..., 7:10] = True, tail
     torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 24**-0.5), rtol=1e-5, atol=1e-5)
+    for name in ("position_bias", "s_aux"):
+        with pytest.raises(UserError, match=f"^attention must be a softmax of scaled scores: Module has {name}$"):
+            tree_attention(layer, q, k, v, tail, **{PASS: passed, name: torch.zeros(1)})
 
 
 def attention_of(model):

@@ -1,6 +1,7 @@
 """Text models as targets, and what is refused."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.layers import tree_layers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
-from mmspec.targets.support import lay_out_for_few_rows
+from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_side
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
@@ -62,10 +63,13 @@ def renamed_cache():
 def changed(name, **changes):
     """A random model of another configuration."""
     torch.manual_seed(0)
-    config = TEXT_CONFIGS[name]()
+    return AutoModelForCausalLM.from_config(configured(TEXT_CONFIGS[name](), **changes)).eval()
+
+
+def configured(config, **changes):
     for field, value in changes.items():
         setattr(config, field, value)
-    return AutoModelForCausalLM.from_config(config).eval()
+    return config
 
 
 @pytest.mark.parametrize("name", TEXT_CONFIGS)
@@ -214,17 +218,7 @@ def test_architectures_that_trees_cannot_pass_are_refused_by_name(make, message)
         TransformersTarget(make())
 
 
-@pytest.mark.parametrize(
-    ("config_class", "floor"), [(Llama4TextConfig, "floor_scale"), (InklingTextConfig, "log_scaling_n_floor")]
-)
-def test_a_prompt_that_crosses_attention_temperatures_is_refused(config_class, floor):
-    target = TransformersTarget(random_model(small_config(config_class, **{floor: 540})))
-    target.prefill(Prompt(torch.full((1, 12), 7)), 16)
-    with pytest.raises(UserError, match=r"^attention temperatures change at 28 tokens: .*below, got 12 and up to 17"):
-        target.prefill(Prompt(torch.full((1, 12), 7)), 17)
-
-
-def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
+def test_masks_of_doge_are_exact_up_to_its_window():
     model = changed("doge", keep_window_size=28)
     for layer in model.model.layers:
         layer.self_attn.A.data.normal_()
@@ -236,8 +230,6 @@ def test_masks_of_doge_are_exact_up_to_its_window_and_refused_beyond():
         mmspec.generate(model, drafter=drafter, nodes=24, **options, max_new_tokens=16),
         model.generate(**options, max_new_tokens=16),
     )
-    with pytest.raises(UserError, match=r"^attention masks change at 28 tokens: .*below, got 12 and up to 17"):
-        mmspec.generate(model, drafter=drafter, **options, max_new_tokens=17)
 
 
 _PADDED = {"right": ((0, 0), (11, 14)), "hole": ((0, 0), (5, 8)), "left": ((0, 4), (0, 0))}
@@ -368,17 +360,72 @@ def _rope(kind, limit):
     return changed("llama", num_hidden_layers=1, max_position_embeddings=limit, rope_parameters=rope)
 
 
-@pytest.mark.parametrize("lengths", [[9], [4, 12], [4, 20]])
-@pytest.mark.parametrize(
-    ("kind", "limit", "expected"), [("dynamic", 16, "fit below"), ("longrope", 64, "stay on one side")]
+TEMPERATURE, LLAMA, OWN = (
+    small_config(Llama4TextConfig, floor_scale=540),
+    TEXT_CONFIGS["llama"],
+    "original_max_position_embeddings",
 )
-def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit, expected, lengths):
-    target = TransformersTarget(_rope(kind, limit))
-    mask = (torch.arange(20)[None] >= 20 - torch.tensor(lengths)[:, None]).long()
-    with pytest.raises(
-        UserError, match=rf"^{kind} rotary embeddings change at 16 tokens: .*{expected}, got \d+ and up to \d+ more$"
+SWITCHES = {
+    ("attention temperatures", "slots"): [TEMPERATURE, small_config(InklingTextConfig, log_scaling_n_floor=540)],
+    ("attention masks", "slots"): [configured(TEXT_CONFIGS["doge"](), keep_window_size=28)],
+    ("dynamic rotary embeddings", "tokens"): [
+        configured(LLAMA(), max_position_embeddings=28, rope_parameters=rope)
+        for rope in ({"rope_type": "dynamic"}, {"full": {"rope_type": "default"}, "sliding": {"rope_type": "dynamic"}})
+    ],
+    ("longrope rotary embeddings", "tokens"): [
+        configured(LLAMA(), max_position_embeddings=28, rope_parameters={"rope_type": "longrope"}),
+        configured(LLAMA(), max_position_embeddings=64, rope_parameters={"rope_type": "longrope", OWN: 28}),
+        configured(LLAMA(), max_position_embeddings=64, rope_parameters={"rope_type": "longrope"}, **{OWN: 28}),
+    ],
+    ("", ""): [
+        configured(copy.deepcopy(TEMPERATURE), attn_temperature_tuning=False),
+        small_config(InklingTextConfig, log_scaling_n_floor=None),
+        *(
+            configured(LLAMA(), max_position_embeddings=28, rope_parameters=rope)
+            for rope in ({"rope_type": "yarn"}, {})
+        ),
+    ],
+}
+"""By what changes at 28 tokens, and what is compared with them: configurations."""
+
+
+@pytest.mark.parametrize(
+    ("what", "compared", "config"), [(*key, config) for key, configs in SWITCHES.items() for config in configs]
+)
+def test_prompts_and_answers_are_on_one_side_of_what_changes_with_the_length(what, compared, config):
+    for lengths, padded, new, crosses in (
+        ([12], 12, [16], ()),
+        ([12], 12, [17], ("slots", "tokens")),
+        ([4, 12], 13, [24, 16], ("slots",)),
+        ([12, 4], 12, [3, 25], ("slots", "tokens")),
+        ([28], 28, [1], ("slots", "tokens")),
+        ([29, 30], 30, [7, 1], ("slots", "tokens")),
+        ([28, 30], 30, [7, 1], ("slots", "tokens")),
     ):
-        target.prefill(Prompt(torch.ones_like(mask), mask), [9] * len(lengths))
+        both_sides = what.startswith("longrope")
+        both_beyond = both_sides and min(lengths) > 28
+        rule = "stay on one side" if both_sides else "fit below"
+        with (
+            pytest.raises(
+                UserError, match=f"^{what} change at 28 tokens: prompt and answer must {rule}, got {min(lengths)} "
+            )
+            if compared in crosses and not both_beyond
+            else nullcontext()
+        ):
+            refuse_switch(config, lengths, padded, new)
+    assert rope_side(config, 29) == rope_side(config, 99) == (True,) * bool(what)
+    assert rope_side(config, 28) == (False,) * bool(what)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("dynamic", 16), ("longrope", 64)])
+def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit):
+    mask = (torch.arange(20)[None] >= 20 - torch.tensor([4, 12])[:, None]).long()
+    target, prompt = TransformersTarget(_rope(kind, limit)), Prompt(torch.ones_like(mask), mask)
+    target.prefill(prompt, [12, 4])  # padding does not count
+    with pytest.raises(
+        UserError, match=rf"^{kind} rotary embeddings change at 16 tokens: .*, got 4 and up to 13 more$"
+    ):
+        target.prefill(prompt, [12, 5])
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ def test_placeholders_take_media_in_order(tmp_path, value, kinds):
     assert [item["type"] for item in message["content"]] == kinds
     assert [item["path"][-1] for item in message["content"] if item["type"] == "image"] == record["image"]
     assert "".join(item.get("text", "") for item in message["content"]).count("\n") == 0
+    with pytest.raises(UserError, match=r"^a text model reads text only"):
+        as_text([message])
 
 
 def test_sharegpt_variants(tmp_path):
@@ -108,9 +110,9 @@ def test_unanswered_questions_and_token_ids(tmp_path):
     assert [len(found.messages) for found in data.conversations] == [1, 3]
     assert data.skipped == {"no question": 1}
     record = turns("Q", "A", "R", "B", id="x")
-    record["conversations"][1]["token_ids"] = [5, 8, 2]
+    record["conversations"][1]["token_ids"] = [0, 8, 2]
     first, second = read(write(tmp_path, [record, turns("Q", "A", id="x")])).conversations
-    assert first.answers == ((5, 8, 2), None)
+    assert first.answers == ((0, 8, 2), None)
     assert (first.id, second.id) == ("x", "x#2")
 
 
@@ -120,12 +122,17 @@ def test_unanswered_questions_and_token_ids(tmp_path):
         ([1], r"data.json, record 2: expected an object with a list `conversations`, received \[1\]"),
         ({"conversations": {}}, "list `conversations`"),
         ({"conversations": [{"from": "human"}]}, "expected turns with `from` and a text `value`"),
+        ({"conversations": ["hi"]}, 'expected turns with `from` and a text `value`, received "hi"'),
         ({"conversations": [{"from": ["dog"], "value": "wau"}]}, r"expected turns from human.*received \['dog'\]"),
         ({"conversations": [{"from": "dog", "value": "wau"}]}, "expected turns from human.*received 'dog'"),
         (turns("<image><image>", "a", image="x"), "as many files in `image` as there are <image> placeholders"),
         (turns("<video>", "a", image="x"), "as many files in `video`"),
         (turns("q", "a", image=3), "expected `image` as a path or a list of paths, received 3"),
-        ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ["a"]}]}, "expected `token_ids` as a list"),
+        (turns("q", "a", image=["x", ""]), "expected `image` as a path or a list of paths, received"),
+        *(
+            ({"conversations": [{"from": "gpt", "value": "a", "token_ids": ids}]}, "expected `token_ids` as a list")
+            for ids in (["a"], [True], [3, -1], [], 7)
+        ),
     ],
 )
 def test_malformed_records_are_named(tmp_path, record, message):
