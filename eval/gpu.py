@@ -1,8 +1,8 @@
 """GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json``, at most ten minutes.
 
-Embedded models show whether tokens are those of a CPU. All else is timed on random weights in published shapes:
-drafters run at their cost, and their drafts are accepted at a set rate (``--acceptance``). Each part is a process of its
-own, the most important ones first: one that fails or hangs costs that part only, and the file is written after every
+Embedded models show whether tokens are those of a CPU. All else is timed on random weights in published shapes, with
+drafters that run at their cost and drafts that are accepted at a set rate (``--acceptance``). Each part is a process of
+its own, the most important ones first: one that fails or hangs costs that part only. The file is written after every
 part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
 """
 
@@ -31,7 +31,6 @@ from rich.table import Table
 
 import mmspec
 from mmspec.cli.options import OUT_FILE
-from mmspec.core.drafter import fork
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import (
     BenchmarkCommand,
@@ -103,7 +102,7 @@ def tokens(plan: Plan) -> Iterator[Row]:
     """Whether answers of the embedded models in float32 are on the device what plain ones are on a CPU."""
 
     def check(name: str, requests: Any, drafter: str | None) -> Row:
-        got = []
+        got: list[Any] = []
         for spec, device in (
             (None, "cpu"),
             *[(drafter, plan.device.type)] * 3,
@@ -134,12 +133,13 @@ def passes(name: str, plan: Plan) -> Iterator[Row]:
             yield {**row, "peak_bytes": peak_memory(plan.device)}
 
 
-def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: float) -> Iterator[Row]:
+def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: Any) -> Iterator[Row]:
     """Whole answers, plain and of each drafter with trees, chains and adaptive trees; or of ``generate`` (``peers``).
 
     Figures are of decoding after the first token, medians over groups of prompts after one that warms up.
     """
-    target, few, known = plan.target(name), batch > 1 or bool(sampling), {}
+    target, few = plan.target(name), batch > 1 or bool(sampling)
+    known: dict[Any, list[int]] = {}
     processor, vocab = gpu_models.number_processor(target.config.vocab_size), target.config.vocab_size
     drawn, options = Random(0), DecodingOptions(plan.of(256, 8), seed=1, **sampling)
     length, new = plan.of(640, 12), options.max_new_tokens - 1  # a picture of LLaVA-1.5 and a question
@@ -176,11 +176,11 @@ def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampli
     trees, chains = plan.of((31,) if few else (15, 31, 59), (7,)), plan.of((5,) if few else (3, 5, 8), (3,))
     shapes = *product(("tree",), trees), ("adaptive", None), *product(("chain",), chains)
     for (label, drafter), (kind, size) in product(gpu_models.random_drafters(target).items(), shapes):
-        own = fork(drafter, target)
+        own = drafter.renewed(drafter.network)
         if kind == "chain":
             own.draft_chains(size)
-        own = gpu_models.SetAcceptance(own, known, plan.acceptance, vocab)
-        method = Method(f"{label} {kind} {size or ''}", own, size, max_num_seqs=batch)
+        drafts = gpu_models.SetAcceptance(own, known, plan.acceptance, vocab)
+        method = Method(f"{label} {kind} {size or ''}", drafts, size, max_num_seqs=batch)
         yield from attempt(partial(time, method), method=method.name, batch=batch, set_acceptance=plan.acceptance)
 
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import BambaConfig
 
 from mmspec import ops
 from mmspec.core.tree import TokenTree
@@ -105,7 +104,7 @@ def kernels(config: Any, batch: int, prefix: int, nodes: int, device: torch.devi
     path = torch.tensor(longest, dtype=torch.long, device=device).repeat(batch, 1)
 
     def attention(q: Tensor, kv: Tensor) -> Tensor:
-        return ops.tree_attention(q, *kv, lengths, mask, start=lengths[:1])
+        return ops.tree_attention(q, kv[0], kv[1], lengths, mask, start=lengths[:1])
 
     def compact_kv(storage: Tensor) -> Tensor:
         ops.compact_kv(storage, path, lengths[:1], lengths)
@@ -114,7 +113,7 @@ def kernels(config: Any, batch: int, prefix: int, nodes: int, device: torch.devi
     read = size * batch * head_dim * 2 * (kv_heads * slots + heads * nodes)
     kv = 2, batch, kv_heads, slots, head_dim
     yield "tree_attention", attention, [(batch, heads, nodes, head_dim), kv], read, 1e-2
-    if not isinstance(config, BambaConfig):
+    if config.model_type != "bamba":
         stored = 2 * config.num_hidden_layers, batch, kv_heads, slots + 1, head_dim
         moved = size * stored[0] * batch * kv_heads * head_dim * max(len(longest) - 1, 1)  # the root's slot stays
         yield "compact_kv", compact_kv, [stored], 2 * moved, 1e-2
@@ -139,6 +138,6 @@ def kernels(config: Any, batch: int, prefix: int, nodes: int, device: torch.devi
     states, read = 4 * batch * inner * state[1], size * count * channels
     yield "tree_scan", scan, sizes, states + read + 4 * count * inner, 1e-2
     yield "commit_scan", partial(scan, commits=True), sizes, 2 * states, 1e-2
-    tree_conv = lambda *tensors: mamba_ops.tree_conv(*tensors, window)  # noqa: E731
+    tree_conv = lambda x, before, weight, bias: mamba_ops.tree_conv(x, before, weight, bias, window)  # noqa: E731
     sizes = [(batch, nodes, channels), (batch, channels, taps - 1), (channels, taps), (channels,)]
     yield "tree_conv", tree_conv, sizes, 2 * read, 1e-2

@@ -25,16 +25,23 @@ from mmspec.core.verify import Verdict, accept_path
 from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
+from mmspec.drafters.trained import TrainedDrafter
 from mmspec.eval.kernels.gpu_kernels import device_seconds
 from mmspec.ops.transfer import on_device
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
 from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
-_COMMON = dict(initializer_range=0.002, max_position_embeddings=16384, tie_word_embeddings=False, eos_token_id=None)
-_TINY = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4)
+_COMMON: dict[str, Any] = dict(
+    initializer_range=0.002, max_position_embeddings=16384, tie_word_embeddings=False, eos_token_id=None
+)
+_TINY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
+)
 _TINY |= dict(vocab_size=160, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, attn_layer_indices=[1])
-_BAMBA = dict(vocab_size=128256, num_key_value_heads=8, mamba_d_state=128, attn_layer_indices=[9, 18, 27])
+_BAMBA: dict[str, Any] = dict(
+    vocab_size=128256, num_key_value_heads=8, mamba_d_state=128, attn_layer_indices=[9, 18, 27]
+)
 
 
 def config_of(name: str, tiny: bool) -> Any:
@@ -59,7 +66,7 @@ def random_target(config: Any, device: torch.device, dtype: torch.dtype) -> Tran
     return target
 
 
-def random_drafters(target: TransformersTarget) -> dict[str, CapturedDrafter]:
+def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
     """Drafters with random networks of published shapes for this target: what their drafts cost."""
     config, layers, head = target.config, target.config.num_hidden_layers, min(32_000, target.config.vocab_size)
     dflash = DFlashConfig.like(
@@ -141,7 +148,8 @@ def time_passes(
 
     A draft comes after a step that accepted three tokens, which the drafter reads.
     """
-    config, device = target.config, target.device
+    config: Any = target.config
+    device = target.device
     ids = torch.arange(prefix, device=device).repeat(batch, 1) % config.vocab_size
 
     def milliseconds(run: Callable[[], Any]) -> float:
@@ -175,7 +183,7 @@ def time_passes(
     target.select([])
     weights: Any = [*target.model.get_decoder().layers.parameters(), *target.model.get_output_embeddings().parameters()]
     attending, states = config.num_hidden_layers, 0  # layers, and bytes of a sequence's recurrent states
-    if isinstance(config, BambaConfig):
+    if config.model_type == "bamba":
         attending, heads = len(config.attn_layer_indices), config.mamba_n_heads
         states = 4 * (config.num_hidden_layers - attending) * heads * config.mamba_d_head * config.mamba_d_state
     kv = 2 * prefix * config.hidden_size // config.num_attention_heads * config.num_key_value_heads
