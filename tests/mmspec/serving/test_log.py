@@ -14,6 +14,7 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
+from mmspec.targets.detokenizer import AnswerReader
 from tests.serve_process import process
 from tests.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served
 
@@ -84,7 +85,7 @@ def test_requests_that_fail_are_lines(server: Served, lines: Any, monkeypatch: p
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of\norder")
 
-    monkeypatch.setattr(server.pipe.io, "decode", broken)
+    monkeypatch.setattr(AnswerReader, "append", broken)
     for stream in (False, True):
         server.post(question(stream=stream))
         (failed,) = lines(1)
