@@ -143,17 +143,15 @@ class Drained:
         self._most, self._busy = most, Unready(f"answering {most} requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if self._drain.closing:
-            await self._stopping(scope, receive, send)
-            return
-        if scope["path"] in PROBES:
-            await self.app(scope, receive, send)
-            return
-        if len(self._drain.tasks) >= self._most:
-            await self._busy(scope, receive, send)
+        other: ASGIApp | None = None
+        if scope["type"] == "http" and self._drain.closing:
+            other = self._stopping
+        elif scope["type"] != "http" or scope["path"] in PROBES:
+            other = self.app
+        elif len(self._drain.tasks) >= self._most:
+            other = self._busy
+        if other is not None:
+            await other(scope, receive, send)
             return
         response = Watched(send)
         task = asyncio.ensure_future(self.app(scope, receive, response))
