@@ -143,17 +143,15 @@ class Drained:
         self._most, self._busy = most, Unready(f"answering {most} requests")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if self._drain.closing:
-            await self._stopping(scope, receive, send)
-            return
-        if scope["path"] in PROBES:
-            await self.app(scope, receive, send)
-            return
-        if len(self._drain.tasks) >= self._most:
-            await self._busy(scope, receive, send)
+        other: ASGIApp | None = None
+        if scope["type"] == "http" and self._drain.closing:
+            other = self._stopping
+        elif scope["type"] != "http" or scope["path"] in PROBES:
+            other = self.app
+        elif len(self._drain.tasks) >= self._most:
+            other = self._busy
+        if other is not None:
+            await other(scope, receive, send)
             return
         response = Watched(send)
         task = asyncio.ensure_future(self.app(scope, receive, response))
@@ -167,6 +165,7 @@ class Drained:
         if not task.cancelled():
             task.result()
             return
+        scope[LOG].error = self._stopping.error
         with suppress(OSError):
             await response.complete(self._stopping.error, scope, receive)
 
@@ -192,33 +191,26 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, response, gone = clock(), Watched(send), False
-
-        async def received() -> Message:
-            nonlocal gone
-            message = await receive()
-            gone |= message["type"] == "http.disconnect" and not response.ended
-            return message
-
+        began, response = clock(), Watched(send)
         try:
-            await self.app({**scope, LOG: response}, received, response)
+            await self.app({**scope, LOG: response}, receive, response)
         except Exception as error:
             response.error = error
             if response.status is None:
                 await as_api_error(error).response()(scope, receive, response)
-        status, problem, quiet = response.status, response.error, scope["path"] in (*PROBES, "/metrics")
+        status, problem, quiet = response.status or 0, response.error, scope["path"] in (*PROBES, "/metrics")
         pairs: dict[str, Any] = {"id": None, "finish": None} if response.form is None else response.form.logged()
-        if gone and pairs["finish"] is None:
-            status, pairs["finish"] = CLIENT_GONE, "disconnected"
-        elif problem is not None:  # a stream has sent the status 200 before
-            status, pairs["finish"] = as_api_error(problem).status, "error"
-            pairs["error"] = json.dumps(first_line(problem))
+        if problem is not None:  # a stream has sent the status 200 before
+            status, pairs["error"] = as_api_error(problem).status, json.dumps(first_line(problem))
+        elif response.form is not None and pairs["finish"] is None:  # so has one whose client has gone
+            status = CLIENT_GONE
+        if status >= 400:
+            pairs["finish"] = "disconnected" if status == CLIENT_GONE else "error"
         pairs |= {"endpoint": f'"{scope["method"]} {quote(scope["path"][:200])}"', "status": status}
         line = " ".join(f"{name}={value}" for name, value in pairs.items() if value is not None)
-        failed = (status or 0) >= 500
-        level = logging.ERROR if failed else logging.DEBUG if quiet else logging.INFO
+        level = logging.ERROR if status >= 500 else logging.DEBUG if quiet else logging.INFO
         _log.log(level, "%s total_s=%.3f", line, clock() - began)
-        if failed:
+        if status >= 500:
             _log.debug("traceback of %s", pairs["id"], exc_info=problem)
 
 

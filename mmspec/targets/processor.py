@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from inspect import signature
 from typing import Any, ClassVar, Self
@@ -52,10 +53,9 @@ def called_arguments(value: Any) -> Any:
     """Arguments of a call as an object, which is empty for a text that is not the JSON of one."""
     if not isinstance(value, str):
         return value
-    try:
+    found = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(value)
-    except (ValueError, RecursionError):
-        found = None
     return found if isinstance(found, dict) else {}
 
 

@@ -16,6 +16,7 @@ import mmspec
 from mmspec import UserError
 from mmspec.checks import Rule
 from mmspec.pipeline import Pipeline
+from mmspec.sampling.defaults import Defaults
 from mmspec.sampling.params import SamplingParams
 from mmspec.serving.limits import Limits
 from mmspec.serving.metrics import _PER_REQUEST
@@ -134,10 +135,11 @@ def test_values_of_a_text_request_are_checked_once(server: Served, monkeypatch: 
         ({"do_sample": True, "temperature": 0.0, "top_k": 5}, {}, (0.0, 1.0, 5)),
         ({"max_new_tokens": 256, "top_k": 5}, {"top_k": 3}, (0.0, 1.0, 3, 256)),
         ({"gguf_sampling": {"temperature": 0.8, "top_k": 40}}, {"top_k": 3}, (0.8, 1.0, 3)),
+        (None, {}, (0.0, 1.0, 0)),  # the library's
     ],
 )
 def test_defaults_are_those_of_mmspec_generate(
-    server: Served, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], fields: Any, expected: tuple[Any, ...]
+    server: Served, monkeypatch: pytest.MonkeyPatch, config: Any, fields: Any, expected: tuple[Any, ...]
 ) -> None:
     asked: list[SamplingParams] = []
 
@@ -146,7 +148,10 @@ def test_defaults_are_those_of_mmspec_generate(
         yield mmspec.Piece("", [], "stop", mmspec.Stats())
 
     monkeypatch.setattr(server.pipe, "astream", record)
-    monkeypatch.setattr(server.pipe.model, "generation_config", GenerationConfig(**config))
+    if config is None:
+        monkeypatch.setattr(server.pipe, "defaults", Defaults())
+    else:
+        monkeypatch.setattr(server.pipe.model, "generation_config", GenerationConfig(**config))
     server.post({"model": "tiny-llava", "messages": USER, **fields})
     found = (asked[0].temperature, asked[0].top_p, asked[0].top_k, asked[0].max_new_tokens)
     assert found == (*expected, Limits().max_tokens)[:4]

@@ -14,6 +14,7 @@ from mmspec.sampling.defaults import Defaults
 from mmspec.serving import formats, runner
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
+from mmspec.targets.detokenizer import AnswerReader
 from tests.served import SCENE, Served, data_uri, eventually, question
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,8 +50,8 @@ STAGES: dict[str, tuple[Callable[[Served], Any], str, int]] = {
     "verify pass": (lambda server: server.pipe.target, "forward_tree", 1),
     "commit": (lambda server: server.pipe.target, "commit", 1),
     "later token": (lambda server: RequestState, "append", 3),
-    "text": (lambda server: server.pipe.io, "decode", 0),
-    "later text": (lambda server: server.pipe.io, "decode", 2),
+    "text": (lambda server: AnswerReader, "append", 0),
+    "later text": (lambda server: AnswerReader, "append", 2),
     "figures of the first token": (lambda server: server.app.state.metrics.first_token, "observe", 0),
     "figures of later tokens": (lambda server: server.app.state.metrics.next_tokens, "observe", 0),
     "figures of the end": (lambda server: Metrics, "ended", 0),

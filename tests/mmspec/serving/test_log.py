@@ -14,6 +14,7 @@ import pytest
 
 from mmspec.pipeline import Pipeline
 from mmspec.serving.limits import Limits
+from mmspec.targets.detokenizer import AnswerReader
 from tests.serve_process import process
 from tests.served import LONG, TIMEOUT, Served, eventually, open_stream, question, served
 
@@ -75,16 +76,18 @@ def test_an_answer_is_a_line(
 def test_requests_that_fail_are_lines(server: Served, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server.post(question(top_p=2))
     httpx.get(f"{server.url}/x%0A%22y")
-    (wrong, unknown) = lines(2)
+    httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
+    (wrong, unknown, refused) = lines(3)
     assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
     assert wrong["error"] == "top_p must be in [0, 1]: got 2"
     assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("out of\norder")
 
-    monkeypatch.setattr(server.pipe.io, "decode", broken)
+    monkeypatch.setattr(AnswerReader, "append", broken)
     for stream in (False, True):
         server.post(question(stream=stream))
         (failed,) = lines(1)
@@ -140,17 +143,27 @@ def test_clients_that_disconnect_and_requests_that_do_not_fit(
             assert eventually(lambda: server.idle)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("level", "count"), [("info", 2), ("warning", 0)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_the_end_of_the_server_cancels(
+    pipe: Pipeline, slow: Callable[[float], None], lines: Any, stream: bool
+) -> None:
+    slow(0.02)
+    with served(pipe, Limits(shutdown_timeout=0)) as server:
+        connection = open_stream(server, question(stream=stream, **LONG))
+        assert eventually(lambda: server.app.state.slots.running == 1)
+        assert not stream or b"data: " in connection.recv(1 << 16)
+    connection.close()
+    (cut,) = lines(1)
+    assert (cut["status"], cut["finish"], cut["level"]) == ("503", "error", "ERROR")
+    assert cut["error"] == "the server is stopping: try again later"
+
+
+@pytest.mark.parametrize(("level", "count"), [pytest.param("info", 2, marks=pytest.mark.long), ("warning", 0)])
 def test_the_process_writes_them_to_standard_error(level: str, count: int, tmp_path: Path) -> None:
     with (tmp_path / "err").open("w") as err, process("--port", "0", "--log-level", level, stderr=err) as (_, url):
         for body in (question(), question(top_p=2)):
             httpx.post(f"{url}/chat/completions", json=body, timeout=TIMEOUT)
         found = (tmp_path / "err").read_text()
-    assert (
-        len(re.findall(r'^\d{4}-.* INFO .*endpoint="POST /v1/chat/completions" status=[24]00 ', found, re.M)) == count
-    )
-    assert (found.count("/v1/chat/completions"), found.count("/health")) == (
-        count,
-        0,
-    )  # uvicorn has no lines of its own
+    line = r'^\d{4}-.* INFO .*endpoint="POST /v1/chat/completions" status=[24]00 '
+    assert len(re.findall(line, found, re.M)) == found.count("/v1/chat/completions") == count
+    assert "/health" not in found  # uvicorn has no lines of its own

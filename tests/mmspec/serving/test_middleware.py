@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmspec.serving.limits import host_names, server_url
-from mmspec.serving.middleware import AccessGuard, Drain, Drained, LostReplica
+from mmspec.serving.middleware import AccessGuard, Drain, Drained, LostReplica, RequestLog
 
 HOSTS = {"localhost", "127.0.0.1", "[::1]"}
 ORIGINS = ["http://app.example"]
@@ -196,8 +196,8 @@ def test_a_request_that_is_cancelled_leaves_room_for_the_next() -> None:
         seen.extend([message["status"]] if "status" in message else [])
 
     async def scenario() -> None:
-        drained = Drained(application, Drain(), most=1)
-        requests = [{"type": "http", "path": path, "headers": []} for path in ("/long", "/next")]
+        drained = RequestLog(Drained(application, Drain(), most=1))
+        requests = [{"type": "http", "method": "GET", "path": path, "headers": []} for path in ("/long", "/next")]
         first = asyncio.ensure_future(drained(requests[0], None, send))  # type: ignore[arg-type]
         while not seen:
             await asyncio.sleep(0)
