@@ -3,7 +3,6 @@
 - ``harness``: interleaved timing, other engines, acceptance statistics, held-out prompts, tables and results
 - ``suite``: ``mmspec eval``, with tasks, scorers and reports, and ``mmspec tune``
 - ``decoding``: random drafts, every model class built small
-- ``kernels``: kernels and models of the GPU benchmark
-- ``scale_up``: small trained models in big shapes
+- ``kernels``: kernels and random models of the GPU benchmark
 - ``adapters``: lmms-eval and lm-evaluation-harness
 """

@@ -1,317 +1,279 @@
 """GPU benchmark: ``python -m mmspec.eval gpu --out FILE.json``, at most ten minutes.
 
-Nothing is downloaded. The most important parts come first: tokens of small models on the device, and on one of 7B
-parameters that is built there, verify passes, drafts, whole answers and transformers' ``generate``; then kernels, and a
-hybrid of 8B parameters (``mmspec.eval.kernels.gpu_models``, ``gpu_kernels``).
-
-Each part runs in a process of its own (``mmspec.eval.kernels.gpu_parts``): a part that fails is recorded, and the
-others still run. The file is written after every row, and a later call with the same file resumes.
-
-``--quick --device cpu`` runs the same on tiny shapes, as a rehearsal; its times mean nothing.
+Embedded models show whether tokens are those of a CPU. All else is timed on random weights in published shapes, with
+drafters that run at their cost and drafts that are accepted at a set rate (``--acceptance``). Each part is a process of
+its own, the most important ones first: one that fails or hangs costs that part only. The file is written after every
+part. ``--quick --device cpu`` rehearses on tiny shapes; its times mean nothing.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import product
 from pathlib import Path
+from random import Random
+from statistics import fmean, median
 from time import perf_counter as clock
 from typing import Any
 
 import click
 import torch
+import transformers
 from rich.table import Table
 
-from mmspec import plugins
-from mmspec.checks import nearest
+import mmspec
 from mmspec.cli.options import OUT_FILE
-from mmspec.errors import UserError
-from mmspec.eval.harness.output import BenchmarkCommand, Column, make_table, print_result, wide_console, write_result
-from mmspec.eval.kernels import gpu_kernels, gpu_models
-from mmspec.eval.kernels.gpu_kernels import KernelTimer
-from mmspec.eval.kernels.gpu_parts import (
-    Row,
-    Rows,
-    describe_machine,
-    failures,
-    finished_parts,
-    row_or_error,
-    run_parts,
-    write_rows,
+from mmspec.errors import UserError, first_line
+from mmspec.eval.harness.output import (
+    BenchmarkCommand,
+    git_commit,
+    make_table,
+    print_result,
+    wide_console,
+    write_result,
 )
-from mmspec.eval.scale_up.models import SHAPES, Shape, shape_of
-from mmspec.loading import load_target
+from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
+from mmspec.eval.harness.timing import DecodingOptions, Method, peak_memory, reset_peak_memory, run_interleaved
+from mmspec.eval.kernels import gpu_kernels, gpu_models
+from mmspec.ops import graphs, kernels
+from mmspec.pipeline import Pipeline
 
-MODEL, HYBRID = "7b", "8b-hybrid"
-SOURCES = {MODEL: ("tiny-llava", "msd,flash"), HYBRID: ("tiny-hybrid", "flash,ngram")}
-"""By preset of ``mmspec.eval.scale_up``: the embedded model that is scaled up to it, and its drafters."""
+Row = dict[str, Any]
+_ROW = "row: "  # begins a line of a part's output
+GENERATE = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
+GENERATE |= {"compiled": {"cache_implementation": "static"}}
+"""Options of transformers' ``generate``; on a GPU, a static cache alone compiles the forward."""
 
 
 @dataclass(frozen=True)
-class GpuPlan:
-    """What the GPU benchmark measures.
+class Plan:
+    """How to measure: ``acceptance`` is the probability that a draft is accepted after accepted ones."""
 
-    Attributes:
-        batch: the batch size beside 1.
-        prefix: prefix length of passes in tokens; ``long_prefix`` at batch size 1 of ``MODEL``, too.
-        nodes: nodes of verify passes, root included.
-        trees, chains: draft tokens per step of answers.
-        vocab: vocabulary size of the kernels of sampling.
-        new: new tokens per answer.
-        groups: of prompts that are answered, at least; their steps are 64 or more together.
-        calls: of passes and drafts in succession.
-        lengths: new tokens of short and long answers of ``generate``.
+    device: torch.device
+    quick: bool
+    acceptance: float
+
+    def of(self, full: Any, quick: Any) -> Any:
+        return quick if self.quick else full
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return self.of((1, 8, 16, 32, 64), (1, 4, 8))
+
+    def cases(self) -> list[tuple[int, int]]:
+        """Batch sizes and prefixes."""
+        return self.of([(1, 1000), (8, 1000), (1, 8000)], [(1, 20), (8, 20), (1, 40)])
+
+    def target(self, name: str) -> Any:
+        return gpu_models.random_target(gpu_models.config_of(name, self.quick), self.device, self.dtype)
+
+
+def attempt(step: Callable[[], Row], **facts: Any) -> Iterator[Row]:
+    """The row of a step, or one with its error (``failed``): the other steps still run."""
+    try:
+        yield {**facts, **step()}
+    except Exception as error:
+        traceback.print_exc()
+        yield {**facts, "failed": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def machine(plan: Plan) -> Iterator[Row]:
+    """The device, software versions, and the bandwidth of the device's memory."""
+    has: Any = torch.cuda.get_device_properties(plan.device) if plan.device.type == "cuda" else None
+    facts = {"device": has.name, "memory_gb": has.total_memory / 1e9} if has else {"device": platform.machine()}
+    facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "commit": git_commit()}
+    copied = gpu_kernels.copy_bandwidth(plan.device) / 1e9
+    yield {**facts, "kernels": kernels.in_use(plan.device), "copy_gb_per_second": copied}
+
+
+def tokens(plan: Plan) -> Iterator[Row]:
+    """Whether answers of the embedded models in float32 are on the device what plain ones are on a CPU."""
+
+    def check(name: str, requests: Any, drafter: str | None) -> Row:
+        got: list[Any] = []
+        for spec, device in (
+            (None, "cpu"),
+            *[(drafter, plan.device.type)] * 3,
+        ):  # the second captures, the third replays
+            if len(got) < 2:
+                pipe = mmspec.load(name, drafter=spec, dtype="float32", device=device)
+            results = pipe.generate_batch(requests, max_new_tokens=plan.of(48, 8), temperature=0.0, nodes=15)
+            got.append([result.token_ids for result in results])
+        assert got == got[:1] * 4, f"answers must be the CPU's: expected {got[0]}, got {got[1:]}"
+        return {"equal": len(got[0])}
+
+    llava = "tiny-llava", held_out_requests(1, 1)
+    hybrid = "tiny-hybrid", held_out_texts(2)
+    both = *product([llava], (None, "msd", "flash", "recycle")), *product([hybrid], (None, "flash", "mamba"))
+    for (name, requests), drafter in both:
+        yield from attempt(partial(check, name, requests, drafter), model=name, drafter=drafter)
+
+
+def passes(name: str, plan: Plan) -> Iterator[Row]:
+    """Verify passes, commits and drafts."""
+    target, bandwidth = plan.target(name), gpu_kernels.copy_bandwidth(plan.device)
+    for batch, prefix in plan.cases():
+        # transformers' prefill of Mamba-2 layers takes 4 GB per 1,000 tokens.
+        prefix = prefix // 4 if name == "hybrid" and batch > 1 else prefix
+        reset_peak_memory(plan.device)
+        step = partial(gpu_models.time_passes, target, batch, prefix, plan.nodes, bandwidth, plan.of(64, 2))
+        for row in attempt(step, batch=batch, prefix=prefix):
+            yield {**row, "peak_bytes": peak_memory(plan.device)}
+
+
+def answers(name: str, plan: Plan, batch: int = 1, peers: bool = False, **sampling: Any) -> Iterator[Row]:
+    """Whole answers, plain and of each drafter with trees, chains and adaptive trees; or of ``generate`` (``peers``).
+
+    Figures are of decoding after the first token, medians over groups of prompts after one that warms up.
     """
+    target, few = plan.target(name), batch > 1 or bool(sampling)
+    known: dict[Any, list[int]] = {}
+    processor, vocab = gpu_models.number_processor(target.config.vocab_size), target.config.vocab_size
+    drawn, options = Random(0), DecodingOptions(plan.of(256, 8), seed=1, **sampling)
+    length, new = plan.of(640, 12), options.max_new_tokens - 1  # a picture of LLaVA-1.5 and a question
+    groups = [[{"prompt": drawn.choices(range(10, 150), k=length)} for _ in range(batch)] for _ in range(4)]
 
-    batch: int = 8
-    prefix: int = 1000
-    long_prefix: int = 8000
-    nodes: tuple[int, ...] = (1, 8, 16, 32, 64)
-    trees: tuple[int, ...] = (15, 31, 59)
-    chains: tuple[int, ...] = (3, 5, 8)
-    vocab: int = 32064
-    new: int = 128
-    groups: int = 16
-    calls: int = 64
-    lengths: tuple[int, int] = (32, 96)
-
-
-FULL = GpuPlan()
-QUICK = GpuPlan(
-    batch=2,
-    prefix=20,
-    long_prefix=40,
-    nodes=(1, 4, 8),
-    trees=(7,),
-    chains=(3,),
-    vocab=99,
-    new=8,
-    groups=1,
-    calls=3,
-    lengths=(2, 4),
-)
-
-
-class GpuBenchmark:
-    """The parts of the GPU benchmark.
-
-    Args:
-        seconds: after which no part goes on.
-        quick: use tiny shapes.
-    """
-
-    def __init__(self, plan: GpuPlan, device: torch.device, seconds: float, quick: bool) -> None:
-        self.plan, self.device, self.quick = plan, device, quick
-        self.deadline = clock() + seconds
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-
-    @cached_property
-    def bandwidth(self) -> float:
-        return gpu_kernels.copy_bandwidth(self.device)
-
-    @cached_property
-    def timer(self) -> KernelTimer:
-        return KernelTimer(self.device, self.bandwidth, self.dtype, 2 if self.quick else 32)
-
-    def shape(self, preset: str) -> Shape:
-        """The preset's shape, or the embedded model's own in a quick run."""
-        if not self.quick:
-            return SHAPES[preset]
-        folder = str(plugins.find("models", SOURCES[preset][0])())
-        return shape_of(load_target(folder, "cpu", "float32")[0].config)
-
-    def parts(self) -> dict[str, tuple[float, Callable[[], Rows]]]:
-        """Limit in seconds and rows of each part by name, in order."""
+    def time(method: Method) -> Row:
+        pipe, timed, captured = Pipeline(target, processor, method.drafter, max_num_seqs=batch), [], 0
+        if method.generate_options is None:
+            pipe.warm_up(batch, plan.of(1024, 64), [method.nodes])
+        for turn, group in enumerate(groups):
+            captured = graphs.num_captures() if turn == 1 else captured
+            timed += run_interleaved(pipe, group, [method], 1, options)[method.name]
+            for request, answer in zip(group, timed[-1].answers, strict=True):
+                method.equal += known.setdefault(tuple(request["prompt"]), answer) == answer
+        stats = [[s for s in one.stats if s.wall_seconds] for one in timed[1:]]  # empty of generate
+        steps = [max((s.num_spec_steps for s in rows), default=new) for rows in stats]
+        spent = [[one.seconds.get(phase, 0.0) for one in timed[1:]] for phase in ("decoding", "draft", "verify")]
+        step, draft, verify = (median(1000 * s / n for s, n in zip(phase, steps, strict=True)) for phase in spent)
         return {
-            "machine": (40, self.machine),
-            "tokens": (90, self.tokens),
-            f"passes {MODEL}": (120, partial(self.passes, MODEL)),
-            f"answers {MODEL}": (200, partial(self.answers, MODEL)),
-            f"generate {MODEL}": (200, self.generate),
-            f"batch {MODEL}": (150, partial(self.answers, MODEL, self.plan.batch)),
-            f"sampling {MODEL}": (120, partial(self.answers, MODEL, temperature=0.8, top_p=0.95)),
-            "kernels": (120, self.kernels),
-            f"passes {HYBRID}": (120, partial(self.passes, HYBRID)),
-            f"answers {HYBRID}": (150, partial(self.answers, HYBRID)),
+            "steps": sum(steps),
+            "tokens_per_step": fmean([s.mean_acceptance_length for rows in stats for s in rows] or [1.0]),
+            **{"step_ms": step, "draft_ms": draft, "verify_ms": verify, "rest_ms": step - draft - verify},
+            "tokens_per_second": batch * new / median(spent[0]),
+            "equal": f"{method.equal}/{4 * batch}",
+            "captures": graphs.num_captures() - captured,
+            "peak_bytes": max(one.memory or 0 for one in timed),
         }
 
-    def machine(self) -> Rows:
-        """The device, and the bandwidth of its memory."""
-        yield {**describe_machine(self.device), "copy_gb_per_second": self.bandwidth / 1e9}
-
-    def tokens(self) -> Rows:
-        """Whether the embedded models say on the device what they say on a CPU."""
-        for name, drafters in (
-            ("tiny-llava", ("msd", "flash", "recycle", "ngram")),
-            ("tiny-hybrid", ("flash", "mamba")),
-        ):
-            step = partial(gpu_models.check_tokens, name, drafters, self.device, 12 if self.quick else 48)
-            yield from row_or_error(step, self.device, model=name)
-
-    def _build(self, preset: str) -> gpu_models.ScaledModel:
-        name, drafters = SOURCES[preset]
-        return gpu_models.build_scaled_model(name, self.shape(preset), drafters, self.device, self.dtype)
-
-    def passes(self, preset: str) -> Rows:
-        """Verify passes, commits and drafts of a scaled-up model, EAGLE-3 and DFlash of random weights included."""
-        plan, model = self.plan, self._build(preset)
-        yield {"weight_gb": model.weight_bytes / 1e9, "build_seconds": model.build_seconds}
-        model.drafters |= gpu_models.random_drafters(model.pipe.target)
-        cases = [(1, plan.prefix), (plan.batch, plan.prefix)]
-        if preset == MODEL:
-            cases.append((1, plan.long_prefix))
-        else:
-            cases[1] = plan.batch, plan.prefix // 4  # transformers' prefill of these layers takes 4 GB per 1,000 tokens
-        for batch, prefix in cases:
-            step = partial(gpu_models.time_passes, model, batch, prefix, plan.nodes, self.bandwidth, plan.calls)
-            yield from row_or_error(step, self.device, batch=batch, prefix=prefix)
-
-    def answers(self, preset: str, batch: int = 1, **sampling: float) -> Rows:
-        """Whole answers of a scaled-up model: plainly, with trees and with chains."""
-        plan, model = self.plan, self._build(preset)
-        fewer = bool(batch > 1 or sampling)
-        trees, chains = (plan.trees[:2], plan.chains[:1]) if fewer else (plan.trees, plan.chains)
-        requests = gpu_models.gpu_requests(preset == HYBRID, plan.groups * batch)
-        groups = [requests[start : start + batch] for start in range(0, len(requests), batch)]
-        methods = gpu_models.answer_methods(model, trees, chains, adaptive=not fewer)
-        options = {"temperature": 0.0, **sampling, "max_new_tokens": plan.new}
-        yield from gpu_models.time_answers(model, methods, groups, **options)
-
-    def generate(self) -> Rows:
-        """transformers' ``generate`` with a dynamic, a static and a compiled cache."""
-        model = self._build(MODEL)
-        for batch in (1, self.plan.batch):
-            for mode in gpu_models.GENERATE_MODES:
-                step = partial(gpu_models.time_generate, model, mode, batch, self.plan.lengths, 3)
-                yield from row_or_error(step, self.device, method=f"generate {mode}", batch=batch)
-
-    def kernels(self) -> Rows:
-        """Every kernel against its memory floor."""
-        plan, timer, largest = self.plan, self.timer, self.plan.nodes[-1]
-        steps: list[Callable[[], Row | Rows]] = []
-        for preset in (MODEL, HYBRID):
-            for batch, prefix in ((1, plan.prefix), (1, plan.long_prefix), (plan.batch, plan.prefix)):
-                for nodes in (1, largest):
-                    steps.append(
-                        partial(gpu_kernels.attention_row, timer, preset, self.shape(preset), batch, prefix, nodes)
-                    )
-        for batch in (1, plan.batch):
-            steps += [
-                partial(gpu_kernels.verification_rows, timer, batch, largest, plan.vocab),
-                partial(gpu_kernels.growth_rows, timer, batch, plan.vocab),
-                partial(gpu_kernels.compaction_row, timer, self.shape(MODEL), batch, largest),
-            ]
-            for name in ("small",) if self.quick else ("bamba", "nemotron"):
-                steps += [partial(gpu_kernels.scan_rows, timer, name, batch, nodes) for nodes in (1, 16, largest)]
-        for step in steps:
-            yield from row_or_error(step, self.device, operation=step.func.__name__)  # type: ignore[attr-defined]
+    for mode in GENERATE if peers else ():
+        yield from attempt(partial(time, Method(mode, generate_options=GENERATE[mode])), method=mode, batch=batch)
+    if peers:
+        return
+    yield from attempt(partial(time, Method("plain", max_num_seqs=batch)), method="plain", batch=batch)
+    trees, chains = plan.of((31,) if few else (15, 31, 59), (7,)), plan.of((5,) if few else (3, 5, 8), (3,))
+    shapes = *product(("tree",), trees), ("adaptive", None), *product(("chain",), chains)
+    for (label, drafter), (kind, size) in product(gpu_models.random_drafters(target).items(), shapes):
+        own = drafter.renewed(drafter.network)
+        if kind == "chain":
+            own.draft_chains(size)
+        drafts = gpu_models.SetAcceptance(own, known, plan.acceptance, vocab)
+        method = Method(f"{label} {kind} {size or ''}", drafts, size, max_num_seqs=batch)
+        yield from attempt(partial(time, method), method=method.name, batch=batch, set_acceptance=plan.acceptance)
 
 
-CAVEAT = "models are small trained ones in these shapes: acceptance is the small model's, time is the big shape's"
-
-# ---------------------------------------------------------------------- tables
-
-
-def part_table(name: str, part: Mapping[str, Any]) -> Table:
-    """The rows of a part, a column per field; fields by nodes or by drafter have a column for each."""
-    rows = [_flat(row) for row in part["rows"] if "where" not in row]
-    fields = dict.fromkeys(field for row in rows for field in row)
-    return make_table([(field.replace("_", " "), partial(_cell, field)) for field in fields], rows, title=name)
+def kernel_times(plan: Plan) -> Iterator[Row]:
+    """Every kernel against its memory floor."""
+    device, dtype, bandwidth = plan.device, plan.dtype, gpu_kernels.copy_bandwidth(plan.device)
+    for name, (batch, prefix), nodes in product(("7b", "hybrid"), plan.cases(), (1, plan.nodes[-1])):
+        config = gpu_models.config_of(name, plan.quick)
+        for kernel in gpu_kernels.kernels(config, batch, prefix, nodes, device, dtype.itemsize):
+            step = partial(gpu_kernels.measure, kernel, device, dtype, bandwidth, plan.of(32, 2))
+            yield from attempt(step, kernel=kernel[0], model=name, batch=batch, prefix=prefix, nodes=nodes)
 
 
-def _flat(row: Row) -> Row:
-    fields: Row = {}
-    for name, value in row.items():
-        fields |= {f"{name} {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
-    return fields
+PARTS: dict[str, tuple[float, Callable[[Plan], Iterator[Row]]]] = {
+    "machine": (60, machine),
+    "tokens": (90, tokens),
+    "passes-7b": (120, partial(passes, "7b")),
+    "answers-7b": (200, partial(answers, "7b")),
+    "generate-7b": (150, partial(answers, "7b", peers=True)),
+    "batch-7b": (120, partial(answers, "7b", batch=8)),
+    "sampling-7b": (120, partial(answers, "7b", temperature=0.8, top_p=0.95)),
+    "kernels": (120, kernel_times),
+    "passes-hybrid": (120, partial(passes, "hybrid")),
+    "answers-hybrid": (150, partial(answers, "hybrid")),
+    "generate-batch-7b": (150, partial(answers, "7b", batch=8, peers=True)),
+}
+"""By name, in order: the limit in seconds, and the rows of a part."""
 
 
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    value = row.get(name)
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def run_part(command: list[str], seconds: float) -> Row:
+    """Run a part's process: its ``rows``, and ``error`` with the end of its ``log`` if it failed."""
+    try:
+        # Errors of drafters and kernels are raised, in place of going on without.
+        done = subprocess.run(command, capture_output=True, timeout=seconds, env={**os.environ, "MMSPEC_STRICT": "1"})
+        out, log, error = done.stdout, done.stderr, f"exit status {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        out, log, error = late.stdout or b"", late.stderr or b"", f"not finished after {seconds:.0f} s"
+    part = {"rows": [json.loads(line[len(_ROW) :]) for line in out.decode().splitlines() if line.startswith(_ROW)]}
+    return part | ({"error": error, "log": log.decode(errors="replace")[-4000:]} if error else {})
 
 
-def summary(content: Mapping[str, Any]) -> Table:
-    """Tokens per second at batch size 1: plain decoding, each drafter's best chain and best tree, and ``generate``."""
-    parts = content["parts"]
-
-    def rows(part: str) -> list[Row]:
-        return [row for row in parts.get(part, {"rows": []})["rows"] if row.get("batch") == 1 and "where" not in row]
-
-    answers, best = rows(f"answers {MODEL}"), {}
-    for row in sorted(answers, key=lambda row: row["tokens_per_second"]):
-        best[tuple(row["method"].split()[:2])] = row  # drafter and shape
-    chosen = [*best.values(), *rows(f"generate {MODEL}")]
-    chosen.sort(key=lambda row: row["tokens_per_second"])
-    columns: list[Column] = [
-        ("method", "{method}"),
-        ("tokens/s", "{tokens_per_second:.1f}"),
-        ("tokens/step", "{tokens_per_step:.2f}"),
-        ("step, ms", "{step_ms:.2f}"),
-    ]
-    return make_table(columns, chosen, title=f"Tokens per second, {MODEL}, batch size 1")
+def part_command(name: str, plan: Plan) -> list[str]:
+    """The command of a part's process."""
+    options = ["--device", str(plan.device), "--acceptance", str(plan.acceptance), *["--quick"] * plan.quick]
+    return [sys.executable, "-m", "mmspec.eval", "gpu", *options, "--only", name, "--rows"]
 
 
-# ---------------------------------------------------------------------- command
+def part_table(name: str, part: Row) -> Table:
+    """The rows of a part, a column per field."""
+    fields = dict.fromkeys(field for row in part["rows"] for field in row)
+
+    def cell(field: str, row: Any) -> str:
+        value = row.get(field, "")
+        if isinstance(value, dict):
+            return ", ".join(f"{key}: {number:.4g}" for key, number in value.items())
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    note = "drafts are accepted at a set rate: acceptance is not measured" if "set_acceptance" in fields else None
+    columns = [(field.replace("_", " "), partial(cell, field)) for field in fields]
+    return make_table(columns, part["rows"], title=name, caption=note)
 
 
 @click.command(cls=BenchmarkCommand)
-@click.option("--out", type=OUT_FILE, help="Write the JSON result to this file after every row.")
+@click.option("--out", type=OUT_FILE, help="Write the JSON result to this file after every part.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--minutes", default=10.0, show_default=True, help="End after this time.")
 @click.option("--quick", is_flag=True, help="Tiny shapes, as a rehearsal.")
-@click.option("--only", multiple=True, metavar="PART", help="Run this part; may be repeated.")
-@click.option("--skip", multiple=True, metavar="PART", help="Leave a part out; may be repeated.")
+@click.option("--acceptance", type=click.FloatRange(0, 1, min_open=True), default=0.8, help="Set, per draft [0.8].")
+@click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="Run this part; may be repeated.")
+@click.option("--skip", multiple=True, type=click.Choice(list(PARTS)), help="Leave a part out; may be repeated.")
 @click.option("--rows", is_flag=True, hidden=True, help="Run one part in this process, and print its rows.")
 @torch.inference_mode()
-def main(
-    out: Path | None, device: str, minutes: float, quick: bool, only: tuple[str, ...], skip: tuple[str, ...], rows: bool
-) -> None:
+def main(out: Path | None, device: str, minutes: float, only: Any, skip: Any, rows: bool, **settings: Any) -> None:
     """Measure a GPU: a table for each part, then one JSON line."""
-    where = torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
+    plan, deadline, failed = Plan(torch.device(device), **settings), clock() + 60 * minutes, False
+    if plan.device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("expected a CUDA device, found none (--device cpu --quick rehearses without one)")
-    if where.type != "cuda" and not quick:
+    if plan.device.type != "cuda" and not plan.quick:
         raise UserError(f"real shapes need a CUDA device: got {device!r} (--quick takes tiny ones)")
-    plan = QUICK if quick else FULL
-    benchmark = GpuBenchmark(plan, where, 60 * minutes, quick)
-    parts = benchmark.parts()
-    for name in (*only, *skip):
-        if name not in parts:
-            raise UserError(
-                f"unknown part: expected one of {', '.join(parts)}, got {name!r}{nearest(name, list(parts))}"
-            )
-    chosen = {name: limit for name, (limit, _) in parts.items() if name in (only or parts) and name not in skip}
     if rows:
-        (name,) = chosen
-        write_rows(parts[name][1]())
-    content: dict[str, Any] = {"caveat": CAVEAT, **describe_machine(where), "quick": quick}
-    content["parts"] = finished_parts(out, content)
-    console = wide_console()
-
-    def save() -> None:
+        for row in PARTS[only[0]][1](plan):
+            failed |= "failed" in row
+            print(_ROW + json.dumps(row), flush=True)
+        click.echo(graphs.capture_failure() or "", err=True)
+        sys.exit(failed or graphs.capture_failure() is not None)
+    content: Row = {"acceptance": f"set to {plan.acceptance}, not measured", "quick": plan.quick, "parts": {}}
+    for name in [name for name in PARTS if name in (only or PARTS) and name not in skip]:
+        limit = min(PARTS[name][0], deadline - clock())
+        part = run_part(part_command(name, plan), limit) if limit > 0 else {"rows": [], "error": "no time was left"}
+        content["parts"][name] = part
+        wide_console().print(part_table(name, part))
+        click.echo(f"{name}: {part.get('error', 'done')}", err=True)
         if out is not None:
             write_result(content, out)
-
-    def report(name: str) -> None:
-        part = content["parts"][name]
-        console.print(part_table(name, part))
-        state = part.get("skipped") or part.get("error", "done")
-        click.echo(f"{name}: {state}, {part.get('seconds', 0.0):.0f} s", err=True)
-
-    options = ["--device", device, *(["--quick"] if quick else [])]
-
-    def command(name: str) -> list[str]:
-        return [sys.executable, "-m", "mmspec.eval", "gpu", *options, "--only", name, "--rows"]
-
-    run_parts(chosen, content, command, benchmark.deadline, save, report)
-    console.print(summary(content))
     print_result(content, out)
-    if failed := failures(content):
-        reasons = "; ".join(f"{name} ({why})" for name, why in failed.items())
-        done = [name for name in content["parts"] if name not in failed]
-        raise click.ClickException(f"failed: {reasons}. Measured: {', '.join(done) or 'none'}")
+    sys.exit(any("error" in part for part in content["parts"].values()))

@@ -10,10 +10,6 @@ file take the place of held-out captions; the first ones warm up.
 
 A second table shows where the time goes: the shares of prefill, drafting, verification and commit in a whole request,
 and the cost of drafting one tree in one-token passes of the target, timed on the same prompts.
-
-With ``--shape``, model and drafters are widened and deepened without changing their function
-(``mmspec.eval.scale_up``): acceptance is the small model's, time is the big shape's. ``--frames 16`` then fills as many
-KV slots as an image of LLaVA-1.5.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 
 import mmspec
@@ -43,11 +38,8 @@ from mmspec.eval.harness.timing import (
     time_ratios,
     warm_up_methods,
 )
-from mmspec.eval.scale_up.drafters import prompt_tokens, scaled_pipeline
-from mmspec.eval.scale_up.models import SHAPES
 from mmspec.eval.suite.race import read_requests
 from mmspec.eval.suite.tasks import TASKS
-from mmspec.loading import pick_device
 
 
 def print_speed_tables(methods: Sequence[Method], console: Console) -> list[dict[str, Any]]:
@@ -125,7 +117,6 @@ def time_breakdown(method: Method, plain: Method) -> dict[str, Any]:
 
 @benchmark
 @click.option("--model", default="tiny-llava", show_default=True)
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="Scale the model up to this shape, in bfloat16.")
 @click.option("--images", default=24, show_default=True, help="Held-out images.")
 @click.option("--several", default=0, show_default=True, help="Held-out requests with two or three images.")
 @click.option("--videos", default=8, show_default=True, help="Held-out videos.")
@@ -142,9 +133,7 @@ def time_breakdown(method: Method, plain: Method) -> dict[str, Any]:
 @click.option("--nodes", default="default", show_default=True, help="Tree sizes, in addition to the adaptive one.")
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--prompts", type=FILE, help="A file as for mmspec tune, instead of captions; its first prompts warm up.")
-def main(
-    model: str, shape: str | None, dtype: str, drafters: str, nodes: str, prompts: Path | None, **options: Any
-) -> dict[str, Any]:
+def main(model: str, dtype: str, drafters: str, nodes: str, prompts: Path | None, **options: Any) -> dict[str, Any]:
     """Measure decoding speed on held-out captions: two tables, then one JSON line."""
     if prompts is None:
         warm_up = warm_up_requests(options["warm_up"], visual=True)
@@ -154,18 +143,13 @@ def main(
     else:
         every = read_requests(prompts)
         warm_up, requests = every[: options["warm_up"]], every[options["warm_up"] :]
-    if shape is None:
-        pipe = mmspec.load(model, drafter=None, dtype=dtype)
-        loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
-        cost = cost_table(pipe.target, refresh=True)
-    else:
-        kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        pipe, loaded = scaled_pipeline(model, SHAPES[shape], drafters, kind, pick_device("auto"))
-        cost = cost_table(pipe.target, refresh=True, prefix=max(prompt_tokens(pipe, request) for request in requests))
+    pipe = mmspec.load(model, drafter=None, dtype=dtype)
+    loaded = parse_drafters(drafters, pipe.model.config.name_or_path)
+    cost = cost_table(pipe.target, refresh=True)
     methods = [Method(TRANSFORMERS), Method(PLAIN), *drafter_methods(loaded, nodes, pipe.target)]
     rounds, max_new_tokens = options["rounds"], options["max_new_tokens"]
     warm_up_methods(pipe, warm_up, methods, max_new_tokens)
     compare_methods(pipe, requests, methods, rounds, max_new_tokens)
     rows = print_speed_tables(methods, wide_console())
-    about = {**describe(pipe.target), "shape": shape, "parameters": pipe.model.num_parameters(), "rounds": rounds}
+    about = {**describe(pipe.target), "parameters": pipe.model.num_parameters(), "rounds": rounds}
     return {**about, "calibrated_pass_seconds": cost(1), "methods": rows}

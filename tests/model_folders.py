@@ -124,6 +124,7 @@ def save_gguf(
     factors: Mapping[str, Any] = MappingProxyType({}),
     base: float = 10000.0,
     alignment: int | None = None,
+    pieces: Sequence[str] = (),
     **sizes: int,
 ) -> Path:
     """A llama.
@@ -135,6 +136,7 @@ def save_gguf(
         factors: tensors of factors of the rotary frequencies, by name.
         base: of the rotary frequencies.
         alignment: of tensors, in bytes.
+        pieces: of a SentencePiece vocabulary, after the special tokens and bytes; by default, it is byte-level BPE.
         sizes: of ``_GGUF``.
     """
     module = pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -148,11 +150,16 @@ def save_gguf(
     writer.add_float32("llama.rope.freq_base", base)
     letters = [chr(256 + i) for i in range(257)]
     tokens = [*letters, letters[0] + letters[1], "<s>", "</s>"]
-    writer.add_tokenizer_model("gpt2")
+    if pieces:
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+        writer.add_token_scores([-float(number) for number in range(len(tokens))])
+    else:
+        writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_tokenizer_model("llama" if pieces else "gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    writer.add_bos_token_id(258)
-    writer.add_eos_token_id(259)
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
     for name, token in ends.items():
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
@@ -166,7 +173,7 @@ def save_gguf(
     shapes["ffn_down"] = (width, inner)
     ones = np.ones(width, dtype=np.float32)
     writer.add_tensor("output_norm.weight", ones)
-    matrices = [("token_embd", -1, (260, width))]
+    matrices = [("token_embd", -1, (len(tokens), width))]
     for block in range(sizes["block_count"]):
         matrices += [(name, block, shape) for name, shape in shapes.items()]
         for norm in ("attn_norm", "ffn_norm"):

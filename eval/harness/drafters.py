@@ -80,6 +80,10 @@ class ProfiledDrafter(Wrapper):
     def learns(self) -> bool:
         return self.drafter.learns
 
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.drafter.drafts_ahead
+
     def propose(self, token: Tensor, budget: Budget) -> TokenTree:
         start = clock()
         try:

@@ -1,373 +1,193 @@
-"""Passes, drafts and whole answers of scaled-up models on the device, for ``mmspec.eval.gpu``.
-
-Models and drafters are small trained ones, scaled up without changing their function (``mmspec.eval.scale_up``):
-acceptance is the small model's, time is the big shape's. A prompt is a video of 16 frames, 576 visual tokens, as many
-as an image has in LLaVA-1.5. Prefill uses the small model's vision tower, and is left out of all figures.
-"""
+"""Random models and drafters in published shapes, and acceptance at a set rate, for ``mmspec.eval.gpu``."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter as clock
+from statistics import median
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BambaConfig, LlamaConfig, PreTrainedTokenizerFast
 
-import mmspec
+from mmspec import plugins
+from mmspec.cache.rows import RowTensor
 from mmspec.core.budget import Budget
-from mmspec.core.drafter import Drafter, features, fork
-from mmspec.core.target import Prompt
+from mmspec.core.drafter import Wrapper
+from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import TokenTree
-from mmspec.core.verify import accept_path
+from mmspec.core.verify import Verdict, accept_path
+from mmspec.drafters.captured import CapturedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.engine.stats import Stats
-from mmspec.eval.harness.prompts import held_out_requests, held_out_texts
-from mmspec.eval.harness.timing import Method, peak_memory, reset_peak_memory, rotated, shared_times
-from mmspec.eval.kernels.gpu_kernels import binary_tree, device_seconds
-from mmspec.eval.scale_up.drafters import scaled_pipeline
-from mmspec.eval.scale_up.models import Shape, Weights
-from mmspec.ops import graphs
-from mmspec.pipeline import Pipeline
+from mmspec.drafters.trained import TrainedDrafter
+from mmspec.eval.kernels.gpu_kernels import device_seconds
+from mmspec.ops.transfer import on_device
+from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.vision.drafters.msd import MSD, Flash, MSDConfig, MSDNetwork
 
-FRAMES = 16
-_TOKENS = 1536  # of a prompt and its answer, at most
-_WARM_UP = 2  # groups of prompts that every method answers before any is timed
-_ACCEPTED = 4  # nodes of each step's path, the root included, where drafts are timed
-_CHUNK = 1024  # prompt tokens of a prefill pass
-_EAGLE3_HEAD = 32_000  # largest draft vocabulary of an EAGLE-3 head, as published ones have
+_COMMON: dict[str, Any] = dict(
+    initializer_range=0.002, max_position_embeddings=16384, tie_word_embeddings=False, eos_token_id=None
+)
+_TINY: dict[str, Any] = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4
+)
+_TINY |= dict(vocab_size=160, mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, attn_layer_indices=[1])
+_BAMBA: dict[str, Any] = dict(
+    vocab_size=128256, num_key_value_heads=8, mamba_d_state=128, attn_layer_indices=[9, 18, 27]
+)
 
 
-@dataclass
-class ScaledModel:
-    """A scaled-up model and its drafters.
+def config_of(name: str, tiny: bool) -> Any:
+    """``7b``: the language model of LLaVA-1.5-7B; ``hybrid``: Bamba-9B; or a tiny one of the class. Fields that are not
+    given here have these values by default."""
+    if name == "7b":
+        return LlamaConfig(**_COMMON | (_TINY if tiny else dict(vocab_size=32064)))
+    return BambaConfig(**_COMMON | _BAMBA | (_TINY if tiny else {}))
 
-    Attributes:
-        pipe: the target.
-        drafters: by label.
-        weight_bytes: weights that a pass reads: the language model's without its embeddings.
-        build_seconds: time to build model and drafters.
+
+def random_target(config: Any, device: torch.device, dtype: torch.dtype) -> TransformersTarget:
+    """A model with random weights, made on the device.
+
+    Its layers change embeddings little, and the output layer is the embedding moved by a row. It counts: no near ties
+    make answers depend on the order of sums in bfloat16.
+    """
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    embedding = model.get_input_embeddings().weight.data.normal_()
+    model.get_output_embeddings().weight.data.copy_(embedding.roll(1, 0))
+    target: TransformersTarget = plugins.target_class(config)(model)
+    return target
+
+
+def random_drafters(target: TransformersTarget) -> dict[str, TrainedDrafter]:
+    """Drafters with random networks of published shapes for this target: what their drafts cost."""
+    config, layers, head = target.config, target.config.num_hidden_layers, min(32_000, target.config.vocab_size)
+    dflash = DFlashConfig.like(
+        config, layers=min(5, layers), block_size=16, mask_token_id=0, target_layer_ids=default_layer_ids(layers)
+    )
+    with torch.device(target.device):
+        return {
+            "msd": MSD(MSDNetwork(MSDConfig.like(config)).to(target.dtype)),
+            "flash": Flash(MSDNetwork(MSDConfig.like(config, slots=12)).to(target.dtype), top_k=4, depth=12),
+            "eagle3": Eagle3(Eagle3Network(Eagle3Config.like(config, head=head)).to(target.dtype), torch.arange(head)),
+            "dflash": DFlash(DFlashNetwork(dflash).to(target.dtype)),
+        }
+
+
+def number_processor(vocab: int) -> Processor:
+    """Its text is the numbers of tokens."""
+    words = WordLevel({str(token): token for token in range(vocab)}, unk_token="0")
+    return Processor(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
+
+
+class SetAcceptance(Wrapper):
+    """A drafter at its cost, whose drafts are replaced: along a path, each is right with a set probability.
+
+    Trees keep their number of nodes. A path of as many levels as the drafter drafts comes first; all other nodes are
+    wrong children of the root.
+
+    Args:
+        answers: plain decoding's new tokens, by prompt.
+        rate: probability that a draft is right, after right ones.
+        vocab: number of tokens.
     """
 
-    pipe: Pipeline
-    drafters: dict[str, Drafter]
-    weight_bytes: int
-    build_seconds: float
+    drafter: CapturedDrafter
 
+    def __init__(self, drafter: CapturedDrafter, answers: Mapping[Any, list[int]], rate: float, vocab: int) -> None:
+        self.drafter, self._answers, self._rate, self._vocab = drafter, answers, rate, vocab
+        self._random, self._width = random.Random(0), max(map(len, answers.values()))
+        self._at, self._tokens = RowTensor(), RowTensor()  # next place in the answer; (rows, 2, width) answers, drafts
 
-def build_scaled_model(
-    model: str, shape: Shape, drafters: str, device: torch.device, dtype: torch.dtype
-) -> ScaledModel:
-    """Scale up an embedded model and its drafters."""
-    start = clock()
-    pipe, scaled = scaled_pipeline(model, shape, drafters, dtype, device)
-    big = pipe.model
-    read: Any = [*big.get_decoder().layers.parameters(), *big.get_output_embeddings().parameters()]
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in read)
-    return ScaledModel(pipe, scaled, weights, clock() - start)
+    @property
+    def drafts_ahead(self) -> bool:
+        return self.drafter.drafts_ahead
 
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        super().begin(prompt, output, history)
+        rows = [self._answers[tuple(row[:-1])] for row in history]
+        rows = [row + [0] * (self._width - len(row)) for row in rows]
+        drafts = [[(x + (self._random.random() >= self._rate)) % self._vocab for x in row] for row in rows]
+        self._tokens.append(on_device(list(zip(rows, drafts, strict=True)), prompt.input_ids.device))
+        self._at.append(on_device([1] * len(rows), prompt.input_ids.device))
 
-def random_drafters(target: TransformersTarget) -> dict[str, Drafter]:
-    """EAGLE-3 and DFlash as published for targets of this shape, with random weights: what their drafts cost."""
-    config = target.config
-    head = min(_EAGLE3_HEAD, config.vocab_size)
-    eagle3 = Eagle3Config.like(config, head=head)
-    dflash = DFlashConfig.like(
-        config,
-        layers=5,
-        block_size=16,
-        mask_token_id=0,
-        target_layer_ids=default_layer_ids(config.num_hidden_layers),
-    )
-    weights = Weights(target.device, target.dtype)
+    def select(self, rows: Sequence[int]) -> None:
+        for part in (self.drafter, self._tokens, self._at):
+            part.select(rows)
 
-    def network(kind: Any, settings: Any) -> Any:
-        with torch.device("meta"):
-            made = kind(settings)
-        made.load_state_dict({k: weights.random(*x.shape) for k, x in made.state_dict().items()}, assign=True)
-        return made
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        super().observe(tree, verdict, output)
+        self._at.data += verdict.length
 
-    return {
-        "eagle3": Eagle3(network(Eagle3Network, eagle3), torch.arange(head, device=target.device)),
-        "dflash": DFlash(network(DFlashNetwork, dflash)),
-    }
+    def propose(self, token: Tensor, budget: Budget) -> TokenTree:
+        nodes = super().propose(token, budget).nodes
+        depth = min(nodes - 1, self.drafter.limits[0], budget.depth)
+        place = torch.arange(nodes, device=token.device).expand(len(token), -1)
+        path = place <= depth
+        at = (self._at.data[:, None] + (place - 1).where(path, 0)).clamp(0, self._width - 1)
+        answers, drafts = (tokens.gather(1, at) for tokens in self._tokens.data.unbind(1))
+        tokens = drafts.where(path, (answers + 1 + place - depth) % self._vocab)
+        tokens = torch.cat([token[:, None], tokens[:, 1:]], dim=1)
+        log_probs = place.clamp(max=depth) * math.log(self._rate) - place.where(~path, 0)
+        tree = TokenTree(tokens, (place - 1).where(path, 0), log_probs=log_probs, check=False)
+        tree.max_depth = depth
+        return tree
 
 
 def time_passes(
-    model: ScaledModel, batch: int, prefix: int, nodes: Sequence[int], bandwidth: float, calls: int = 64
+    target: TransformersTarget, batch: int, prefix: int, nodes: Sequence[int], bandwidth: float, calls: int
 ) -> dict[str, Any]:
-    """Time verify passes over trees of several sizes after a prefix, commits, and drafts.
+    """Milliseconds of verify passes over chains after a prefix, of commits and of drafts, medians of calls in a row.
 
-    The prefix is of arbitrary tokens, since times do not depend on them. A draft comes after a step that accepted three
-    tokens, which the drafter reads before it drafts.
-
-    Args:
-        calls: of each, in succession; figures are their medians.
+    A draft comes after a step that accepted three tokens, which the drafter reads.
     """
-    target = model.pipe.target
-    device, vocab = target.device, target.config.vocab_size
-    reset_peak_memory(device)
-    ids = torch.arange(prefix, device=device).expand(batch, -1).contiguous() % min(vocab, 256)
-    for drafter in model.drafters.values():
-        drafter.attach(target)
-    drafters = {name: drafter for name, drafter in model.drafters.items() if features(drafter)}
-    target.features = list(dict.fromkeys(name for drafter in drafters.values() for name in features(drafter)))
-    *_, output = target.prefill_chunks(Prompt(ids), 256, _CHUNK)
-    assert output is not None
+    config: Any = target.config
+    device = target.device
+    ids = torch.arange(prefix, device=device).repeat(batch, 1) % config.vocab_size
 
     def milliseconds(run: Callable[[], Any]) -> float:
-        return 1000 * statistics.median(device_seconds(run, device, calls))
+        return 1000 * median(device_seconds(run, device, calls))
+
+    def chain(count: int) -> TokenTree:
+        place = torch.arange(count, device=device).repeat(batch, 1)
+        return TokenTree(place, place - 1, check=False)
 
     drafts, budget = {}, Budget(max(nodes) - 1)
-    for name, drafter in drafters.items():
-        drafter.begin(Prompt(ids), output, [[*line, line[-1]] for line in ids.tolist()])
-        target.features = list(features(drafter))
-        drafts[name] = milliseconds(_drafts(drafter, target, ids[:, -1], budget))
-        drafter.select([])
+    for name, drafter in random_drafters(target).items():
+        drafter.attach(target)
+        target.features = drafter.features
+        *_, output = target.prefill_chunks(Prompt(ids), 256, 1024)
+        assert output is not None
+        drafter.begin(Prompt(ids), output, [[*row, 0] for row in ids.tolist()])
+        tree = chain(7)
+        step = tree, accept_path(tree, (tree.tokens + 1).where(tree.tokens < 3, 0)), target.forward_tree(tree)
+
+        def draft(drafter: CapturedDrafter = drafter, step: Any = step) -> None:
+            drafter.observe(*step)
+            drafter.propose(step[1].bonus, budget)
+
+        drafts[name] = milliseconds(draft)
+        target.select([])
     target.features = []
-    passes = {
-        str(count): milliseconds(partial(target.forward_tree, binary_tree(batch, count, device)))
-        for count in sorted({1, *nodes})
-    }
-    # As many entries are read as for a path of this length, none is kept.
-    commit = partial(target.runner.commit_nodes, ids.new_full((batch, _ACCEPTED), -1), lambda: [[]] * batch)
-    commit_ms = milliseconds(commit)
-    floor = 1000 * (model.weight_bytes + _cache_bytes(target, batch, prefix)) / bandwidth
+    target.prefill(Prompt(ids), 256)
+    passes = {str(count): milliseconds(partial(target.forward_tree, chain(count))) for count in nodes}
+    nothing = ids.new_full((batch, 4), -1)
+    commit = milliseconds(lambda: target.runner.commit_nodes(nothing, lambda: [[]] * batch))
     target.select([])
-    return {
-        "batch": batch,
-        "prefix": prefix,
-        "pass_ms": passes,
-        "floor_ms": floor,
-        "plain_of_floor": floor / passes["1"],
-        "over_plain": {count: ms / passes["1"] for count, ms in passes.items()},
-        "commit_ms": commit_ms,
-        "draft_ms": drafts,
-        "peak_bytes": peak_memory(device),
-    }
-
-
-def _drafts(drafter: Drafter, target: TransformersTarget, token: Tensor, budget: Budget) -> Callable[[], TokenTree]:
-    """Draft again and again, each time after reading the same accepted path."""
-    tree = drafter.propose(token, budget)
-    output = target.forward_tree(tree)
-    choices = torch.zeros_like(tree.tokens)
-    for row, children in enumerate(tree.children):
-        node = 0
-        for _ in range(_ACCEPTED - 1):
-            if children[node]:
-                choices[row, node], node = next(iter(children[node].items()))
-    verdict = accept_path(tree, choices)
-
-    def run() -> TokenTree:
-        drafter.observe(tree, verdict, output)
-        return drafter.propose(verdict.bonus, budget)
-
-    return run
-
-
-def _cache_bytes(target: TransformersTarget, batch: int, prefix: int) -> int:
-    """Bytes of keys, values and recurrent states that a pass reads."""
-    config, cache = target.config, target.runner.cache
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = len(cache.attending)
-    total = 2 * target.model.dtype.itemsize * layers * batch * prefix * config.num_key_value_heads * head_dim
-    if (states := getattr(cache, "_state", None)) is not None:
-        total += states.data.numel() * states.data.element_size()
-    return total
-
-
-def gpu_requests(hybrid: bool, count: int) -> list[dict[str, Any]]:
-    """Held-out texts for hybrids, else held-out videos."""
-    return held_out_texts(count) if hybrid else held_out_requests(0, count, frames=FRAMES)
-
-
-def answer_methods(model: ScaledModel, trees: Sequence[int], chains: Sequence[int], adaptive: bool) -> list[Method]:
-    """Plain decoding, and every drafter with trees and chains of several sizes."""
-    methods, target = [Method("plain")], model.pipe.target
-    for name, drafter in model.drafters.items():
-        own = fork(drafter, target)
-        methods += [Method(f"{name} tree {size}", own, size) for size in trees]
-        methods += [Method(f"{name} adaptive", own, None)] if adaptive else []
-        for size in chains:
-            chain = fork(drafter, target)
-            chain.draft_chains(size)
-            methods.append(Method(f"{name} chain {size}", chain, size))
-    return methods
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """Answers to a group of prompts that were decoded together.
-
-    Attributes:
-        seconds: of decoding, after the first tokens.
-        stats: of the row with most steps, which has the times of all.
-    """
-
-    answers: list[list[int]]
-    seconds: float
-    stats: Stats
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return sum(len(answer) - 1 for answer in self.answers) / self.seconds
-
-    def step_ms(self, seconds: float) -> float:
-        """Milliseconds per step."""
-        return 1000 * seconds / max(1, self.stats.num_spec_steps)
-
-
-def time_answers(
-    model: ScaledModel,
-    methods: Sequence[Method],
-    groups: Sequence[Sequence[Mapping[str, Any]]],
-    **options: Any,
-) -> Iterator[dict[str, Any]]:
-    """Decode held-out prompts with every method, interleaved, after some that warm up.
-
-    Figures are medians over groups, of decoding after the first token. In bfloat16 another order of
-    summation may flip a near tie, so answers that differ from plain decoding are counted, not refused.
-
-    Args:
-        groups: requests that decode together.
-        **options: of ``Pipeline.generate_batch``.
-
-    Yields:
-        For each method: number of steps; tokens per step and row; milliseconds of a step, and of its phases: draft,
-        verify, and the rest, which is the commit and the host's work that the device waits for; on a GPU, those in
-        which no kernel ran; tokens per second, alone and over plain decoding's; equal answers; captures made meanwhile.
-    """
-    target, device = model.pipe.target, model.pipe.target.device
-    pipes = {m.name: Pipeline(target, model.pipe.processor, m.drafter, max_num_seqs=len(groups[0])) for m in methods}
-    answered: dict[str, list[_Answered]] = {method.name: [] for method in methods}
-    captured, peaks = dict.fromkeys(pipes, 0), dict.fromkeys(pipes, 0)
-
-    def answer(method: Method, group: Sequence[Mapping[str, Any]], **changes: Any) -> _Answered:
-        results = pipes[method.name].generate_batch(group, **{"nodes": method.nodes, "seed": 1, **options, **changes})
-        longest, seconds = shared_times([result.stats for result in results])
-        return _Answered([result.token_ids for result in results], seconds, longest)
-
-    for method in methods:
-        pipes[method.name].warm_up(len(groups[0]), _TOKENS, [method.nodes])
-        for group in groups[:_WARM_UP]:
-            answer(method, group)
-    for turn, group in enumerate(groups):
-        for method in rotated(methods, turn):
-            before = graphs.num_captures()
-            reset_peak_memory(device)
-            answered[method.name].append(answer(method, group))
-            captured[method.name] += graphs.num_captures() - before
-            peaks[method.name] = max(peaks[method.name], peak_memory(device) or 0)
-    plain = answered[methods[0].name]
-    for method in methods:
-        rows = answered[method.name]
-        stats = [row.stats for row in rows]
-        step = statistics.median(row.step_ms(row.seconds) for row in rows)
-        draft, verify = (
-            statistics.median(row.step_ms(getattr(row.stats, f"{phase}_seconds")) for row in rows)
-            for phase in ("draft", "verify")
-        )
-        yield {
-            "method": method.name,
-            "batch": len(groups[0]),
-            "steps": sum(each.num_spec_steps for each in stats),
-            "tokens_per_step": statistics.mean(each.mean_acceptance_length for each in stats),
-            "step_ms": step,
-            "draft_ms": draft,
-            "verify_ms": verify,
-            "rest_ms": step - draft - verify,
-            "idle_ms": _idle_ms(partial(answer, method, groups[0]), step, device),
-            "tokens_per_second": statistics.median(row.rate for row in rows),
-            "ratio_plain": statistics.median(row.rate / base.rate for row, base in zip(rows, plain, strict=True)),
-            "equal": sum(row.answers == base.answers for row, base in zip(rows, plain, strict=True)),
-            "groups": len(rows),
-            "captures": captured[method.name],
-            "peak_bytes": peaks[method.name],
-        }
-
-
-def _idle_ms(answer: Callable[..., _Answered], step_ms: float, device: torch.device) -> float | None:
-    """Milliseconds of a step in which no kernel or copy ran; None on a CPU. The prefill's share is measured apart."""
-    if device.type != "cuda":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    busy = []
-    for changes in ({"max_new_tokens": 1}, {}):
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            answered = answer(**changes)
-            torch.cuda.synchronize(device)
-        busy.append(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6)
-    return step_ms - answered.step_ms(busy[1] - busy[0])
-
-
-GENERATE_MODES: dict[str, dict[str, Any]] = {
-    "dynamic": {},
-    "static": {"cache_implementation": "static", "disable_compile": True},
-    "compiled": {"cache_implementation": "static"},
-}
-"""Options of transformers' ``generate``; on a GPU, a static cache alone compiles the forward."""
-
-
-def time_generate(model: ScaledModel, mode: str, batch: int, lengths: tuple[int, int], rounds: int) -> dict[str, Any]:
-    """Time transformers' ``generate``: the difference of a long and a short answer, which is decoding alone.
-
-    Args:
-        mode: one of ``GENERATE_MODES``.
-        lengths: new tokens of the short and the long answer.
-    """
-    device = model.pipe.target.device
-    prompt = model.pipe.encode(gpu_requests(model.pipe.target.config.model_type == "bamba", batch))
-    mask = torch.ones_like(prompt.input_ids) if prompt.attention_mask is None else prompt.attention_mask
-    inputs = {"input_ids": prompt.input_ids, "attention_mask": mask, **prompt.inputs, "do_sample": False}
-
-    def generate(new: int) -> float:
-        options = {**inputs, **GENERATE_MODES[mode], "max_new_tokens": new, "min_new_tokens": new}
-        return device_seconds(lambda: model.pipe.model.generate(**options), device, 1, warm_up=0)[0]
-
-    generate(lengths[0])  # compiles
-    reset_peak_memory(device)
-    seconds = [generate(lengths[1]) - generate(lengths[0]) for _ in range(rounds)]
-    token = statistics.median(seconds) / (lengths[1] - lengths[0])
-    return {
-        "method": f"generate {mode}",
-        "batch": batch,
-        "token_ms": 1000 * token,
-        "tokens_per_second": batch / token,
-        "peak_bytes": peak_memory(device),
-    }
-
-
-def check_tokens(name: str, drafters: Sequence[str | None], device: torch.device, new: int) -> Iterator[dict[str, Any]]:
-    """Answers of an embedded model in float32 on the device, with several drafters, compared with a CPU's.
-
-    Raises:
-        AssertionError: answers with a drafter differ from plain ones on the same device.
-    """
-    requests = gpu_requests(name == "tiny-hybrid", 2)
-    plain: dict[str, list[list[int]]] = {}
-    for where in dict.fromkeys(("cpu", device.type)):
-        pipe = mmspec.load(name, drafter=None, dtype="float32", device=where)
-        plain[where] = [r.token_ids for r in pipe.generate_batch(requests, max_new_tokens=new, temperature=0.0)]
-    equal = sum(a == b for a, b in zip(plain["cpu"], plain[device.type], strict=True))
-    yield {"model": name, "drafter": "none", "answers": len(requests), "equal_cpu": equal}
-    for drafter in drafters:
-        pipe = mmspec.load(name, drafter=drafter, dtype="float32", device=device.type)
-        for _ in range(3):  # the second captures, the third replays
-            results = pipe.generate_batch(requests, max_new_tokens=new, temperature=0.0, nodes=15)
-            answers = [r.token_ids for r in results]
-            assert answers == plain[device.type], f"{drafter} must answer as plain decoding does: got other tokens"
-        yield {
-            "model": name,
-            "drafter": drafter,
-            "answers": len(requests),
-            "equal_cpu": sum(r.token_ids == row for r, row in zip(results, plain["cpu"], strict=True)),
-            "tokens_per_step": statistics.mean(r.stats.mean_acceptance_length for r in results),
-        }
+    weights: Any = [*target.model.get_decoder().layers.parameters(), *target.model.get_output_embeddings().parameters()]
+    attending, states = config.num_hidden_layers, 0  # layers, and bytes of a sequence's recurrent states
+    if config.model_type == "bamba":
+        attending, heads = len(config.attn_layer_indices), config.mamba_n_heads
+        states = 4 * (config.num_hidden_layers - attending) * heads * config.mamba_d_head * config.mamba_d_state
+    kv = 2 * prefix * config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    read = sum(x.nbytes for x in weights) + batch * (states + kv * attending * target.dtype.itemsize)
+    floor = 1000 * read / bandwidth
+    facts = {"pass_ms": passes, "floor_ms": floor, "floor_of_plain": floor / passes["1"], "draft_ms": drafts}
+    return {**facts, "commit_ms": commit}

@@ -455,6 +455,30 @@ def test_a_streamer_is_fed_as_generate_feeds_it():
     assert len(ours.calls) == 2 + reference.shape[1] - 4
 
 
+def test_a_request_ends_where_its_streamer_raises():
+    """With the step that runs then, the second one; the next request on the model takes more steps than are left."""
+    raised, steps = threading.Event(), []
+
+    class Full(Order):
+        def put(self, value):
+            super().put(value)
+            if len(self.calls) == 2:  # the prompt, and a token
+                raise OSError("no space left")
+
+    class Held(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            steps.append(input_ids.shape[1])
+            assert len(steps) < 2 or raised.wait(60)
+            return scores
+
+    inputs = {**text_inputs(1, 9), "eos_token_id": None, "do_sample": False, "drafter": None}
+    with pytest.raises(OSError, match="no space left"):
+        mmspec.generate(shared_model("llama"), streamer=Full(), logits_processor=[Held()], max_new_tokens=20, **inputs)
+    raised.set()
+    mmspec.generate(shared_model("llama"), max_new_tokens=40, **inputs)
+    assert len(steps) <= 2
+
+
 @pytest.mark.parametrize("seed", [4, 5, 6])
 def test_padding_is_each_rows_own_after_others_have_ended(seed):
     """The row with the most padding ends first."""

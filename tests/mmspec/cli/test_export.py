@@ -332,11 +332,6 @@ def test_medusa_heads_are_those_of_the_authors_modules(tmp_path):
     ("make", "more", "message"),
     [
         (
-            lambda at: head(at, cut(LLAMA3, **NEW)),
-            "--format eagle",
-            "requires one layer without further norms: the head has fc_norm, norm_output",
-        ),
-        (
             lambda at: head(at, cut(LLAMA3)),
             "--format z-lab",
             "format z-lab is for DFlash, the drafter is of kind eagle3",
@@ -350,11 +345,6 @@ def test_medusa_heads_are_those_of_the_authors_modules(tmp_path):
         ),
         (lambda at: blocks(at, *published()), "--format eagle", "format eagle is for EAGLE-3 and .* of kind dflash"),
         (lambda at: made(at, "medusa", 20), "--format medusa", "of all the target's tokens: got a draft vocabulary"),
-        (
-            lambda at: blocks(at, *published()),
-            "--format z-lab --model tiny-llava",
-            "trained for .* with hidden_size 48: got .* with 192",
-        ),
     ],
 )
 def test_what_cannot_be_written_is_one_line(make, more, message, tmp_path, capfd):
@@ -368,16 +358,11 @@ def test_what_cannot_be_written_is_one_line(make, more, message, tmp_path, capfd
     assert not (tmp_path / "out").exists()
 
 
-def test_heads_that_no_format_describes_are_one_line(tmp_path, capfd):
+def test_heads_of_layers_that_the_target_lacks_are_not_written(tmp_path, capfd):
     command = head(tmp_path, cut(LLAMA3))
     file = tmp_path / "saved" / "config.json"
     config = json.loads(file.read_text())
-    for changes, message in (
-        ({"reads": [0, 1, 7]}, "the drafter reads inputs of layers 0, 1, 7: the target has 2 layers"),
-        ({}, "for a target of class Qwen3ForCausalLM: got"),
-    ):
-        verifier = config["verifier"] | ({} if changes else {"architectures": ["Qwen3ForCausalLM"]})
-        file.write_text(json.dumps({**config, "network": config["network"] | changes, "verifier": verifier}))
-        capfd.readouterr()
-        assert main(command) == 2
-        assert message in capfd.readouterr().err
+    file.write_text(json.dumps({**config, "network": config["network"] | {"reads": [0, 1, 7]}}))
+    capfd.readouterr()
+    assert main(command) == 2
+    assert "the drafter reads inputs of layers 0, 1, 7: the target has 2 layers" in capfd.readouterr().err

@@ -350,15 +350,6 @@ def test_targets_that_do_not_fit_are_refused(changes, said, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_width_that_is_not_the_targets_is_refused(layout, tmp_path):
-    drafter = drafter_of(tmp_path, reference(), layout)
-    other = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2))
-    known = "" if layout == "transformers" else " and 101 tokens"
-    with pytest.raises(UserError, match=f"a target of hidden size 48{known}: got LlamaForCausalLM with hidden size 32"):
-        drafter.attach(plugins.target_class(other.config)(other))
-
-
 def test_defaults_of_speculators_and_of_flat_configurations(tmp_path):
     config, tensors = with_heads(*published(reference(), "speculators"), rank=256)
     for name in ("sample_from_anchor", "markov_rank", "enable_confidence_head", "confidence_head_with_markov"):

@@ -18,7 +18,7 @@ from mmspec.core.drafter import fork
 from mmspec.core.target import Prompt, TargetOutput
 from mmspec.core.tree import build_tree
 from mmspec.core.verify import accept_path
-from mmspec.drafters.checkpoint import _load_tensors, load_weights
+from mmspec.drafters.checkpoint import _load_tensors, check_verifier, load_weights, verifier_of
 from mmspec.drafters.growth import Reach, best_first, grow_tree
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
@@ -345,8 +345,9 @@ def test_recycle_checkpoints(tmp_path):
     assert empty.drafters[0].entries == 0
     drafter.save(home / "drafter", target)
     assert make_drafter("auto", str(home)).entries == drafter.entries
-    with pytest.raises(UserError, match=r"the drafter was trained for .* \(architectures .*Llama.*\): got .*Qwen3"):
-        again.attach(TransformersTarget(shared_model("qwen3")))
+    for name, wrong in {"architectures": ["A"], "hidden_size": 47, "vocab_size": 102}.items():
+        with pytest.raises(UserError, match=rf"^the drafter was trained for .* \({name} .*\): got {name} "):
+            check_verifier(verifier_of(target) | {name: wrong}, target)
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(65_536, torch.uint16), (65_537, torch.int32)])

@@ -144,10 +144,12 @@ def test_other_targets_and_other_models_are_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             Gemma4(assistant).attach(plugins.target_class(other.config)(other))
         assert "\n" not in str(caught.value)
-    wide = gemma4_assistant(shared_model("llama"))
-    wide.backbone_hidden_size = 64
-    with pytest.raises(UserError, match="hidden size 64 and 101 tokens: got llama with hidden size 48 and 101 tokens"):
-        Gemma4(wide).attach(plugins.target_class(shared_model("llama").config)(shared_model("llama")))
+    for width, vocab in ((64, VOCAB), (48, 100)):
+        other = gemma4_assistant(shared_model("llama"))
+        other.backbone_hidden_size, other.config.get_text_config().vocab_size = width, vocab
+        message = f"hidden size {width} and {vocab} tokens.*: got llama with hidden size 48 and 101 tokens"
+        with pytest.raises(UserError, match=message):
+            Gemma4(other).attach(plugins.target_class(shared_model("llama").config)(shared_model("llama")))
     with pytest.raises(UserError, match=r"gemma4 takes a model of type gemma4_assistant, .*: got llama"):
         Gemma4(shared_model("llama"))
     assistant.save_pretrained(tmp_path)

@@ -208,7 +208,7 @@ REFUSALS = [
     ("dflash transformers", {"target_layer_ids": [1, -3]}, f"target_layer_ids {IDS}"),
     *(
         ("dflash transformers", {"layer_types": kinds}, TYPES)
-        for kinds in (["full_attention"], {"full_attention": 1, "b": 2})
+        for kinds in (["full_attention"], {"full_attention": 1, "sliding_attention": 2})
     ),
     ("dflash transformers", {"layer_types": ["full_attention", "chunked"]}, TYPES),
     ("dflash transformers", {"sliding_window": None}, "sliding_window must be a whole number >= 1: got None"),

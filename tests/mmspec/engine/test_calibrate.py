@@ -16,6 +16,7 @@ from mmspec.files import cache_folder
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.tiny import shared_model
+from tests.tiny.configs import TEXT_CONFIGS
 
 TABLE = CostTable((1, 2, 4), (0.5, 0.25, 1.0))
 
@@ -131,7 +132,10 @@ def test_a_measurement_is_the_shortest_pass_of_each_size(target, monkeypatch):
 
 
 def test_prefix_leaves_room_within_the_context(monkeypatch):
-    target = TransformersTarget(shared_model("llama"))
+    """Of a model whose vocabulary has fewer tokens than the largest tree has nodes."""
+    config = TEXT_CONFIGS["llama"]()
+    config.vocab_size = 20
+    target = TransformersTarget(type(shared_model("llama"))(config))
     monkeypatch.setattr(target, "context_limit", 70)
     seen = []
     prefill = target.prefill

@@ -32,7 +32,15 @@ void loops(int threads, int count) {
   for (int i = 0; i < count; i++) loop(threads, [](int64_t) {}, 2 + i % 40);  // of few chunks and of many
 }
 
-// Computes a loop of two threads, of which the helper must take a chunk; both then call ``held``.
+// Whether Ctrl-C may interrupt this thread.
+bool is_interrupted() {
+  sigset_t blocked;
+  pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+  return !sigismember(&blocked, SIGINT);
+}
+
+// Computes a loop of two threads, of which the helper must take a chunk; both then call ``held``. Signals reach the
+// caller alone.
 template <class Held>
 void with_helper(const Held& held) {
   auto caller = std::this_thread::get_id();
@@ -40,6 +48,7 @@ void with_helper(const Held& held) {
   loop(2, [&](int64_t items) {
     bool helper = std::this_thread::get_id() != caller;
     if (helper) taken = true;
+    if (helper == is_interrupted()) std::fprintf(stderr, "signals must reach the caller alone\n"), std::exit(1);
     for (int i = 0; !taken; i++) {
       if (i == 10000) std::fprintf(stderr, "no helper came\n"), std::exit(1);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

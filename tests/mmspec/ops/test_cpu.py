@@ -187,7 +187,8 @@ def test_attention_is_that_of_torch(heads, kv_heads, head_dim, slots):
     """Softmax weights are rounded to 8 bits; their errors average out. Equal weights show each element's place."""
     query, key, value, mask = slots_of(2, 5, slots, heads, kv_heads, head_dim)
     causal = torch.ones(2, 1, 5, slots).tril(slots - 5).bool()
-    for given, same in ((mask, mask), (None, causal), (causal, causal)):
+    shared = mask[:1].expand(2, -1, -1, -1)
+    for given, same in ((mask, mask), (None, causal), (causal, causal), (shared, shared)):
         found = cpu.attention(query, key, value, given, head_dim**-0.5)
         expected = softmax_attention(query, key, value, same, head_dim**-0.5)
         torch.testing.assert_close(found, expected, atol=6e-3, rtol=4e-3)

@@ -148,6 +148,13 @@ def test_stop_strings_end_an_output_before_it_can_be_rejected() -> None:
     assert all(one.finish_reason == "stop" for one in found)
 
 
+def test_stop_strings_do_not_begin_in_a_rejected_output() -> None:
+    found = answers(Branches(), 60, stop="bc")
+    assert sum(one.stats.num_rejected_outputs for one in found) > 30
+    assert {one.text for one in found} >= {"ccc", "ab", "b"}
+    assert all(one.token_ids[-1:] == [EOS] or (*one.token_ids,) == ids_of(f"{one.text}bc") for one in found)
+
+
 def test_what_follows_a_trigger_is_aligned() -> None:
     pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
     biased, texts = {**BIASED, ids_of("#")[0]: 20.0, EOS: -100.0}, []

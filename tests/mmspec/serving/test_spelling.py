@@ -8,19 +8,24 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("llguidance")
 
 import mmspec
+from mmspec import Pipeline
 from mmspec.sampling.logprobs import TokenLogprob
 from mmspec.serving.formats import TextFormat
 from mmspec.serving.schemas import CompletionRequest
 from mmspec.targets.processor import Processor
-from tests.mmspec.targets.test_user_text import _TOKENIZERS
-from tests.served import Served, events, served
+from mmspec.targets.transformers_target import TransformersTarget
+from tests.mmspec.targets.test_detokenizer import TOKENIZERS
+from tests.mmspec.targets.test_user_text import _TOKENIZERS, _sentencepiece
+from tests.served import Served, events, served, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORD = "naïve 👩‍🚀 日本"
 ASKED = {
     "model": "tiny-hybrid",
@@ -69,6 +74,24 @@ def test_offsets_of_a_stop_string_are_at_the_end(hybrid: Served) -> None:
     choice = hybrid.post(body, "completions").json()["choices"][0]
     assert choice["text"] == '"naï'
     assert choice["logprobs"]["text_offset"][-1] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoes_of_sentencepiece(one_thread: None, stream: bool) -> None:
+    """Prompts and answers join as in the decoded whole: a word's blank is there once, and a prompt's first one not."""
+    tokenizer = _sentencepiece("legacy")
+    tokenizer.backend_tokenizer.decoder = TOKENIZERS["llama"]().backend_tokenizer.decoder
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=2, **SIZES)).eval()
+    word = tokenizer.convert_tokens_to_ids("▁the")
+    prompts = [tokenizer("a b").input_ids, tokenizer("the", add_special_tokens=False).input_ids]
+    body = {"model": "m", "echo": True, "temperature": 0, "max_tokens": 2, "logit_bias": {word: 100}, "stream": stream}
+    with served(Pipeline(TransformersTarget(model), Processor(tokenizer), name="m")) as running:
+        for prompt in ("a b", " the", "<s> b"):  # typed, it is text
+            assert texts(running.post({**body, "prompt": prompt}, "completions")) == [f"{prompt} the the"]
+        found = texts(running.post({**body, "prompt": prompts, "n": 2}, "completions"))
+    wholes = [tokenizer.decode([*prompt, word, word]) for prompt in prompts]
+    assert wholes == ["<s> a b the the", "the the the"]
+    assert found == [whole for whole in wholes for _ in range(2)]
 
 
 def test_tokens_of_one_text() -> None:

@@ -40,6 +40,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
 from tests.model_folders import gguf_matrix, save_gguf, save_text_model
+from tests.tiny import Script
 
 OTHERS = ("TQ1_0", "TQ2_0", "MXFP4", "NVFP4")  # of other families: held in float32
 WIDTH = 256  # a block of the K formats
@@ -112,6 +113,33 @@ def test_weights_that_are_not_finite_are_refused(form, damaged, dtype, cache: Pa
         mmspec.load(str(path), drafter=None, dtype=dtype)
     names = {"blk.0.attn_q": "layers.0.self_attn.q_proj", "blk.1.ffn_down": "layers.1.mlp.down_proj"}  # dense ones
     assert damaged in str(raised.value) or names.get(damaged, "embed_tokens") in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "keywords", "expected", "offsets"),
+    [
+        ("▁the ▁a", {}, " the a", [0, 4]),
+        ("the ▁a", {}, "the a", [0, 3]),
+        ("▁the ▁a", {"stop": "e a"}, " th", [0, 4]),
+        ("▁ <0xE2> <0x82> <0xAC> a", {}, " €a", [0, 1, 1, 1, 2]),
+        ("a <0xE2> <0x82>", {}, "a\ufffd\ufffd", [0, 1, 1]),  # the end of no character
+        ("a ▁the </s>", {}, "a the", [0, 1, 5]),
+    ],
+)
+def test_texts_of_sentencepiece_files(said, keywords, expected, offsets, cache: Path, tmp_path: Path) -> None:
+    """Answers begin with their first word's blank, whole and streamed."""
+    path = save_gguf(tmp_path / "pieces.gguf", pieces=["▁", *"theai", "th", "the", "▁the", "▁a"])
+    pipe = mmspec.load(str(path), drafter=None, dtype="float32")
+    tokenizer = pipe.processor.tokenizer
+    prompt, tokens = tokenizer("hi").input_ids, tokenizer.convert_tokens_to_ids(said.split())
+    options = {"logits_processor": [Script(tokens, len(prompt))], "max_new_tokens": len(tokens), "logprobs": 0}
+    answer, parts = pipe.generate("hi", **options, **keywords), list(pipe.stream("hi", **options, **keywords))
+    assert (answer.token_ids, answer.text) == (tokens, expected)
+    if not keywords:
+        assert tokenizer.decode([*prompt, *tokens], skip_special_tokens=True) == "hi" + expected
+    assert "".join(part.text for part in parts) == expected
+    streamed = [one for part in parts for one in part.logprobs]
+    assert [[one.text_offset for one in found] for found in (answer.logprobs, streamed)] == [offsets] * 2
 
 
 @pytest.mark.parametrize(

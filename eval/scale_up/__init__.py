@@ -1,1 +1,0 @@
-"""Function-preserving widening of small trained models, so that speed is measured in the shapes of big ones."""
