@@ -277,7 +277,10 @@ def written(path: str = "") -> set[str]:
 MADE = {"mmspec/drafters/bigram.py", "bigram"}  # by the reader of docs/add-a-drafter.md
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", "docs/add-a-drafter.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["CONTRIBUTING.md", "docs/design.md", "docs/kernels.md", "docs/recurrent-layers.md", "docs/add-a-drafter.md"],
+)
 def test_names_in_backticks_exist(page: str) -> None:
     """Paths exist, NAME stands for any; other words stand in the code, and in the file that the text says."""
     text = re.sub(r"^```.*?^```$|^(?: {4}|\|)[^\n]*$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
