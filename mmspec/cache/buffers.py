@@ -40,9 +40,7 @@ class KVBuffers:
         self.version = object()
         self._layers, self._reserve = layers, reserve
         self._used: list[int] = []  # number of tensors in use per buffer
-        self._places: dict[
-            tuple[int, int], list[tuple[int, int]]
-        ] = {}  # buffer and tensor index of each state of a layer
+        self._places: dict[tuple[int, int], list[tuple[int, int]]] = {}  # buffer and tensor index per layer state
 
     @property
     def capacity(self) -> int:
