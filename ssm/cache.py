@@ -69,10 +69,7 @@ class StateCache(TreeCache):
         self._scans = Scans(recurrence(units) if recurrence is not None else None, units, scans, static_shapes)
         self._conv = Convolutions(static_shapes)
         self._tree: _Tree | None = None
-        self._current: Key = (
-            0,
-            0,
-        )  # current layer and convolution, as convolutions and scans do not receive their indices
+        self._current: Key = 0, 0  # current layer and convolution, which are not passed to convolutions and scans
 
     @property
     def version(self) -> tuple[object, ...]:
