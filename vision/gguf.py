@@ -171,7 +171,7 @@ _CHATML = (
 
 
 class _Family(ABC):
-    """Models with one type of projector: converts the contents of their files to transformers.
+    """Converts the files of models with one type of projector to transformers.
 
     Attributes:
         model_type: model type of the transformers configuration.

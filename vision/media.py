@@ -244,7 +244,8 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether these may be characters: UTF-16 with its mark, else without control characters, UTF-8 or mostly ASCII."""
+    """Whether the bytes may be text: UTF-16 with a byte order mark, or UTF-8 or mostly ASCII without control
+    characters."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return True
     characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""

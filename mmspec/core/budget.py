@@ -106,7 +106,8 @@ class Budget:
         return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def shaped(self, tree: TokenTree) -> TokenTree:
-        """A tree, or its best chain if drafts are chains and it can be pruned: a root where no draft is left."""
+        """The tree, or its best chain if drafts are chains and the tree can be pruned; root-only if no draft is
+        left."""
         chain = self.chain and tree.prunable and not kernels.static_shapes(tree.tokens.device)
         return tree.best_chain() if chain else tree
 
@@ -132,11 +133,11 @@ class Budget:
 
 
 _RECENT_STEPS = 32  # window of the mean gain
-_FEWEST_STEPS = 12  # minimum steps before a loss can end drafting
-_STAKE = 3.0  # maximum loss before that
+_FEWEST_STEPS = 12  # minimum steps for the significance test of a loss
+_STAKE = 3.0  # maximum total loss in fewer steps
 _HOPE = 1.0  # prior: the gain of one additional step
 _REST = 28, 84  # minimum and maximum cooldown, in steps
-_STANDARD_ERRORS = 2.0  # threshold for a mean loss
+_STANDARD_ERRORS = 2.0  # threshold of a significant mean loss
 _LOSS_SHARE = 0.03  # maximum share of time lost to draft steps between cooldowns
 
 
@@ -167,7 +168,7 @@ class DraftingPayoff:
         self._gains.append(max(gain, 1 - _STAKE))
 
     def restart(self) -> None:
-        """Forget all steps."""
+        """Reset all statistics."""
         self._gains.clear()
         self.rest = 0
 

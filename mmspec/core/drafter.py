@@ -269,7 +269,7 @@ class Guard(Wrapper):
     disabled. Each drafter's errors are logged once per type and process, with a traceback if MMSPEC_DEBUG is set. CUDA
     device errors are raised, as they are not recoverable. MMSPEC_STRICT=1 raises all errors.
 
-    A drafter with almost no accepted drafts is reported once, because shapes alone do not show a wrong target.
+    A drafter with almost no accepted drafts is reported once, because matching shapes do not rule out a wrong target.
     """
 
     def __init__(self, drafter: Drafter) -> None:

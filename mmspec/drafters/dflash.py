@@ -65,7 +65,7 @@ class DFlashConfig(HeadShape):
         from_anchor: also predict from the last token's position: position k predicts the (k+1)-th token after the last.
         markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 disables it.
         markov_inputs, markov_outputs: input and output vocabulary sizes of the Markov head.
-        markov_type: kind of Markov head: its correction depends on the previous token alone (vanilla), is gated by the
+        markov_type: kind of Markov head: its correction depends only on the previous token (vanilla), is gated by the
             position's state (gated), or comes from a recurrent state over the block's tokens so far (rnn) or a
             ``Refiner`` (xpress).
         refiner_ratio: width of a ``Refiner``'s MLP, in ranks.

@@ -682,7 +682,7 @@ def _is_eagle3(config: Mapping[str, Any], classes: list[str], names: set[str]) -
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 _DFLASH_CLASSES = ("dflash", "dspark", "xpress", "museglimmerassistant")
 
-LAYOUTS: Mapping[str, Layout] = {  # in the order in which they are tried
+LAYOUTS: Mapping[str, Layout] = {  # in order of precedence
     "dflash": Layout(
         "a DFlash drafter",
         lambda config, classes, names: (

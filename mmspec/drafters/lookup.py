@@ -24,7 +24,7 @@ class LookUpDrafter(Drafter):
     Attributes:
         rows: lookup state of each row.
         width: maximum children per node; 1 drafts chains, None trees of any width.
-        reliability: initial ratio of accepted tokens to predicted probability, see ``LookUps``.
+        reliability: initial ratio of hits to predicted probability, see ``LookUps``.
     """
 
     reliability = 0.7

@@ -165,7 +165,7 @@ class _Text:
     def __init__(self, history: list[int], lengths: Sequence[int]) -> None:
         self.own = _Index(history, lengths)
         self._learned = len(history)
-        self._copied: Match | None = None  # next token of the copy in its source, or where it departed
+        self._copied: Match | None = None  # next token of the copy in its source, or place of departure
         self._departed = 0  # tokens since the departure
 
     def matches(self, tokens: list[int], count: int, past: _Index) -> list[Match]:
@@ -249,7 +249,7 @@ def _children(trust: Trust, matches: list[Match]) -> Iterator[tuple[int, float, 
 SPEC = DrafterSpec(
     "ngram",
     "n-gram",
-    "looks up what followed the last tokens earlier: prompt lookup, as in arXiv 2304.04487",
+    "looks up earlier continuations of the last tokens: prompt lookup, as in arXiv 2304.04487",
     Ngram,
     chains=False,
 )

@@ -7,7 +7,7 @@ A drafter is ``auto`` (the target's default), ``NAME``, ``NAME:ARGUMENT``, or th
 is the checkpoint of that name in the target's folder, if there is one; ``new:NAME`` ignores it.
 
 Registered names come before paths: ``ngram`` is the drafter, ``./ngram`` a folder. Otherwise, the longest path that
-exists is taken as it is, whatever signs it contains (``/m/a+b@chain``).
+exists is used verbatim, whatever characters it contains (``/m/a+b@chain``).
 """
 
 from __future__ import annotations

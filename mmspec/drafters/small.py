@@ -211,7 +211,7 @@ class Small(CapturedDrafter):
         self._pending.append(((ids, lengths), lengths.tolist))
 
     def _translated(self, rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Own tokens of the target's, padded on the right, and their numbers, (batch,) int64."""
+        """Translate target tokens to draft tokens, padded on the right; also returns their numbers, (batch,) int64."""
         assert self._shared is not None
         own = [self._shared.translate(row) for row in rows]
         width = max(1, *map(len, own))

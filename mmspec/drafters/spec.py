@@ -69,7 +69,7 @@ class DrafterSpec:
 
     @property
     def location(self) -> str:
-        """Where its class is, as ``"module:Class"``."""
+        """Location of its class, as ``"module:Class"``."""
         source = self.implementation
         return source if isinstance(source, str) else f"{source.__module__}:{source.__qualname__}"
 

@@ -107,7 +107,7 @@ class AnswerGenerator:
         self._text_only = not pipe.processor.reads_media
 
     def run(self, jobs: Iterable[PendingConversation]) -> Iterator[list[data.Conversation]]:
-        """Yield conversations as they are completed, some batches at a time."""
+        """Yield completed conversations, a few batches at a time."""
         stream, size = iter(jobs), _GROUP * self.pipe.max_num_seqs
         while pool := list(islice(stream, _POOL * self.pipe.max_num_seqs)):
             while pool:

@@ -127,7 +127,7 @@ def to_record(conversation: Conversation, root: Path) -> dict[str, Any]:
 
 
 def split(conversations: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
-    """Split into training and held-out conversations by a hash of their ids, the same in every run.
+    """Split into training and held-out conversations by a hash of their ids, deterministic across runs.
 
     Args:
         share: of held-out conversations; at least one if it is above 0.

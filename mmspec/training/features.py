@@ -102,7 +102,7 @@ class Encoder:
     """Encodes conversations for one target.
 
     Args:
-        pipe: holds the target; its processor or tokenizer must have a chat template.
+        pipe: pipeline of the target; its processor or tokenizer must have a chat template.
         max_length: maximum length in tokens; by default, and at most, the target's context length.
 
     Attributes:

@@ -233,7 +233,7 @@ class DrafterTask:
     """Trains a drafter's network to predict its target's output. Implements ``TrainingTask``.
 
     Args:
-        pipe: holds the frozen target.
+        pipe: pipeline of the frozen target.
         training: conversations by kind: ``trainer.TEXT`` without and ``trainer.MIXED`` with images or videos.
         extract: returns the target's features of conversations.
         options: options of the run. Evaluations use the same batch size. "muon" trains matrices by Muon and the rest by
