@@ -172,8 +172,7 @@ class StateCache(TreeCache):
         """Compute a relative position bias row by row, because positions differ between rows.
 
         Args:
-            function: called with states, (1, nodes, ...), and positions of queries, (nodes,), and keys, (slots,), of
-                one row.
+            function: called with one row's states, (1, nodes, ...), and positions of queries and keys, (n,) each.
             states: (rows, nodes, ...), query states.
         """
         assert self._tree is not None

@@ -7,8 +7,7 @@ the installed kernels. For mixers that pass no keyword arguments, the cache is a
 and the next scan uses the same cache.
 
 For mixers that compute their recurrence themselves, and other modules that read more than their own token, methods are
-dispatched: calls with a ``StateCache`` argument, or after a convolution with a ``StateCache``, go to an adapter
-(``mmspec.ssm.mixers``).
+dispatched: calls with a ``StateCache``, or after a convolution with one, go to an adapter (``mmspec.ssm.mixers``).
 """
 
 from __future__ import annotations

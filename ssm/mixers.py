@@ -111,8 +111,7 @@ def _scan(
 
 
 class RGLRU:
-    """RG-LRU: a gated linear recurrence with one state per channel. State: (channels,); gates: decays and scaled
-    inputs, (2 channels,).
+    """RG-LRU: a gated linear recurrence. State: (channels,); gates: decays and scaled inputs, (2 channels,).
 
     Gates are computed from the convolution's output by projections of the mixer, so a commit reads the recorded gates.
 
@@ -142,8 +141,7 @@ class RGLRU:
 def _projections(
     states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
 ) -> Any:
-    """Replace ``ZayaCCAProjection.forward``: two convolutions and a delayed part of the values; called with positional
-    arguments."""
+    """Replace ``ZayaCCAProjection.forward``: two convolutions and a delayed part of the values."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)

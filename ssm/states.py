@@ -64,8 +64,7 @@ class Convolutions:
         state[:, :, width - 1 - kept :] = inputs[:, :, tokens - kept :]
 
     def commit_prompt(self, without: Tensor) -> None:
-        """Use the stored inputs as the states of new rows; ``without``, (batch, 0, 0), is the state if there are no
-        convolutions."""
+        """Use the stored inputs as states of new rows; ``without``, (batch, 0, 0), is used without convolutions."""
         end = 0
         for key, state in self._prompt.items():
             self._channels[key] = slice(end, end := end + state.shape[1])
@@ -86,8 +85,7 @@ class Convolutions:
         return tree_conv(x, state, weight, bias, window, activation)
 
     def windows(self, key: Key, x: Tensor, window: Tensor) -> Tensor:
-        """The inputs that each node's output depends on, (batch, nodes, width, channels); records ``x`` for the
-        commit."""
+        """Inputs of each node's output, (batch, nodes, width, channels); records ``x`` for the commit."""
         inputs = torch.cat([self._record(key, x).transpose(1, 2), x], dim=1)
         return inputs[torch.arange(len(x), device=x.device)[:, None, None], window]
 
@@ -176,8 +174,7 @@ class Scans:
         self.state.data[:, first : first + self.per_layer] = new
 
     def read(self, place: int, ancestors: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Outputs of the next scan of a layer at tree nodes, and an empty tensor as the final state; records the gates
-        for the commit.
+        """Outputs of a layer's next scan at tree nodes, and an empty final state; records gates for the commit.
 
         Args:
             place: index of the layer among layers with scans.

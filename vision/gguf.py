@@ -1,5 +1,4 @@
-"""Vision-language models in two GGUF files, as in llama.cpp: language model, and vision tower with projector
-(``mmproj``).
+"""Vision-language models in two GGUF files, as in llama.cpp: language model and projector (``mmproj``).
 
 Tensor and metadata names follow llama.cpp's ``convert_hf_to_gguf.py --mmproj`` and, for LLaVA, the older
 ``convert_image_encoder_to_gguf.py``. Values missing in files come from published configurations of the family.
@@ -75,8 +74,7 @@ class VisionSource(LazySource):
 
 
 def _as_text(file: GGUFFile) -> GGUFFile:
-    """Treat a Qwen-VL language model file, which transformers cannot read, as Qwen2: only positions of images
-    differ."""
+    """Read a Qwen-VL language model, unsupported by transformers, as Qwen2: only image positions differ."""
     if file.architecture() != "qwen2vl":
         return file
     same = copy(file)

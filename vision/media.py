@@ -244,8 +244,7 @@ def _resolve_stream(source: object, expected: str, name: str | None) -> tuple[Bi
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the bytes may be text: UTF-16 with a byte order mark, or UTF-8 or mostly ASCII without control
-    characters."""
+    """Whether the bytes may be text: UTF-16 with a BOM, or UTF-8 or mostly ASCII without control characters."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return True
     characters = head.decode(errors="ignore") if _CONTROL.isdisjoint(head) else ""

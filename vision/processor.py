@@ -60,8 +60,8 @@ class VisionProcessor(Processor):
             video_backend: ``"pyav"`` or ``"decord"``.
 
         Raises:
-            UserError: a file cannot be read, a prompt is empty, the number of images does not match the messages, or an
-                option is unknown.
+            UserError: an unreadable file, an empty prompt, a number of images that does not match, or an unknown
+                option.
         """
         if unknown:
             raise UserError(f"unknown option for a vision model: got {', '.join(unknown)}")
@@ -106,8 +106,7 @@ class VisionProcessor(Processor):
         """Separate chat messages from their images and videos.
 
         Args:
-            messages: chat messages whose image and video items contain a source, or refer to the next of ``pictures``
-                and ``clips``.
+            messages: image and video items contain a source, or refer to the next of ``pictures`` and ``clips``.
             pictures, clips: loaded images and videos.
             **video: options of ``load_video``, for items with a source.
 
@@ -143,8 +142,7 @@ class VisionProcessor(Processor):
         return placed, loaded["image"], loaded["video"]
 
     def adds_special_tokens(self, rendered: str) -> bool:
-        """False if the template has already written the first special token, as in transformers'
-        ``apply_chat_template``."""
+        """False if the template already writes the first special token, as in ``apply_chat_template``."""
         start = self.tokenizer.bos_token
         return start is None or not rendered.startswith(start)
 

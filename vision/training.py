@@ -93,8 +93,7 @@ class MSDOptions(Losses, HeadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FlashOptions(SlotLosses, MSDOptions):
-    """Options of ``mmspec train flash``. FLASH grows a tree in one pass; MSD's trees are wider and take a pass per
-    level."""
+    """Options of ``mmspec train flash``. FLASH grows a tree in one pass, MSD one level per pass."""
 
     passes: int = inherited(Passes, "passes", default=1)
     top_k: int = inherited(TreeOptions, "top_k", default=4)
@@ -239,8 +238,7 @@ class HiddenStateObjective(SlotLosses):
         generator: torch.Generator | None = None,
         progress: float = 1.0,
     ) -> LossOutput:
-        """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, the first chain, and the predictions that
-        glancing replaces."""
+        """The losses, see ``mmspec.training.tasks.Objective``. Samples noise, first chain and glancing."""
         slots = network.config.slots
         read = batch.hidden if batch.layers is None else torch.cat([batch.hidden, batch.layers], dim=-1)
         entries = _entries(network, batch, self._noisy(network.states(read[:, :-1]), generator))
@@ -379,8 +377,7 @@ class _Chains:
             depth: suffix of the metric names.
 
         Returns:
-            States to continue with, (batch, chains, hidden): predictions, with some wrong predictions replaced by
-            glancing.
+            States to continue with, (batch, chains, hidden): predictions, some replaced by glancing.
         """
         if not bool(valid.any()):
             return state

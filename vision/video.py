@@ -139,8 +139,7 @@ def _has_pyav() -> bool:
 
 
 def _kind(media: MediaSource) -> Literal["image", "video"] | None:
-    """Detect the kind from the first bytes and with Pillow; None for other formats and for images that Pillow cannot
-    open.
+    """Detect the kind from the first bytes and with Pillow; None for other formats and unreadable images.
 
     Text is never passed to FFmpeg, which would open the files listed in a playlist or concat script.
     """

@@ -189,8 +189,7 @@ class AcceptanceWatch:
         return fmean(self._since) + error < fmean(self._before)
 
     def replaced(self, kept: bool) -> None:
-        """Restart the comparison after a replacement; ``kept`` makes the requests since the last replacement the
-        reference."""
+        """Restart the comparison; ``kept`` makes the requests since the last replacement the reference."""
         if kept or not self._before:
             self._before = self._since[-REQUESTS:]
         self._since = []
@@ -201,8 +200,7 @@ _BUFFER = 1 << 27  # maximum bytes of the replay buffer
 
 
 class Learner(Protocol):
-    """Interface of learners, which train a copy of a drafter's network; plug-ins of the group ``adapt``, by drafter
-    name."""
+    """Interface of plug-ins of the group ``adapt``, by drafter name: train a copy of a drafter's network."""
 
     def learn(self, answer: RecordedAnswer) -> None:
         """Accumulate gradients of an answer, and take a training step after the last answer of a batch."""
@@ -369,8 +367,8 @@ class Adaptation:
         tables: lookup tables saved to disk.
 
     Raises:
-        UserError: no drafter can adapt, the folder contains damaged files or files for another target, or the size
-            limit is too small.
+        UserError: no drafter can adapt, files in the folder are damaged or for another target, or the limit is too
+            small.
     """
 
     def __init__(self, drafter: Drafter | None, target: Target, options: AdaptOptions) -> None:

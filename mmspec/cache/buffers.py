@@ -112,8 +112,7 @@ class KVBuffers:
         return [buffer[:, :, :end] for buffer in buffers]
 
     def shared(self, layers: Sequence[int], rows: int, nodes: int, like: Tensor, start: int) -> Tensor:
-        """The shared buffer of identical layers, with slots for the next pass, for kernels that write keys and values
-        themselves.
+        """The shared buffer of identical layers, with slots for the next pass, for kernels that write to it.
 
         Args:
             like: (kv_heads, any, head_dim), template for shape, dtype and device.
@@ -330,8 +329,7 @@ class StaticKVBuffers(KVBuffers):
         bounds.start.copy_(bounds.lengths.amax(0, keepdim=True))
 
     def advance_on_device(self, length: Tensor) -> None:
-        """``commit_on_device`` for the first ``length`` nodes, (1,) int64, of a single row, which need no
-        compaction."""
+        """``commit_on_device`` for the first ``length`` nodes, (1,) int64, of a single row, without compaction."""
         bounds = self._known_bounds
         for count in (bounds.lengths[:1], bounds.start):
             count.add_(length)

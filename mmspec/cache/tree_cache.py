@@ -172,7 +172,7 @@ class TreeCache(Cache):
         self._changed([tokens] * batch if kept is None else [len(slots) for slots in kept])
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
-        """Append rows of another cache, e.g. of a prefill.
+        """Append rows of another cache, e.g. after a prefill.
 
         Args:
             reserve: total slots that the longest of these rows may need.

@@ -106,8 +106,7 @@ class Budget:
         return tree.first(1 + self.nodes) if tree.prunable else tree
 
     def shaped(self, tree: TokenTree) -> TokenTree:
-        """The tree, or its best chain if drafts are chains and the tree can be pruned; root-only if no draft is
-        left."""
+        """The tree, or its best chain if drafts are chains and it can be pruned; root-only if no draft is left."""
         chain = self.chain and tree.prunable and not kernels.static_shapes(tree.tokens.device)
         return tree.best_chain() if chain else tree
 

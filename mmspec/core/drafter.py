@@ -87,8 +87,8 @@ class Drafter(ABC):
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether ``observe`` and the next ``propose`` may be called before the host has read the verdict and appended
-        the tokens to the histories."""
+        """Whether ``observe`` and ``propose`` may precede the host's copy of the verdict and the update of
+        histories."""
         return False
 
     @property
@@ -118,8 +118,7 @@ class Drafter(ABC):
         return ()
 
     def failure(self, row: int) -> str:
-        """Error that disabled this drafter or a part of it for a sequence: the names of the drafter and the error;
-        empty without one."""
+        """Names of the failed part of this drafter and of its error for a sequence; empty without an error."""
         return ""
 
     @property
@@ -399,8 +398,8 @@ def fork(drafter: Drafter | None, target: Target) -> Any:
 
 
 def lend(drafter: Drafter | None, target: Target) -> Any:
-    """A drafter for one request that must leave no learned state: a copy if it learns, else the drafter itself with its
-    CUDA graphs."""
+    """A drafter for one request without lasting learned state: a copy if it learns, else itself with its CUDA
+    graphs."""
     return fork(drafter, target) if learns(drafter) else drafter
 
 

@@ -1,7 +1,6 @@
 """Target interface: prompts, outputs, and the methods that the engine calls.
 
-A target prefills prompts, computes logits at tree nodes and commits accepted paths, with continuous batching. It owns
-its caches.
+A target prefills prompts, computes logits at tree nodes and commits accepted paths. It owns its caches.
 """
 
 from __future__ import annotations
@@ -267,8 +266,7 @@ class Target(Protocol):
         """``prefill`` in passes over at most ``chunk`` tokens each, if the model allows it.
 
         Yields:
-            None after each pass except the last, then the output. The rows join with the last pass; until then, other
-            rows may join, decode and leave.
+            None after each pass except the last, then the output. The rows join with the last pass, not before.
         """
 
     def batch_key(self, prompt: Prompt) -> Hashable:

@@ -138,8 +138,7 @@ class TokenTree:
 
     @cached_property
     def drafted(self) -> list[int]:
-        """Number of drafted nodes per row, without root and padding. Drafters may set it to save a device-to-host
-        copy."""
+        """Drafted nodes per row, without root and padding. Drafters may set it to save a device-to-host copy."""
         if self.valid is None:
             return [self.nodes - 1] * self.batch
         return (self.valid.sum(1) - 1).tolist()

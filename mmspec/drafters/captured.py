@@ -1,8 +1,7 @@
 """Base class of drafters that update their state with the accepted tokens and then grow a tree.
 
 With static shapes (``kernels.static_shapes``), both run as one CUDA graph without host syncs, with the batch padded to
-a power of two. Otherwise, pending steps are merged into one forward pass, and the budget may stop a tree after any
-level.
+a power of two. Otherwise, pending steps share one forward pass, and the budget may stop a tree after any level.
 """
 
 from __future__ import annotations
@@ -195,8 +194,7 @@ def path_of(length: Tensor, width: int) -> Tensor:
 
 
 def commit_chain(caches: Sequence[TreeCache], length: Tensor, width: int) -> None:
-    """Commit the first ``length``, (batch,) int64, of the ``width`` entries per row that a pass has written to each
-    cache."""
+    """Commit the first ``length``, (batch,) int64, of the last ``width`` entries of each row in each cache."""
     if caches[0].static_shapes:
         path = path_of(length, width) if len(length) > 1 else None  # a single row needs no compaction
         for cache in caches:

@@ -74,8 +74,7 @@ def read_network(folder: Path, kind: type[S]) -> tuple[S, dict[str, Tensor], Ten
     """Read a checkpoint of a trained network.
 
     Args:
-        kind: class of the network's configuration; its ``head``, if any, is the number of rows of the network's own
-            output layer.
+        kind: class of the network's configuration; an optional ``head`` is the number of rows of its output layer.
 
     Returns:
         Configuration, tensors, draft vocabulary, (n,) int64 (None is the target's full vocabulary), and keyword

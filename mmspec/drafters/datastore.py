@@ -9,8 +9,7 @@ files are not memory-mapped: if another process truncated them, this process wou
 - ``config.json``: fields of ``StoreConfig``
 - ``tokens``: concatenated texts, ``width`` bytes per token, big-endian, so that comparing bytes compares tokens. A
   separator, the token ``vocab_size``, follows each text, and ``DEPTH`` separators end the file.
-- ``suffixes``: positions in ``tokens``, sorted by the ``DEPTH`` tokens from there on, ``place`` bytes each,
-  little-endian.
+- ``suffixes``: positions in ``tokens``, sorted by the next ``DEPTH`` tokens, ``place`` bytes each, little-endian.
 
 The build uses bounded memory: suffixes are distributed to files by their first tokens, and each file is sorted. A file
 with more than ``_SORTED`` suffixes is split again, by the tokens after their common prefix.

@@ -177,8 +177,7 @@ class BlockConvolution(nn.Module):
     """Two convolutions over the positions of a block, before and after a sublayer (DFlash2, z-lab/dflash).
 
     Both have causal taps, ``y_t = sum_i (base_i + delta_i(t)) * x_(t-i)``, zero-padded at the start of the block.
-    ``base`` has a value per channel; ``delta``, a projection of the sublayer's input at t, a value per group of
-    channels.
+    ``base`` is per channel; ``delta``, a projection of the sublayer's input at t, is per group of channels.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -263,8 +262,7 @@ class BlockLayer(nn.Module):
         return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, norms, head_norms)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values, (batch, kv_heads, nodes, head_dim) each, of the context or the normed block, (batch, nodes,
-        width).
+        """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
 
         Args:
             rotation: cosines and sines, broadcastable to (batch, nodes, heads, head_dim).
@@ -674,8 +672,7 @@ class NativeMarkov(Native):
 
     @classmethod
     def of(cls, network: DFlashNetwork, draft_ids: Tensor | None) -> NativeMarkov | None:
-        """Native form of a network's head; None if unsupported: gated or recurrent heads, and heads with a confidence
-        head."""
+        """Native form of a network's head; None for gated and recurrent heads and with a confidence head."""
         config = network.config
         alone = config.markov_type == "vanilla" and config.confidence == "none"
         if not config.markov_rank or not alone or not isinstance(network.markov_out, BlockLinear):

@@ -1,7 +1,6 @@
 """EAGLE drafter (arXiv 2401.15077): fuses each token's embedding with the target's hidden state.
 
-Image positions are treated like text, with their input embeddings. A forward pass may draft several slots (see
-``EagleConfig``).
+Image positions are treated like text. A forward pass may draft several slots (see ``EagleConfig``).
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ class EagleNetwork(DecoderLayer):
         return [self]
 
     def states(self, read: Tensor) -> Tensor:
-        """Hidden states for the entries, (..., hidden), from the concatenated last states and ``EagleConfig.reads``
-        states of the target."""
+        """Hidden states of entries, (..., hidden), from the target's concatenated last and ``reads`` states."""
         if not self.config.reads:
             return read
         last, *layers = read.split(self.config.hidden_size, dim=-1)

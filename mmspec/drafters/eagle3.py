@@ -35,15 +35,13 @@ class Eagle3Config(HeadShape):
     Attributes:
         target_size: the target's hidden size; 0 is ``hidden_size``.
         states: number of target hidden states per position.
-        reads: target layers whose inputs are these states, 0 to the number of layers L; empty means EAGLE's default, 2,
-            L/2 and L - 3.
+        reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
         outputs: read the raw outputs of these layers instead of their inputs.
         norm_before_residual: the residual of the first layer is the normed state.
         norm_before_fc: RMSNorm over the concatenated states before their projection.
         fc_norm: RMSNorm of each state before the projection (3.1).
         norm_output: norm the state before it is fed to the next level (3.1).
-        mask_token_id: input token of all levels after the first, which share one pass (P-EAGLE, arXiv 2602.01469); None
-            runs one pass per level.
+        mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469), or None.
         window: sliding window in entries, including the query; 0 is full attention.
         head_rank: rank of the low-rank head that retrieves candidates for the output layer (EAGLE-4); 0 disables it.
         candidates: number of retrieved tokens that the output layer scores.
@@ -200,8 +198,7 @@ class Eagle3Network(nn.Module):
         return self.fc(states)
 
     def combine(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """Layer inputs, (..., 2 * hidden), from embeddings and the states of the previous position, (..., hidden)
-        each."""
+        """Layer inputs, (..., 2 * hidden), from embeddings and previous positions' states, (..., hidden) each."""
         return torch.cat([embeds.to(states.dtype), states], dim=-1)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:

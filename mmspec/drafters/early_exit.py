@@ -32,8 +32,7 @@ class FirstLayers:
         layers: number of first layers to run.
 
     Raises:
-        UserError: the target is not a transformers model, has at most ``layers`` layers, or its layers are not one
-            decoder.
+        UserError: the target is not a transformers model of one decoder with more than ``layers`` layers.
     """
 
     def __init__(self, target: Target, layers: int) -> None:

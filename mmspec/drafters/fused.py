@@ -71,8 +71,7 @@ class FusedLayers:
         return y if add else torch.cat([residual + y, residual], dim=-1)
 
     def write(self, x: Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: TreeCache) -> None:
-        """Write the layers' keys and values of states, (batch, nodes, hidden), to the cache; for layers with separate
-        query projections."""
+        """Write keys and values of states, (batch, nodes, hidden), for layers with separate query projections."""
         turns = _turns(rotation)
         for layer, product, buffers in zip(self._layers, self._keys_values, self._buffers(cache, len(x)), strict=True):
             cache_states(layer, product(x), turns, buffers, metadata)

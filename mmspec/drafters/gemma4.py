@@ -223,8 +223,7 @@ class Gemma4(TreeDrafter):
         return (allowed | ((lengths == 0) & (slots == 0)))[:, None, None]
 
     def _children(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k tokens and log probabilities of hidden states; with centroids, among the tokens of the nearest
-        centroids."""
+        """Top-k tokens and log probabilities of hidden states, limited to the nearest centroids, if any."""
         centroids = self.network.masked_embedding
         if centroids is None:
             return ops.top_log_probs(self.network.lm_head(hidden), self.top_k)

@@ -42,8 +42,7 @@ def best_first(
     """Best-first search for the most probable nodes of a lazily expanded tree.
 
     Args:
-        children: given a node's state, yields ``(token, conditional probability, state)`` per child, with distinct
-            tokens.
+        children: given a state, yields ``(token, conditional probability, state)`` per child, with distinct tokens.
         floor: minimum path probability of a node.
         width: maximum children per node, most probable first; None keeps all.
 
@@ -94,8 +93,7 @@ def grow_tree(
         first: the root's children, ``(tokens, log_probs)``, (batch, children) each, in descending order; None calls
             ``extend`` on the roots.
         extend: given the next beam's tokens, (batch, width), and the index of each token's parent in the previous beam,
-            (batch, width), 0 for the first beam, returns children as ``(tokens, log_probs)``, (batch, width, children)
-            each.
+            (batch, width), initially 0, returns children as ``(tokens, log_probs)``, (batch, width, children) each.
         top_k: beam width.
     """
     batch, kept_children = token.shape[0], 1 if budget.chain else None
@@ -241,8 +239,7 @@ class LevelPasses:
 
     Args:
         runner: runner of the model; its uncommitted nodes are dropped.
-        recurrent: the model has recurrent layers, whose states do not keep uncommitted nodes: each pass runs all nodes
-            again.
+        recurrent: the model has recurrent layers, which keep no uncommitted nodes: each pass runs all nodes.
         read: feature to return.
     """
 

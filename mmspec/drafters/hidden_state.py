@@ -1,8 +1,7 @@
 """Base classes of drafters on the target's hidden states, at token-count positions or the target's positions.
 
 A step appends the accepted tokens with the target's hidden states to the drafter's KV cache, then grows a dynamic tree
-(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row combines token j + 1 with the target's states at token
-j.
+(EAGLE-2, arXiv 2406.16858) on predicted states. Entry j of a row reads token j + 1 and the target's states at token j.
 
 Entries of a growing tree follow the entries of accepted tokens (``TreeState``).
 """
@@ -67,8 +66,7 @@ def causal(batch: int, width: int, device: torch.device, kept: Tensor | None = N
 
 
 def counted_positions(prompt: Prompt) -> tuple[Tensor | slice, Tensor]:
-    """Token-count positions of a prompt, (batch, length) int64 or a slice, and of each row's next token, (batch,)
-    int64."""
+    """Token-count positions of a prompt, (batch, length) int64 or a slice, and of the next tokens, (batch,) int64."""
     batch, length = prompt.input_ids.shape
     if prompt.attention_mask is None:
         return slice(0, length), torch.full((batch,), length, dtype=torch.long, device=prompt.input_ids.device)
@@ -193,8 +191,7 @@ class TreeState:
     Attributes:
         predicted, carried: (batch, nodes, hidden), states that predict the last level's children, and the recurrent
             cell's states; set by the drafter.
-        block: for each level since the last pass: tokens, states that predicted them, and parents' indices in the
-            previous level.
+        block: per level since the last pass: tokens, states that predicted them, and indices of parents.
     """
 
     predicted: Tensor
@@ -284,8 +281,7 @@ class HiddenStateDrafter(TrainedDrafter):
     Attributes:
         node_inputs: maps drafted tokens and the states that predicted them, (batch, entries, hidden), to network
             inputs, (batch, nodes, any); arguments as for ``NodeInputs``. Set by ``scoring``.
-        cell_input: like ``node_inputs``, for the recurrent cell, before its activation; set by ``scoring`` with several
-            slots.
+        cell_input: like ``node_inputs``, for the recurrent cell before its activation, with several slots.
         sample_embedding: (1, hidden), a target embedding in the network's dtype and device; set by ``attach``.
         window: sliding window in entries, including the query; 0 is full attention. Entries of one step always attend
             to each other.
@@ -531,8 +527,7 @@ class HiddenStateDrafter(TrainedDrafter):
         return self._rotary(self._position.data[:batch, None] + step)
 
     def children(self, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from the output of the network's
-        ``begin``."""
+        """Top-k draft-vocabulary indices and log probabilities, (..., top_k) each, from the output of ``begin``."""
         return self.adjusted(*ops.top_log_probs(self._scores(predicted), self.top_k), predicted, carried)
 
     def adjusted(self, tokens: Tensor, log_probs: Tensor, predicted: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
@@ -545,8 +540,7 @@ class PositionedDrafter(HiddenStateDrafter):
     the network's configuration has ``mrope_section``.
 
     Attributes:
-        counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts instead of the largest
-            axis.
+        counts_tokens: without ``mrope_section``, replace multi-axis positions by token counts, not the largest axis.
 
     Args:
         network: network with a ``RotaryShape``.

@@ -92,8 +92,7 @@ class DecoderLayer(nn.Module):
         Args:
             x: normed inputs.
             rotation: cosines and sines from ``Rotary``, broadcastable to (batch, nodes, heads, head_dim).
-            attend: attention function on queries, keys and values, (batch, heads or kv_heads, nodes, head_dim); handles
-                cache and mask.
+            attend: attention over queries, keys, values, (batch, heads or kv_heads, nodes, head_dim), cache and mask.
         """
         shape = self.shape
         batch, nodes, _ = x.shape
@@ -129,8 +128,8 @@ _MAX_RATIO = 4  # maximum draft vocabulary of a table, as a multiple of the hidd
 
 
 def take(x: Tensor, order: Tensor | None) -> Tensor:
-    """Gather entries of each row by index, (batch, taken) int64: (batch, entries, hidden) -> (batch, taken, hidden);
-    None returns ``x``."""
+    """Gather entries by index, (batch, taken) int64 or None for all: (batch, entries, hidden) -> (batch, taken,
+    hidden)."""
     return x if order is None else x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 

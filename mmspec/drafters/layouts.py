@@ -22,9 +22,8 @@ output formats for other engines. Reading is strict and runs no code of the chec
   of the target's output layer. Files may have more heads than their configuration.
 - ``hydra``: Hydra heads (arXiv 2402.05109, zankner/Hydra); with ``hydra_head_arch`` ``prefix-mlp``, each dropout counts
   as a layer, and ``prefix_embeding_layer`` is a decoder of one layer.
-- ``kangaroo``: Kangaroo adapters (arXiv 2404.18911, Equationliu/Kangaroo): configuration of a one-layer Llama, of which
-  attention and norms are used. The rotary base is 10,000 regardless of the configuration, which does not contain the
-  exit layer.
+- ``kangaroo``: Kangaroo adapters (arXiv 2404.18911, Equationliu/Kangaroo): a one-layer Llama, of which attention and
+  norms are used. The rotary base is always 10,000. The configuration does not contain the exit layer.
 
 ``d2t`` holds offsets: row i of an output layer is the target's token i + d2t[i].
 """
@@ -1120,8 +1119,7 @@ def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str
 
 
 def _speculators_fields(algorithm: Callable[[Any], str]) -> tuple[tuple[str, Any], ...]:
-    """Fields common to all drafters in the format of vllm-project/speculators; ``algorithm`` maps a network
-    configuration to its name."""
+    """Fields common to all drafters in the format of vllm-project/speculators; ``algorithm`` returns their kind."""
 
     def settings(written: Written) -> dict[str, Any]:
         target, proposal = written.target, {"accept_tolerance": 0.0, "proposal_type": "greedy"}
@@ -1229,8 +1227,7 @@ _DFLASH_WRITTEN = {
 
 
 def _of(kind: str, at: str = "", **values: str | Callable[[Any], Any]) -> tuple[tuple[str, Any], ...]:
-    """Fields that only drafters of a kind have, in a nested object ``at``; values are configuration fields or
-    functions."""
+    """Fields of only one kind, in a nested object ``at``; values are configuration fields or functions."""
     read = {name: attrgetter(value) if isinstance(value, str) else value for name, value in values.items()}
     return tuple((f"{at}{name}", _if(lambda network: _dflash_kind(network) == kind, one)) for name, one in read.items())
 
@@ -1341,8 +1338,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
 
 
 def write(drafter: Any, target: Any, folder: Path, name: str, tokens: int = 3) -> None:
-    """Write a drafter in the format of another engine. There, a drafter without its own output layer drafts the full
-    vocabulary.
+    """Write a drafter for another engine. There, a drafter without its own output layer drafts the full vocabulary.
 
     Args:
         drafter: a ``TrainedDrafter`` with a layout in ``FORMATS``. The ``speculators`` format was verified with the

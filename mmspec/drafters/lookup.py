@@ -35,8 +35,7 @@ class LookUpDrafter(Drafter):
 
     @abstractmethod
     def start(self, row: int, path: Sequence[int] = ()) -> tuple[Any, Children]:
-        """The search state after a row's tokens and ``path``, and the function that expands states; see
-        ``best_first``."""
+        """Search state after a row's tokens and ``path``, and function that expands states; see ``best_first``."""
 
     @property
     def on_host(self) -> bool:

@@ -4,8 +4,7 @@ Medusa's heads are independent: the tree consists of the paths with the highest 
 ``grow_slots``), instead of the papers' fixed trees. In Hydra, the children of a node depend on its path, so the tree
 grows level by level, one head per level.
 
-Entry j of a row is the target's state at token j. Only Hydra++, which has a decoder layer, has a KV cache, at
-token-count positions.
+Entry j of a row is the target's state at token j. Only Hydra++ has a KV cache, at token-count positions.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class MedusaConfig(Checked):
         grounded: whether a head reads the embeddings of previously drafted tokens (Hydra, arXiv 2402.05109).
         head: rows of each head's output layer, the draft vocabulary; 0 is the target's output layer.
         head_bias: whether the heads' output layers have a bias.
-        prefix: fields of a ``RotaryShape``: a decoder layer between the target's states and the heads (Hydra++); empty
-            without this layer.
+        prefix: ``RotaryShape`` fields of a decoder layer before the heads (Hydra++); empty without this layer.
     """
 
     hidden_size: int = required(whole(1, 2**16))
@@ -120,8 +118,7 @@ class MedusaNetwork(nn.Module):
         return self.norm(output) if self.config.prefix else output
 
     def scores(self, first: int, states: Sequence[Tensor], head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Concatenated logits of the heads from ``first`` on: states of (..., n, hidden) each -> (..., all n, draft
-        tokens).
+        """Concatenated logits of heads from ``first`` on: states (..., n, hidden) each -> (..., all n, draft tokens).
 
         Args:
             head: the target's output layer.

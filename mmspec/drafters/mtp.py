@@ -64,8 +64,7 @@ _ATTENTION = {"full_attention", SLIDING[0]}
 
 
 def layer_config(decoder: PreTrainedConfig, source: str) -> PreTrainedConfig:
-    """Configuration of the MTP layers from the target's text configuration; ``num_hidden_layers`` is the number of MTP
-    layers.
+    """Configuration of the MTP layers, ``num_hidden_layers`` in number, from the target's text configuration.
 
     Raises:
         UserError: the model has no MTP layers, or layers that do not support trees.
@@ -174,8 +173,7 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
         The layers, in their original dtype, and the target, for ``layouts.check_target``.
 
     Raises:
-        UserError: there are no MTP layers, they do not support trees, or a tensor is missing, unexpected or of the
-            wrong shape.
+        UserError: MTP layers are missing or do not support trees, or a tensor is missing, unexpected or misshapen.
     """
     if not has_mtp(folder):
         raise UserError(f"{folder}: expected the checkpoint of a target with native MTP layers, received none")

@@ -2,8 +2,7 @@
 
 The drafter merges the continuations of the latest earlier occurrences of the last tokens into a tree. Each continuation
 is weighted by the acceptance rate learned for its match length, so a long copy becomes a deep chain and a chance match
-few nodes or none. After a copy departs from its source, as in edited code, places near the point of departure get a
-higher weight.
+few nodes or none. After a copy departs from its source, as in edited code, places nearby get a higher weight.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Match(NamedTuple):
         text: tokens of the sequence or of earlier requests.
         place: index of the next token.
         length: number of equal tokens before ``place``, at most the last of ``_LENGTHS``.
-        kind: ``OWN`` (same sequence), ``RESUMED`` (continuation of a copy after a difference) or ``PAST`` (earlier
-            requests).
+        kind: ``OWN`` (same sequence), ``RESUMED`` (copy continued after a difference) or ``PAST`` (earlier requests).
     """
 
     text: list[int]

@@ -19,8 +19,7 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
 
 
 class PerSequence(Wrapper):
-    """Drafts each sequence with its own copy of ``drafter``, dropped with the sequence. A failing copy does not affect
-    other sequences.
+    """Drafts each sequence with its own copy of ``drafter``; a failing copy does not affect other sequences.
 
     Args:
         drafter: drafter whose trees have ``log_probs``. Trees of several sequences are combined on the host.

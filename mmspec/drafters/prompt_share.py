@@ -2,8 +2,7 @@
 
 Visual tokens (SpecVLM, arXiv 2508.16201): keep the tokens with the highest attention from the text after them until
 they cover a share of the total attention (Top-P), then evenly spaced tokens of the rest. The authors' code
-(github.com/zju-jiyicheng/SpecVLM) averages attention over all layers; this module reads one layer, at two thirds of the
-depth.
+(github.com/zju-jiyicheng/SpecVLM) averages attention over all layers; this module reads one layer, at 2/3 of the depth.
 
 Long text (RAPID, arXiv 2502.20330): keep the beginning, the end, which contains the question, and the chunks in between
 that are most similar to the end. RAPID retrieves chunks by another model's embeddings; this module compares tokens,
@@ -106,8 +105,7 @@ def attended(tokens: Tensor, weights: Tensor, kept: Tensor, top_p: float) -> Ten
 
 
 def evenly(tokens: Tensor, kept: Tensor) -> Tensor:
-    """Select ``kept``, (batch, 1) int64, evenly spaced tokens of each row's ``tokens``: (batch, length) bool, in and
-    out."""
+    """Select ``kept``, (batch, 1) int64, evenly spaced ``tokens`` per row: (batch, length) bool in and out."""
     count = tokens.sum(1, keepdim=True).clamp(min=1)
     rank = tokens.long().cumsum(1)  # from 1
     return tokens & (rank * kept // count > (rank - 1) * kept // count)

@@ -2,8 +2,7 @@
 
 Every verify pass ranks successors at every node, accepted or not. The table stores the most probable successors, and
 trees are grown from it. Two differences from the paper raise acceptance: two-token contexts take precedence over single
-tokens, and an entry is a running average of the target's probabilities instead of the latest ranking, which calibrates
-it.
+tokens, and an entry is a calibrated running average of the target's probabilities instead of the latest ranking.
 """
 
 from __future__ import annotations

@@ -110,8 +110,7 @@ def drafter_spec(name: str) -> DrafterSpec:
 
 
 def drafter_specs() -> list[DrafterSpec]:
-    """All registered drafters: first the default drafters, then drafters without a checkpoint, then the rest, each by
-    name."""
+    """All registered drafters: default drafters, then drafters without a checkpoint, then the rest, by name."""
     specs = [DrafterSpec.of(entry.name, entry.load()) for entry in plugins.registered("drafters")]
     return sorted(specs, key=lambda spec: (spec.name not in DEFAULT.split("+"), not spec.alone, spec.name))
 

@@ -83,8 +83,7 @@ class RotaryShape(LayerShape):
     """Shape of decoder layers with the target's kind of rotary positions: a ``LayerShape``, and
 
     Attributes:
-        rope: rotary positions in the form of transformers' ``rope_parameters``; empty means unscaled, with
-            ``rope_theta``.
+        rope: rotary positions as transformers' ``rope_parameters``; empty means unscaled, with ``rope_theta``.
     """
 
     rope: dict = option(dict, OBJECT)

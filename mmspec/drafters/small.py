@@ -1,9 +1,8 @@
 """Draft-model drafter: a small language model with its own KV cache and recurrent states.
 
 A vision-language draft model with the target's image tokens also receives images and videos, with all visual tokens or
-a share (see ``prompt_share.py``); for other models, visual positions are dropped from the prompt. Long texts can be
-reduced to a share, too. A model with another tokenizer drafts the tokens shared by both vocabularies (arXiv
-2502.05202).
+a share (see ``prompt_share.py``); for other models, visual positions are dropped from the prompt. Long texts can also
+be reduced. A model with another tokenizer drafts tokens shared by both vocabularies (arXiv 2502.05202).
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class DrafterSpec:
             target's own folder.
         argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter.
-        parse_argument: splits TEXT into the first argument of the constructor or ``from_checkpoint`` and keyword
-            arguments.
+        parse_argument: splits TEXT into the constructor's or ``from_checkpoint``'s first and keyword arguments.
         trusts: whether the constructor takes ``trust_remote_code``.
         chains: whether lists of methods also offer it as a chain (``NAME@chain``).
         train: its command of ``mmspec train``; empty without one.

@@ -29,8 +29,8 @@ class Union(Drafter):
 
     If the budget adapts, each tree is charged its own time and credited the tokens that no other tree drafted; a
     drafter with a net loss pauses on its own (``DraftingPayoff``). Payoffs are kept per class of expected tokens of the
-    preceding trees, lookups first, so that no network runs while the text is copied. A drafter that fails also pauses
-    on its own (``Guard``).
+    preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
+    (``Guard``).
 
     Args:
         drafters: two or more drafters whose trees have ``log_probs``.

@@ -41,14 +41,12 @@ def find_compiler() -> str | None:
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """Load the library of a source, compiled unless it is cached for the same source, headers in its folder, compiler
-    and processor.
+    """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
     Safe for concurrent processes.
 
     Raises:
-        CompilerError: there is no compiler, compilation fails, or the cache cannot be written or does not allow
-            executables.
+        CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
     """
     compiler = find_compiler()
     if compiler is None:

@@ -332,8 +332,7 @@ def _attention(
     mask: Tensor | None,
     scale: float,
 ) -> Attention:
-    """Attention descriptor with shapes, mask and scale; ``strides`` belong to (batch, kv_heads, slots, head_dim)
-    keys."""
+    """Attention descriptor; ``strides`` are the strides of (batch, kv_heads, slots, head_dim) keys."""
     row, head, slot, _ = strides
     masked = {}
     if mask is not None:
@@ -479,13 +478,11 @@ def quantile(scores: Tensor, uniform: Tensor) -> Tensor:
 
 
 def cell_weights(layers: Sequence[Linear], table: Tensor, norm: Any) -> EagleCell:
-    """Descriptor of a recurrent cell's weights, for ``draft_cells``; state sizes and outputs of ``into`` must be
-    multiples of 16.
+    """Descriptor of a recurrent cell's weights, for ``draft_cells``; sizes must be multiples of 16.
 
     Args:
         layers: ``into``, ``out``, ``guess`` and ``head``, see ``draft_cells``.
-        table: (tokens, into.outputs) float32, contiguous: contribution of each token's embedding to ``into``, including
-            the bias.
+        table: (tokens, into.outputs) float32, contiguous: each token's contribution to ``into``, including the bias.
         norm: a ``torch.nn.LayerNorm`` with float32 weights.
     """
     into, out, _, head = layers

@@ -38,9 +38,8 @@ T = TypeVar("T")
 def run(device: torch.device, reference: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Run an operation: its Triton kernel if Triton is in use, else its torch reference.
 
-    If Triton cannot build a kernel (a compilation error, or too little shared memory or too few registers), this
-    process warns once and uses the reference. ``MMSPEC_KERNELS=triton`` raises instead. Device errors are always
-    raised.
+    If Triton cannot build a kernel (compilation error, too little shared memory or registers), this process warns once
+    and uses the reference. ``MMSPEC_KERNELS=triton`` raises instead. Device errors are always raised.
 
     Args:
         device: device of the operation's tensors.
@@ -102,8 +101,7 @@ def static_shapes(device: torch.device) -> bool:
 
 
 def _unbuilt(error: Exception) -> bool:
-    """Whether an error means that a kernel was not built: Triton's own errors, and errors during compilation or
-    linking."""
+    """Whether a kernel was not built: Triton's own errors, and errors during compilation or linking."""
     if any(kind.__module__.startswith("triton.") for kind in type(error).__mro__):
         return True
     frames = [

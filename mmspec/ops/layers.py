@@ -67,8 +67,7 @@ def rotate_and_cache(
     values to a cache.
 
     Args:
-        qkv: (batch, nodes, (heads + 2 * kv_heads) * head_dim) float, contiguous: queries, keys, values. Queries are
-            optional.
+        qkv: (batch, nodes, (heads + 2 * kv_heads) * head_dim) float, contiguous: optional queries, keys, values.
         rotation: cosines and sines, (batch or 1, nodes or 1, head_dim) each; only the first half of the cosines and the
             second half of the sines are read.
         keys, values: (batch, kv_heads, slots, head_dim), written in place.

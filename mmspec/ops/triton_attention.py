@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PRECISION = tl.constexpr("tf32x3")
-"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, and much faster than float32
-units."""
+"""Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, much faster than FP32 units."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MIN_SPLIT = 128

@@ -157,8 +157,7 @@ def _quantile_kernel(probs, sums, uniform, token, vocab, parts, BLOCK_VOCAB: tl.
 
 @triton.jit
 def _first(m_passed, b_share, i_entry, end):
-    """First entry with a positive share at which the sum exceeds the threshold; the last such entry if rounding
-    prevents that."""
+    """First entry with a positive share at which the sum passes the threshold, else the last entry with a share."""
     first = tl.min(tl.where(m_passed & (b_share > 0.0), i_entry, end), axis=0)
     last = tl.max(tl.where(b_share > 0.0, i_entry, 0), axis=0)
     return tl.where(first == end, last, first)

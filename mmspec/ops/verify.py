@@ -78,8 +78,7 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
     q loses x and is renormalised. If no child is accepted, the token is sampled from the final p.
 
     Args:
-        tree: ``draft_probs`` are q, (batch, first, vocab) float; all valid nodes are children of the first ``first``
-            nodes.
+        tree: ``draft_probs`` are q, (batch, first, vocab) float; valid nodes are children of the first ``first``.
         probs: (batch, first, vocab) float, p.
         chances: (batch, nodes) float, uniform in [0, 1), for accepting each node.
         last: (batch, first) float, uniform in [0, 1), for sampling after a node whose children are all rejected.

@@ -58,8 +58,7 @@ class BlockLinear(PackedLinear):
 
     @classmethod
     def of(cls, layer: Any) -> BlockLinear | None:
-        """Convert a layer for the kernels: a ``BlockLinear`` is returned unchanged, a float32 ``nn.Linear`` is copied;
-        None for others."""
+        """A layer for the kernels: a ``BlockLinear`` itself, a copy of a float32 ``nn.Linear``, None for others."""
         if isinstance(layer, BlockLinear):
             return layer
         if isinstance(layer, nn.Linear) and layer.weight.dtype == torch.float32:
@@ -249,8 +248,7 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int4Blocks(BlockLinear):
-    """int4 weights with a float16 scale and value of code 0 per row and group; represents GGUF's Q4_0 and Q4_1
-    exactly."""
+    """int4 weights with a float16 scale and value of code 0 per row and group; exact for GGUF's Q4_0 and Q4_1."""
 
     kind = "int4"
     bits: ClassVar[int] = 4
@@ -334,8 +332,7 @@ def _rows_of_grid(grid: Tensor) -> Tensor:
 
 
 def _in_pairs(groups: Tensor) -> Tensor:
-    """Join pairs of groups, (blocks, groups, bytes) -> (blocks, pairs, 2 * bytes), zero-padded for an odd number of
-    groups."""
+    """Join pairs of groups, zero-padded: (blocks, groups, bytes) -> (blocks, pairs, 2 * bytes)."""
     return F.pad(groups, (0, 0, 0, groups.shape[1] % 2)).unflatten(1, (-1, 2)).flatten(2)
 
 

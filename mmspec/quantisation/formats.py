@@ -1,5 +1,4 @@
-"""Weights in GGUF formats, which the kernels use without conversion: rows in a file or in memory, linear layers and
-embeddings.
+"""Weights in GGUF formats, used without conversion: rows in a file or in memory, linear layers and embeddings.
 
 A row is a sequence of blocks of 32 weights. Blocks of K formats have 256 weights: 8 groups of 32, with scales and
 offsets as 6-bit integers times a float16 ``d`` and ``dmin`` (Q6_K: 8-bit scales for 16 weights each).
@@ -204,16 +203,14 @@ def _q8_0(weight: Tensor) -> list[Tensor]:
 class StoredEmbedding(nn.Embedding):
     """Embedding table in a GGUF format; a lookup reads only the rows of its tokens, from memory or a file.
 
-    ``weight`` has the shape, dtype and device of the embeddings, but its values are NaN; ``state_dict`` has the real
-    values.
+    ``weight`` has the shape, dtype and device of the embeddings, but NaN values; ``state_dict`` has the real values.
     """
 
     stored: StoredRows
 
     @classmethod
     def of(cls, table: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> nn.Embedding:
-        """Replace the weight of a table, which may be on the meta device, by these rows; keeps subclasses of
-        ``nn.Embedding``."""
+        """Replace the weight of a table by these rows; keeps subclasses of ``nn.Embedding``."""
         none = torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape)
         table.__class__ = cls if type(table) is nn.Embedding else type(type(table).__name__, (type(table), cls), {})
         table.weight = nn.Parameter(none, requires_grad=False)  # transformers takes a model's dtype from it

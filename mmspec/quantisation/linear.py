@@ -121,8 +121,7 @@ class PackedLinear(nn.Module, ABC):
 
 
 class Bfloat16Linear(PackedLinear):
-    """bfloat16 weights in oneDNN's layout; unpacked on CPUs without such a layout, where torch rounds all rows
-    alike."""
+    """bfloat16 weights in oneDNN's layout; unpacked on CPUs without it, where torch rounds all rows alike."""
 
     _least_rows = 4  # measured: a sixth faster than one row
     _MOST_ROWS = 32  # with AMX, oneDNN sums more rows in a different order
@@ -220,8 +219,7 @@ class Int8Linear(PackedLinear):
 class Int4Linear(PackedLinear):
     """int4 weights, ``scale * (code - 8) + zero``, in groups of 32 along a row.
 
-    Codes of a weight that was already quantised (GGUF's Q4_0 and Q4_1) are recovered exactly; the kernel takes scales
-    and zeros in bfloat16.
+    Codes of already quantised weights (GGUF's Q4_0, Q4_1) are recovered exactly; scales and zeros are bfloat16.
     """
 
     _codes: Tensor

@@ -7,8 +7,7 @@ A record of a JSON array or of a JSON Lines file:
                        {"from": "gpt", "value": "A red star.", "token_ids": [5, 8, 2]}]}
 
 Placeholders in human turns mark the positions of media. Media without a placeholder go to the start of the first human
-turn. The optional ``token_ids``, an extension of the format, are the generated tokens of an answer, including end of
-sequence.
+turn. The optional extension ``token_ids`` has the generated tokens of an answer, including end of sequence.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ class FeatureCache:
 
     Args:
         folder: created if missing.
-        extractor: computes missing features. Its target and settings must match the folder, except that it may read
-            fewer layers.
+        extractor: computes missing features. Its target and settings must match the folder; it may read fewer layers.
         conversations: all conversations of the cache.
         shard: conversations per file. Hidden states and visual features are stored in the target's dtype.
 
@@ -207,8 +206,7 @@ class Recorder(Drafter):
     """Records the target's last hidden states of whole text sequences; drafts no tokens.
 
     Attributes:
-        finished: hidden states, (length - 1, hidden), of finished sequences by their tokens, including the prompt. The
-            last token has no state.
+        finished: hidden states, (length - 1, hidden), of finished sequences by tokens of prompt and answer.
     """
 
     learns: ClassVar[bool] = False
@@ -285,8 +283,8 @@ class RecordedFeatures:
             raise UserError(f"expected features of make-data --record in {', '.join(map(str, folders))}, received none")
 
     def sequences(self) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield each conversation's tokens, without the last token, and their hidden states, (length, hidden), in the
-        target's dtype."""
+        """Yield each conversation's tokens except the last, and hidden states, (length, hidden), in the target's
+        dtype."""
         for name in self._files:
             hidden = self._tensor(name, "hidden").to(self.target.device, self.target.dtype)
             yield self._tensor(name, "tokens")[: len(hidden)].tolist(), hidden

@@ -37,8 +37,7 @@ class KangarooObjective(NextTokenLoss):
     def __call__(
         self, network: KangarooNetwork, target: Target, batch: Features, draft_ids: Tensor | None = None, *_: Any
     ) -> LossOutput:
-        """The loss, see ``mmspec.training.tasks.Objective``; ``batch.layers`` are the states at the network's exit
-        layer."""
+        """The loss, see ``mmspec.training.tasks.Objective``; ``batch.layers`` are states at the exit layer."""
 
         def states() -> Tensor:
             assert batch.layers is not None, "the extractor reads the network's exit layer"

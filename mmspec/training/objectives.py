@@ -70,8 +70,7 @@ class TokenLosses:
 
     Attributes:
         head: the target's output layer for the draft vocabulary.
-        count: number of drafts that normalises the losses; by default all wanted positions. It makes the losses of
-            several processes additive.
+        count: number of wanted positions, which normalises the losses and makes processes' losses additive.
         output: accumulated losses, and the metrics ``token_k`` and ``right_k``, loss and accuracy k tokens ahead.
     """
 
@@ -94,8 +93,7 @@ class TokenLosses:
                 self._goals = self.head(hidden[wanted]).float().softmax(-1)
 
     def goals(self, valid: Tensor, position: Tensor | None = None) -> Tensor:
-        """The target's distributions, (drafts, tokens), at the ``valid`` entries of ``position``, (batch, n) int64;
-        None means all positions."""
+        """The target's distributions, (drafts, tokens), at ``valid`` positions, (batch, n) int64; None means all."""
         index = self._index if position is None else self._index.gather(1, position)
         return self._goals[index[valid]]
 
@@ -130,8 +128,7 @@ def next_token_loss(
 
     Args:
         kind: see ``token_loss``.
-        states: returns the drafter's last hidden states, (batch, length, hidden); not called if there are no such
-            tokens.
+        states: returns the drafter's last hidden states, (batch, length, hidden); only called if needed.
         draft_ids: (n,) int64, tokens that distributions are restricted to.
         output_layer: output layer of the drafter; by default the target's.
     """

@@ -201,8 +201,7 @@ def head_weight(target: Target, draft_ids: Tensor | None) -> Tensor:
 
 
 def decoder_weights(target: Any, layers: Sequence[int]) -> dict[str, Tensor]:
-    """Weights of the given layers of a target's decoder, renumbered from 0, and its other weights, by published
-    name."""
+    """Weights of a target's decoder by published name, with only the given layers, renumbered from 0."""
     decoder = target.model.get_decoder()
     found: dict[str, Tensor] = {}
 
@@ -229,8 +228,7 @@ def output_rows(target: Target) -> int:
 
 
 def mask_token(pipe: Pipeline) -> int:
-    """A mask token: a token that does not occur in answers if the tokenizer has such a token, else the last token that
-    does not end an answer.
+    """A mask token: an unused special token of the tokenizer, else the last token that does not end an answer.
 
     Its embedding is not zero.
     """

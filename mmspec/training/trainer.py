@@ -278,8 +278,7 @@ class CurriculumSampler:
     Args:
         lengths: length of each example by kind, in any unit.
         seed: seed for shuffling.
-        mixed_share: maps progress (0 to 1) to the probability that an example is ``MIXED``; used if there are examples
-            of both kinds.
+        mixed_share: maps progress (0 to 1) to the probability of a ``MIXED`` example, if there are both kinds.
 
     Attributes:
         info: stage and share at the last call of ``next``, for the training log.

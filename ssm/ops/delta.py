@@ -115,8 +115,7 @@ def _scalars(x: Tensor) -> Tensor:
 
 
 def _read(rows: Tensor, state: Tensor) -> Tensor:
-    """(batch * heads, rows, key_dim) times the state; sequence by sequence, because the states of one layer are not
-    contiguous."""
+    """(batch * heads, rows, key_dim) times the state; by sequence, as a layer's states are not contiguous."""
     return torch.cat([torch.bmm(x, s) for x, s in zip(rows.view(len(state), -1, *rows.shape[1:]), state, strict=True)])
 
 

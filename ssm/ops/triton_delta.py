@@ -90,8 +90,7 @@ def _overlap(
 
 @triton.jit
 def _solve(b_weight, b_right, b_pair):
-    """Solve for the updates of a tile's nodes: first nodes with one ancestor in the tile (itself), then two, and so
-    on."""
+    """Solve for the updates of a tile's nodes, in the order of their number of ancestors in the tile."""
     b_level = tl.sum(b_pair.to(tl.int32), axis=1)
     b_update = tl.where((b_level == 1)[:, None], b_right, 0.0)
     for level in range(2, tl.max(b_level) + 1):

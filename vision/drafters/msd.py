@@ -110,8 +110,7 @@ def _runs(visual: Tensor) -> list[tuple[int, int, int]]:
 def _images(
     runs: list[tuple[int, int, int]], spots: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Images:
-    """Create images from (row, first entry, length); ``spots`` is called with first entries and lengths, (images, 1)
-    each."""
+    """Create images from (row, first entry, length); ``spots`` gets first entries and lengths, (images, 1) each."""
     row, begin, length = torch.tensor(runs, dtype=torch.long, device=device).unbind(1)
     step = torch.arange(int(length.max()), device=device)
     inside = step < length[:, None]
@@ -146,8 +145,7 @@ def compress(x: Tensor, weights: Tensor, images: Images) -> Tensor:
 
 
 class MSDNetwork(EagleNetwork):
-    """Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): an ``EagleNetwork`` with separate treatment of visual
-    positions."""
+    """Network of MSD and FLASH (arXiv 2505.14260, 2505.12728): an ``EagleNetwork`` for visual positions."""
 
     config: MSDConfig
 
@@ -181,8 +179,7 @@ class MSDNetwork(EagleNetwork):
         return find_images(visual, config.latents, config.span) if config.latents else None
 
     def kept(self, visual: Tensor, images: Images | None) -> Tensor | None:
-        """Mask of remaining entries, (batch, entries) bool; None if all remain. ``images`` are the images of
-        ``visual``."""
+        """Mask of remaining entries, (batch, entries) bool; None if all remain; ``images`` come from ``visual``."""
         if self.config.hide_visual:
             return ~visual
         return None if images is None else images.kept(visual)

@@ -49,8 +49,8 @@ struct Candidates {
     return order;
   }
 
-  // Whether ``count`` candidates are at least as probable as candidate ``other``, so that none of its descendants can
-  // be among the best.
+  // Whether ``count`` candidates are at least as probable as candidate ``other``, which excludes its descendants from
+  // the best.
   bool complete(int64_t count, int64_t other) const {
     auto as_probable = [least = scores[other]](float score) { return score >= least; };
     return std::count_if(scores.begin(), scores.end(), as_probable) >= count;
@@ -184,8 +184,7 @@ void cell_level(const Cell& cell, CellScratch& s, int64_t wide, int64_t beam, in
   }
 }
 
-// Adds candidates to trees with given first levels, (batch, k) in ``s``, for a selection of the best ``kept``; returns
-// the number of levels.
+// Adds candidates to trees with first levels (batch, k) in ``s``, to select the best ``kept``; returns the levels.
 int64_t cell_candidates(const Cell& cell, CellScratch& s, std::vector<Candidates>& trees, int64_t width,
                         int64_t levels, float least, int64_t kept, int threads) {
   int64_t batch = trees.size(), k = s.children.size() / batch, begin = 0, wide = 1, beam = 1, level = 1;
@@ -235,9 +234,8 @@ void draft_slots(const Markov* markov, const float* logits, const int64_t* last,
 
 // Trees of the best candidates of a cell, (batch, nodes), see write_tree; rows may have fewer than ``nodes`` nodes.
 // Levels are added while a token of the next level is reached with a probability above ``least`` and may be among the
-// best; returns their number.
-// carried: (batch, hidden); children, scores: (batch, k), the first levels; ids: target token of each draft token, or
-// null.
+// best; returns their number. carried: (batch, hidden); children, scores: (batch, k), the first levels; ids: target
+// tokens, or null.
 int64_t draft_cells(const Cell* cell, const float* carried, const int64_t* children, const float* scores,
                     const int64_t* last, const int64_t* ids, int64_t batch, int64_t k, int64_t width, int64_t levels,
                     float least, int64_t nodes, int64_t* tokens, int64_t* parents, float* log_probs, int threads) {

@@ -37,8 +37,7 @@ thread_local std::vector<float> gates;
 
 extern "C" {
 
-// A pre-norm decoder layer. Inputs may have several parts, each with its own norm; the last part is the residual. Null:
-// no norm.
+// A pre-norm decoder layer. Inputs may have several parts with separate norms; the last is the residual. Null: no norm.
 struct Layer {
   Linear qkv, read, gate_up, down;
   const float *attention_norm, *mlp_norm;
@@ -204,8 +203,7 @@ void quantiles_of_rows(const float* x, int64_t rows, int64_t count, const float*
   each(rows, count, [&](int64_t row) { tokens[row] = quantile_of(x + row * count, count, uniform[row]); });
 }
 
-// Writes keys and values to cache slots from ``start`` on; ``from``: (rows, stride), a node's keys and values are
-// adjacent.
+// Writes keys and values to cache slots from ``start`` on; ``from``: (rows, stride), keys and values adjacent.
 static void write_slots(const Pass* pass, int64_t index, const float* from, int64_t stride) {
   const Attention& a = pass->attention;
   int64_t kv_width = a.kv_heads * a.head_dim;

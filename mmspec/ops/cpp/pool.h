@@ -121,8 +121,7 @@ class Pool {
   int started_ = 0;
   Sleep idle_, finished_;
 
-  // The loop. Fields only change while no chunk is left, so a thread that claims a chunk has read the fields of its
-  // loop.
+  // The loop. Fields only change while no chunk is left, so whoever claims a chunk has read its loop's fields.
   std::atomic<void (*)(const void*, int64_t, int64_t)> call_{};
   std::atomic<const void*> body_{};
   std::atomic<int64_t> count_{0}, size_{0};

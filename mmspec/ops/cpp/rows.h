@@ -106,8 +106,7 @@ inline void norm_row(const float* row, int64_t features, const float* weight, fl
     store(out + i, load<floats>(row + i) * factor * load<floats>(weight + i));
 }
 
-// Converts RMSNorm(rows) to inputs of a layer; rows may have several separately normed parts of a multiple of 32
-// features.
+// Converts RMSNorm(rows) to inputs of a layer; separately normed parts have a multiple of 32 features.
 void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, const float* weight, float epsilon,
                  int64_t parts = 1) {
   int64_t features = layer.in / parts;
@@ -126,8 +125,7 @@ void take_normed(const Linear& layer, Rows& x, const float* from, int64_t rows, 
   });
 }
 
-// Converts act(gate) * up to inputs of a layer, with SiLU or GELU and rows ``stride`` apart; ``in`` is a multiple of
-// 32.
+// Converts act(gate) * up, SiLU or GELU, to inputs of a layer; rows are ``stride`` apart, ``in`` a multiple of 32.
 void take_gated(const Linear& layer, Rows& x, const float* gate_up, int64_t stride, int64_t rows, bool with_gelu) {
   x.shape(layer.in, rows);
   each(rows * x.groups, 4 * GROUP, [&](int64_t at) {

@@ -1,6 +1,6 @@
 // bfloat16 products in AMX tile registers: up to 16 input rows by 16 output features. Not used for integers: a group of
-// 32 input features, after which sums are scaled, fills only half a tile, and storing its sums costs as much as the
-// product, so VNNI is as fast.
+// 32 input features, after which sums are scaled, fills half a tile, and storing sums costs as much as the product, so
+// VNNI is as fast.
 
 #pragma once
 
