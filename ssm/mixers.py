@@ -141,7 +141,7 @@ class RGLRU:
 def _projections(
     states: StateCache, original: Adapter, module: Any, hidden_states: Tensor, cache: Any, conv_mask: Any
 ) -> Any:
-    """Replace ``ZayaCCAProjection.forward``: two convolutions and a delayed part of the values."""
+    """Replace ``ZayaCCAProjection.forward``, called with positional arguments: two convolutions and delayed values."""
 
     def project(hidden: Tensor) -> Any:
         return original(module, hidden, None, conv_mask)

@@ -41,7 +41,8 @@ class Eagle3Config(HeadShape):
         norm_before_fc: RMSNorm over the concatenated states before their projection.
         fc_norm: RMSNorm of each state before the projection (3.1).
         norm_output: norm the state before it is fed to the next level (3.1).
-        mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469), or None.
+        mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
+            pass per level.
         window: sliding window in entries, including the query; 0 is full attention.
         head_rank: rank of the low-rank head that retrieves candidates for the output layer (EAGLE-4); 0 disables it.
         candidates: number of retrieved tokens that the output layer scores.

@@ -1119,7 +1119,7 @@ def _layer_fields(model_type: str, at: str = "", rope: bool = True) -> tuple[str
 
 
 def _speculators_fields(algorithm: Callable[[Any], str]) -> tuple[tuple[str, Any], ...]:
-    """Fields common to all drafters in the format of vllm-project/speculators; ``algorithm`` returns their kind."""
+    """Fields common to all drafters in the format of vllm-project/speculators; ``algorithm`` names a network's type."""
 
     def settings(written: Written) -> dict[str, Any]:
         target, proposal = written.target, {"accept_tolerance": 0.0, "proposal_type": "greedy"}

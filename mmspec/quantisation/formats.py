@@ -210,7 +210,7 @@ class StoredEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, table: nn.Embedding, rows: StoredRows, dtype: torch.dtype) -> nn.Embedding:
-        """Replace the weight of a table by these rows; keeps subclasses of ``nn.Embedding``."""
+        """Replace the weight of a table, maybe on the meta device, by these rows; keeps ``nn.Embedding`` subclasses."""
         none = torch.full((), torch.nan, dtype=dtype).expand(table.weight.shape)
         table.__class__ = cls if type(table) is nn.Embedding else type(type(table).__name__, (type(table), cls), {})
         table.weight = nn.Parameter(none, requires_grad=False)  # transformers takes a model's dtype from it

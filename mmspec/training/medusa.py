@@ -66,7 +66,7 @@ class MedusaObjective(HeadLoss):
     """Loss of heads against the target's next-token distributions: the sum of ``decay ** i`` times the loss of head i
     (arXiv 2401.10774, section 2.2.1, which trains on tokens; arXiv 2402.05109, section 3.1).
 
-    Head i reads the target's state before an answer token, and predicts the (i+1)-th token after the latter.
+    Head i reads the target's state before an answer token, and predicts the (i+1)-th token after that answer token.
 
     The metrics ``token_k`` and ``right_k`` are loss and accuracy of the k-th head.
     """
